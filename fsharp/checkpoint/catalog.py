@@ -60,12 +60,12 @@ def new_save_id(root: str) -> str:
 
 
 def later_than(before: float) -> float:
-    """The time, in seconds since 1970, that a save notes after one at ``before``: clocks may go back."""
+    """Return the time, in seconds since 1970, that a save notes after one at ``before``: clocks may go back."""
     return max(time.time(), math.nextafter(before, math.inf))
 
 
 def time_in(save_id: str) -> float | None:
-    """The time, in seconds since 1970, that is in an id of :func:`new_save_id`; None if the id has none."""
+    """Return the time, in seconds since 1970, that is in an id of :func:`new_save_id`; None if the id has none."""
     created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID else math.nan
     return created if math.isfinite(created) else None
 

@@ -190,7 +190,7 @@ def renamed(where: str, name: str, rename: Callable[[str], str] | None) -> str:
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether an object stands for what its ``state_dict()`` returns."""
+    """Return whether an object stands for what its ``state_dict()`` returns."""
     return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
@@ -258,7 +258,7 @@ def _sized(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
 
 
 def is_node(leaf: Any) -> bool:
-    """Whether this module takes a node of a tree as a leaf."""
+    """Return whether this module takes a node of a tree as a leaf."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
@@ -302,8 +302,7 @@ def _add_unit(
     one_number = {group: is_of_group(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:
         if leaf.tied_to is not None:
-            owner = ".".join(part for part in leaf.tied_to if part)
-            found.aliases[name(leaf.path)] = ".".join((*above, owner))
+            found.aliases[name(leaf.path)] = ".".join((*above, unit.stored_path(leaf)))
         elif leaf.group in held:
             buffer = held[leaf.group]
             if one_number[leaf.group]:
@@ -374,8 +373,8 @@ def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _Held:
     num_kinds = math.prod(map(mesh.axis_size, varying))
 
     def piece(of: int) -> Piece:
-        base, (first, last) = _index(mesh, varying, of) * leaf.numel, unit.run_of(leaf, place, of)
-        return Piece(base + first, base + last, _index(mesh, copies, of), math.prod(map(mesh.axis_size, copies)))
+        base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.run_of(leaf, place, of)
+        return Piece(base + first, base + last, mesh.index_along(copies, of), math.prod(map(mesh.axis_size, copies)))
 
     mine = piece(rank)
     size = mine.last - mine.first
@@ -420,10 +419,3 @@ def _add(where: str, found: Contents, entry: Entry) -> None:
 def _check_new(where: str, found: Contents, name: str) -> None:
     if name in found.entries or name in found.values:
         raise TreeError(f"{where}: two leaves of the tree have the name {name!r}: rename a key.")
-
-
-def _index(mesh: Mesh, axes: Any, rank: int) -> int:
-    index = 0
-    for axis in axes:
-        index = index * mesh.axis_size(axis) + mesh.coord(axis, rank)
-    return index

@@ -277,7 +277,7 @@ def _prepared(
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Whether nothing else is read into its memory: averages may begin as the parameters themselves."""
+        """Return whether nothing else is read into its memory: averages may begin as the parameters themselves."""
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))

@@ -13,7 +13,7 @@ from fsharp.checkpoint.catalog import Checkpoint, newest_first
 from fsharp.checkpoint.manifest import NAME, Manifest, plain_file_name
 from fsharp.checkpoint.reading import Need, ShardFile, Window, parts_by_file, table_nbytes
 from fsharp.checkpoint.saving import file_name
-from fsharp.checkpoint.shard_file import bytes_of, header_nbytes
+from fsharp.checkpoint.shard_file import batches, bytes_of, header_nbytes
 from fsharp.checkpoint.storage import LocalFiles
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import exchange, together
@@ -195,13 +195,14 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
     n = comm.mesh.size
     if n == 1:
         return
-    asked = [_batches([each for each in wanted if each.holder == (comm.rank - shift) % n]) for shift in range(n)]
-    rounds = comm.all_reduce(torch.tensor([len(batches) for batches in asked]), AXIS, op="max", label="restore() rounds")
+    asked = [batches([each for each in wanted if each.holder == (comm.rank - shift) % n], PIECE_NBYTES) for shift in range(n)]
+    rounds = comm.all_reduce(torch.tensor([*map(len, asked)]), AXIS, op="max", label="restore() rounds")
     outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
         requests = json.loads(_swapped(json.dumps(mine), comm, -shift))
-        theirs = _batches([Wanted(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests])
+        wanted_here = [Wanted(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests]
+        theirs = batches(wanted_here, PIECE_NBYTES)
         for i in range(int(rounds[shift])):
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
@@ -221,19 +222,6 @@ def _read_asked(rank: int, folder: str, asked: Wanted, into: memoryview) -> None
     """Read the bytes that another rank has asked ``rank`` for, from a file of the save and no other path."""
     with _blamed(rank, plain_file_name(asked.file)):
         _files.read(f"{folder}/{asked.file}", asked.start, into)
-
-
-def _batches(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
-    """Return requests in the groups that are sent at once: as many as fit into a piece."""
-    batches: list[list[Wanted]] = []
-    size = 0
-    for each in wanted:
-        if not batches or size + each.nbytes > PIECE_NBYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(each)
-        size += each.nbytes
-    return batches
 
 
 def _swapped(text: str, comm: Comm, shift: int) -> str:

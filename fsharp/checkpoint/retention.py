@@ -64,7 +64,7 @@ class Retention(NamedTuple):
                 raise CheckpointError(f"{where}: {name} is {value!r}, expected a number above 0, or None.")
 
     def _periods(self, root: str, name: str) -> set[tuple[str, int]]:
-        """The periods of steps and of hours that a checkpoint is in."""
+        """Return the periods of steps and of hours that a checkpoint is in."""
         found = set()
         if self.keep_steps is not None:
             found.add(("steps", math.ceil(step_of(name) / self.keep_steps)))

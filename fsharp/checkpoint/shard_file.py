@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -49,6 +49,30 @@ class Tensor(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Sized(Protocol):
+    """Something that takes bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def batches(items: Iterable[S], most: int) -> list[list[S]]:
+    """Return items in order, in batches of at most ``most`` bytes; an item that takes more is a batch of its own."""
+    found: list[list[S]] = []
+    size = 0
+    for item in items:
+        if not found or size + item.nbytes > most:
+            found.append([])
+            size = 0
+        found[-1].append(item)
+        size += item.nbytes
+    return found
 
 
 class Extent(NamedTuple):

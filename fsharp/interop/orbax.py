@@ -14,7 +14,7 @@ from fsharp.checkpoint.entries import Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import names_below
 from fsharp.checkpoint.saving import checked_config
-from fsharp.checkpoint.shard_file import Tensor
+from fsharp.checkpoint.shard_file import Tensor, batches
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
@@ -74,7 +74,7 @@ def from_orbax(
         return {name: leaf for name, leaf in zip(leaves, jax.tree.leaves(found), strict=True) if name in names}
 
     def read(tensors: list[Tensor]) -> Iterator[torch.Tensor]:
-        for group in _groups(tensors):
+        for group in batches(tensors, _READ_NBYTES):
             arrays = load({tensor.name for tensor in group})
             yield from (_as_tensor(arrays.pop(tensor.name), tensor) for tensor in group)
 
@@ -148,17 +148,6 @@ def _dtype(folder: str, name: str, dtype: Any) -> torch.dtype:
 
 def _like(leaf: Any) -> Any:
     return np.empty(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
-
-
-def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    group: list[Tensor] = []
-    for tensor in tensors:
-        if group and sum(each.nbytes for each in group) + tensor.nbytes > _READ_NBYTES:
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
 
 
 def _as_tensor(array: Any, tensor: Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import renamed
 from fsharp.checkpoint.formats.huggingface import INDEX
-from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, bytes_of, check_names, header_of, in_order
+from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, batches, bytes_of, check_names, header_of, in_order
 from fsharp.checkpoint.storage import storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
@@ -99,14 +99,7 @@ def names_below(
 
 def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
     """Return which file has which tensors, in the order in which they are written."""
-    parts: list[list[Tensor]] = [[]]
-    nbytes = 0
-    for tensor in tensors:
-        if parts[-1] and nbytes + tensor.nbytes > most:
-            parts.append([])
-            nbytes = 0
-        parts[-1].append(tensor)
-        nbytes += tensor.nbytes
+    parts = batches(tensors, most)
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     return {
         name if len(parts) > 1 else "model.safetensors": [part[i] for i in in_order(part)]

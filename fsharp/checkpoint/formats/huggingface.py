@@ -29,12 +29,12 @@ class Described(NamedTuple):
 
 
 def is_folder(names: Collection[str]) -> bool:
-    """Whether a folder with files of these names is one of Hugging Face's."""
+    """Return whether a folder with files of these names is one of Hugging Face's."""
     return any(map(any, _used(names)))
 
 
 def is_file(storage: Storage, path: str) -> bool:
-    """Whether a path is that of a file, or of a link to one."""
+    """Return whether a path is that of a file, or of a link to one."""
     folder, _, name = path.rpartition("/")
     try:
         storage.nbytes(f"{folder}/{storage.behind_links(folder, name)}")

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ _SHOWN = 160
 
 
 def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
-    """Every rank's bytes, of equal length, in order of rank. One small collective for each axis."""
+    """Return every rank's bytes, of equal length, in order of rank. Cost: one small collective for each axis."""
     x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
     for axis, size in reversed(comm.mesh.axes):
         x = comm.all_gather(x, axis) if size > 1 else x.unsqueeze(0)
@@ -24,7 +24,7 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
 
 
 def exchange(text: str, comm: Comm) -> list[str]:
-    """Every rank's text, in order of rank. Two collectives for each axis, the first one of 8 bytes."""
+    """Return every rank's text, in order of rank. Cost: two collectives for each axis, the first of 8 bytes."""
     body = text.encode()
     lengths = [int.from_bytes(length, "little") for length in gather_bytes(len(body).to_bytes(8, "little"), comm)]
     if not any(lengths):
@@ -34,7 +34,7 @@ def exchange(text: str, comm: Comm) -> list[str]:
 
 
 def largest(x: torch.Tensor, comm: Comm, *, label: str = "") -> torch.Tensor:
-    """The largest that any rank has, element by element. One collective for each axis."""
+    """Return the largest value that any rank has, element by element. Cost: one collective for each axis."""
     for axis, size in comm.mesh.axes:
         if size > 1:
             x = comm.all_reduce(x, axis, op="max", label=label)
@@ -69,7 +69,7 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     failed = {rank: each["failure"] for rank, each in enumerate(bodies) if each["failure"]}
     if failed:
         first = min(failed)
-        who = "every rank" if len(failed) == len(bodies) else f"rank{'s' * (len(failed) > 1)} {_ranks(failed)}"
+        who = "every rank" if len(failed) == len(bodies) else ranks_text(failed)
         raise AgreementError(f"{where}: failed on {who}; rank {first} says:\n{failed[first]}")
     rows = []
     for name in sorted({name for each in bodies for name in each["fields"]}):
@@ -78,7 +78,7 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
             values.setdefault(each["fields"].get(name, "(absent)"), []).append(rank)
         if len(values) > 1:
             for value, ranks in _only_differences(values).items():
-                rows.append((name, f"rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}: {value}"))
+                rows.append((name, f"{ranks_text(ranks)}: {value}"))
     raise AgreementError(
         problem(where, "ranks were given different values.", rows, "Give every rank the same configuration and tree.")
     )
@@ -108,7 +108,7 @@ def together(where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T
 
 
 def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Texts of several lines, cut down to the lines that not all of them share."""
+    """Return texts of several lines without the lines that all of them share, each with its ranks."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
     rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}
@@ -121,11 +121,13 @@ def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
 
 
 def _shortened(text: str, first: int) -> str:
-    """So much of a text as a message has room for, from a character on."""
+    """Return as much of a text as a message has room for, from character ``first`` on."""
     shown = text[first:]
     return "..." * (first > 0) + (shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "...")
 
 
-def _ranks(ranks: Any) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks in words, for an error: ``rank 3``, or ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more``."""
     shown = sorted(ranks)
-    return ", ".join(map(str, shown[:8])) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:8]))}{more}"

@@ -175,7 +175,7 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
 
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
-    """The own part ``[..., c]`` of ``x`` of shape ``[..., n * c]``, a view.
+    """Return the own part ``[..., c]`` of ``x`` of shape ``[..., n * c]``, a view.
 
     Gradient: the cotangent, with zeros for the parts of others. Cost: none.
     """

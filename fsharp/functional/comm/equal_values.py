@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from fsharp.errors import AgreementError, problem
-from fsharp.functional.comm.agree import gather_bytes
+from fsharp.functional.comm.agree import gather_bytes, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 
@@ -17,7 +17,7 @@ _SHOWN = 8
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """Eight bytes that say which bits a tensor of any dtype holds, in which order.
+    """Return eight bytes that depend on every bit of a tensor of any dtype, and on the order of its elements.
 
     Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``: exact on any device, and two
     tensors that differ have the same sum with a probability of at most ``2**-31``. Sums of 16 KiB are hashed.
@@ -74,26 +74,22 @@ def check_same(
 
 
 def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
-    """Which ranks differ from the first one that should have what they have; None if none does."""
-    firsts: dict[tuple[int, ...], int] = {}
+    """Return, in words, ranks whose digest is not that of the first rank that should have the same; None if there are none."""
+    firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(found):
-        first = firsts.setdefault(tuple(mesh.coord(axis, rank) for axis in varying), rank)
+        first = firsts.setdefault(mesh.index_along(varying, rank), rank)
         if each != found[first]:
             others.setdefault(first, []).append(rank)
-    rows = [f"rank{'s' * (len(ranks) > 1)} {_few(ranks)}: other values than rank {first}" for first, ranks in others.items()]
+    rows = [f"{ranks_text(ranks)}: other values than rank {first}" for first, ranks in others.items()]
     return "; ".join(rows[:2]) + (f"; and {len(rows) - 2} more" if len(rows) > 2 else "") if rows else None
 
 
-def _few(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-
-
 def taken(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
-    """What the rank ``source`` has of a tensor, to the bit; the others', which may be on the meta device, are not looked at.
+    """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
-    Words of all others are zero, and are added as integers. A collective. Of what varies along axes ``varying`` it is what the
-    rank has that has this one's coordinates along them, and those of ``source`` along the others.
+    A collective: integers are added, and those of other ranks are zero. Along axes ``varying`` each rank has a tensor of its
+    own: the result is that of the rank with this rank's coordinates along these axes, and those of ``source`` along all others.
 
     Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
     """
@@ -116,7 +112,7 @@ def taken(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, 
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, one after another."""
+    """Return the bytes of a tensor, 1-D."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element is contiguous with any stride
 
@@ -127,7 +123,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _rows(piece: torch.Tensor) -> torch.Tensor:
-    """Bytes as rows of integers of 64 bits, each less than ``2**32`` in size, with zeros at the end of the last row."""
+    """Return bytes as rows of integers of 64 bits, each less than ``2**32`` in size, with zeros at the end of the last row."""
     if piece.storage_offset() % 4 or len(piece) % 4:
         piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))
     if piece.storage_offset() % 4:

@@ -1,7 +1,7 @@
-"""Joining a torch.distributed job, and its store, where ranks leave notes; its host may have ended, or be out of reach.
+"""How a process joins a torch.distributed job, and asks the job's store, whose host may have ended or be out of reach.
 
-What is asked over the network may never be answered: torch limits how long it waits for a key, not for an answer. So a thread
-asks, and nobody waits for it without a limit.
+A question over the network may never be answered: torch limits how long it waits for a key, and not for an answer. So a
+thread asks, and nobody waits for the thread without a limit.
 """
 
 import json
@@ -31,14 +31,14 @@ _LOOK_EVERY_S = 0.02
 
 
 def within(limit_s: float, job: Callable[[], T]) -> T:
-    """What a job returns that asks the store, in a thread of its own.
+    """Run a job that asks the store in a thread of its own, and return its result.
 
     Args:
-        limit_s: seconds for which the job has the store wait for other ranks; it is given two more to answer.
-        job: what to do.
+        limit_s: seconds for which the job has the store wait for other ranks; the store has two more to answer.
+        job: the job.
 
     Raises:
-        TimeoutError: it has not ended.
+        TimeoutError: the job has not ended.
     """
     worker, done = Worker("job"), Outcome()
     worker.submit(job, done)
@@ -48,14 +48,14 @@ def within(limit_s: float, job: Callable[[], T]) -> T:
 
 
 class _Store:
-    """What is asked in one thread, one question after another, as long as all are answered."""
+    """A thread that asks the store one question after another, as long as all are answered."""
 
     def __init__(self) -> None:
         self._lock, self._worker, self._last = threading.Lock(), Worker("store"), Outcome()
         self._last.land()
 
     def ask(self, question: Callable[[], T], otherwise: T) -> tuple[T, str]:
-        """The answer; or ``otherwise`` and why there is none, or none yet to an earlier question."""
+        """Return the answer and an empty text; or ``otherwise``, and why this question or an earlier one has no answer."""
         with self._lock:
             if not self._last.is_done():
                 return otherwise, "does not answer"
@@ -128,10 +128,10 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
 
 
 def attempt(store: Store, rank: int, world_size: int, limit_s: float) -> str:
-    """A name for this attempt to run the job, the same on all ranks.
+    """Return a name for this attempt to run the job, the same on all ranks.
 
-    Nothing in the environment would do: each node counts its restarts for itself. So each rank leaves a new mark; rank 0 writes
-    down those of all, as often as it takes until each rank has found its own among them; its own is the name.
+    No variable of the environment is one: each node counts its restarts for itself. So each rank writes a new mark. Rank 0
+    writes the list of all marks, again and again until each rank has found its own mark in the list. The name is rank 0's mark.
     """
     mark, deadline = uuid.uuid4().hex, time.monotonic() + limit_s
     store.set(f"fsharp/mark/{rank}", mark)
@@ -168,15 +168,15 @@ class StoreBoard:
         self._store, self.trouble = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""
 
     def write(self, key: str, text: str) -> None:
-        """Replace what is under a key."""
+        """Replace the text of a key."""
         self._ask(lambda: self._store.set(key, _sendable(text)), None)
 
     def read(self, key: str) -> str | None:
-        """What is under a key, if something is."""
+        """Return the text of a key; None if there is none."""
         return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def claim(self, key: str, text: str) -> str:
-        """Write under a key if nothing is there; what is there then."""
+        """Write a text if the key has none. Return the text that the key then has."""
         return self._ask(lambda: bytes(self._store.compare_set(key, "", _sendable(text))).decode(), text)
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
@@ -186,7 +186,7 @@ class StoreBoard:
 
 
 def _sendable(text: str) -> str:
-    """Without what is in no encoding, such as bytes of file names, and no longer than the store takes."""
+    """Return a text that the store takes: of its length, and without characters that no encoding has."""
     return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
@@ -207,12 +207,12 @@ def _innermost(store: Any) -> Any:
 
 
 def ask(question: Callable[[], T], otherwise: T) -> T:
-    """The store's answer; ``otherwise`` if there is none."""
+    """Return the store's answer; ``otherwise`` if there is none."""
     return _store.ask(question, otherwise)[0]
 
 
-def forget() -> None:
-    """The next question is about another job."""
+def reset() -> None:
+    """Ask the store of another job from here on."""
     global _store
     _store = _Store()
 

@@ -101,7 +101,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along ``axis``; a new one if that has been aborted, which every rank has to ask for."""
+        """Return the process group along ``axis``; a new one if that has been aborted, which every rank has to ask for."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -110,16 +110,16 @@ class ProcessGroupComm:
 
     @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
-        """One more process group along ``axis``. Every rank of the mesh has to make it, and no other one of the job."""
+        """Return a new process group along ``axis``. Every rank of the mesh has to make it, and no other rank of the job."""
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return _group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
 
     def messages(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "Messages":
-        """Messages of a call in a group along an axis, or of all ranks for None."""
+        """Return the messages of a call in a group along an axis, or of all ranks for None."""
         return Messages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def apart(self) -> "ProcessGroupComm":
-        """The same ranks, with collectives counted for themselves. Every rank has to call it."""
+        """Return a Comm of the same ranks that numbers its collectives by itself. Every rank has to call it."""
         other = copy.copy(self)
         other._start()
         if other.is_native:  # in the same groups, which it ends if it fails
@@ -133,9 +133,9 @@ class ProcessGroupComm:
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def on_host(self, *, flat: bool = False) -> "ProcessGroupComm":
-        """The same ranks over gloo, for tensors in host memory, in groups of its own. Every rank has to call it.
+        """Return a Comm of the same ranks over gloo, for tensors in host memory. Every rank has to call it.
 
-        What another thread does in it is in nobody's way. ``flat`` puts them all along one axis, ``"ranks"``.
+        It has groups of its own, so another thread may use it. ``flat`` puts all ranks along one axis, ``"ranks"``.
         """
         other = copy.copy(self)
         if flat:
@@ -175,7 +175,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """The sum over ranks of ``x[own coordinate]`` in ``dtype``."""
+        """Return the sum over ranks of ``x[own coordinate]`` in ``dtype``."""
         try:
             dtype = dtype or x.dtype
             if not self._rank_order:
@@ -190,7 +190,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """The sum (in order of rank), maximum or minimum over ranks of ``x``."""
+        """Return the sum (in order of rank), maximum or minimum over ranks of ``x``."""
         try:
             n = self.mesh.axis_size(axis)
             if not self._rank_order:
@@ -233,7 +233,7 @@ class ProcessGroupComm:
             raise
 
     def _everyone(self) -> dist.ProcessGroup:
-        """A group of all ranks of the mesh: that of an axis that has them all, else one that is made with the first use."""
+        """Return a group of all ranks of the mesh: that of an axis that has them all, else one made with the first use."""
         axis = next((name for name, size in self.mesh.axes if size == self.mesh.size), None)
         if axis is not None:
             return self.group(axis)
@@ -324,12 +324,12 @@ def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
 
 
 def _text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """What ranks compare: sizes too, as a message of another size than is expected ends a process."""
+    """Return what ranks compare: sizes too, as a message of another size than is expected ends a process."""
     return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
 def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that a collective of this group may take: the ``timeout`` of ``init_process_group``."""
+    """Return the seconds that a collective of this group may take: the ``timeout`` of ``init_process_group``."""
     options = getattr(group._get_backend(device), "options", None)
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
 
@@ -349,7 +349,7 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
-    """A new group of these ranks of the job, made by them alone.
+    """Return a new group of these ranks of the job, made by them alone.
 
     Over gloo it is nobody else's, and its connections end with it: torch would keep one of its own for the rest of the job.
     """
@@ -395,7 +395,7 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
 
 @options_checked
 def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | None = None) -> Comm:
-    """This process's Comm on ``mesh``: :class:`SingleComm` for one rank, else process groups over a DeviceMesh.
+    """Return this process's Comm on ``mesh``: :class:`SingleComm` for one rank, else process groups over a DeviceMesh.
 
     Joins the job that torchrun describes in the environment if no process group exists yet.
 
@@ -452,7 +452,7 @@ def destroy() -> None:
         _numbers.clear()
         _tree_counts.clear()
         _made.clear()
-        job_store.forget()
+        job_store.reset()
 
 
 def _leave(error: BaseException | None) -> None:

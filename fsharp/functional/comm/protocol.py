@@ -49,7 +49,7 @@ class Comm(Protocol):
         """From ``x`` of shape ``[n, *s]`` the sum over ranks of ``x[own coordinate]``, shape ``s``, in ``dtype``."""
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """The sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
+        """Return the sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
@@ -76,7 +76,7 @@ class Engine(ABC):
 
     @abstractmethod
     def takes(self, units: Any) -> bool:
-        """Whether :meth:`run_forward` can take these units; if not, ``forward`` works as it does with any Comm."""
+        """Return whether :meth:`run_forward` can take these units; if not, ``forward`` works as it does with any Comm."""
 
     @abstractmethod
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
@@ -88,15 +88,15 @@ class Engine(ABC):
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
-        """What :func:`~fsharp.reduce_scatter` returns, though it may still be on its way."""
+        """Return what :func:`~fsharp.reduce_scatter` returns, though it may still be on its way."""
 
     @abstractmethod
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """The beginning of :func:`~fsharp.update`: the pair ``(main, opt)`` of a state as the transformation is to have it."""
+        """Begin :func:`~fsharp.update`: return the pair ``(main, opt)`` of a state as the transformation takes it."""
 
     @abstractmethod
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """The end of it: updated parameters from the optimizer's place to where they rest, and ``(main, opt)`` as it rests."""
+        """End :func:`~fsharp.update`: return updated parameters where they rest, and the pair ``(main, opt)`` as it rests."""
 
 
 @options_checked
@@ -146,7 +146,7 @@ class Call(NamedTuple):
 
 
 def sent_nbytes(op: str, nbytes: int, n: int) -> int:
-    """Bytes one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
+    """Return the bytes one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
 
     Args:
         op: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
@@ -179,7 +179,7 @@ class _CommWrapper:
 
 
 def innermost(comm: Comm) -> Comm:
-    """The Comm within wrappers that count or label its calls."""
+    """Return the Comm within wrappers that count or label its calls."""
     while (inner := getattr(comm, "inner", None)) is not None:
         comm = inner
     return comm
@@ -188,9 +188,38 @@ def innermost(comm: Comm) -> Comm:
 _counting = Lock()
 
 
+class PassingComm:
+    """Base class of Comms that pass calls on, each to the Comm and under the label that :meth:`_passed` returns."""
+
+    def _passed(self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()) -> tuple[Comm, str]:
+        raise NotImplementedError
+
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label, "all_gather", axis, x)
+        return comm.all_gather(x, axis, label=label)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label, "reduce_scatter", axis, x)
+        return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label, "all_reduce", axis, x)
+        return comm.all_reduce(x, axis, op=op, label=label)
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label, "all_to_all", axis, x, send)
+        return comm.all_to_all(x, send, receive, axis=axis, label=label)
+
+
 @options_checked
 @dataclass
-class CountingComm(_CommWrapper):
+class CountingComm(PassingComm, _CommWrapper):
     """Passes every call on to ``inner`` and counts it.
 
     Attributes:
@@ -199,6 +228,9 @@ class CountingComm(_CommWrapper):
 
     inner: Comm
     calls: Counter[Call] = field(default_factory=Counter)
+
+    all_gather, reduce_scatter = api_boundary(PassingComm.all_gather), api_boundary(PassingComm.reduce_scatter)
+    all_reduce, all_to_all = api_boundary(PassingComm.all_reduce), api_boundary(PassingComm.all_to_all)
 
     @property
     def num_calls(self) -> int:
@@ -210,67 +242,22 @@ class CountingComm(_CommWrapper):
         """Bytes of all collectives called since it was made, as :class:`Call` counts them."""
         return sum(call.nbytes * count for call, count in self.calls.items())
 
-    @api_boundary
-    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Count a gather of ``x`` by every rank along the axis, and call it on ``inner``."""
-        self.count("all_gather", axis, x.numel() * x.dtype.itemsize)
-        return self.inner.all_gather(x, axis, label=label)
-
-    @api_boundary
-    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Count a reduction of ``x`` along the axis, and call it on ``inner``."""
-        self.count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
-        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=label)
-
-    @api_boundary
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Count a reduction of ``x`` to all ranks along the axis, and call it on ``inner``."""
-        self.count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
-        return self.inner.all_reduce(x, axis, op=op, label=label)
-
-    @api_boundary
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
-    ) -> torch.Tensor:
-        """Count what this rank sends to others, and call it on ``inner``."""
-        kept = send[self.rank if axis is None else self.mesh.coord(axis, self.rank)]
-        with _counting:
-            self.calls[Call("all_to_all", axis or "", (x.numel() - kept) * x.dtype.itemsize)] += 1
-        return self.inner.all_to_all(x, send, receive, axis=axis, label=label)
+    def _passed(self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()) -> tuple[Comm, str]:
+        if op == "all_to_all":
+            kept = send[self.rank if axis is None else self.mesh.coord(axis, self.rank)]
+            self._add(Call(op, axis or "", (x.numel() - kept) * x.itemsize))
+        elif axis is not None:
+            parts = 1 if op == "all_gather" else self.mesh.axis_size(axis)
+            self.count(op, axis, -(-x.numel() // parts) * x.itemsize)
+        return self.inner, label
 
     def count(self, op: str, axis: str, nbytes: int) -> None:
-        """Note a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
+        """Count a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
+        self._add(Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis))))
+
+    def _add(self, call: Call) -> None:
         with _counting:
-            self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
-
-
-class PassingComm:
-    """Base class of Comms that pass calls on, each to the Comm and under the label that :meth:`_passed` returns."""
-
-    def _passed(self, label: str) -> tuple[Comm, str]:
-        raise NotImplementedError
-
-    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Pass it on."""
-        comm, label = self._passed(label)
-        return comm.all_gather(x, axis, label=label)
-
-    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Pass it on."""
-        comm, label = self._passed(label)
-        return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
-
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Pass it on."""
-        comm, label = self._passed(label)
-        return comm.all_reduce(x, axis, op=op, label=label)
-
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
-    ) -> torch.Tensor:
-        """Pass it on."""
-        comm, label = self._passed(label)
-        return comm.all_to_all(x, send, receive, axis=axis, label=label)
+            self.calls[call] += 1
 
 
 @dataclass(frozen=True)
@@ -285,7 +272,7 @@ class Labelled(PassingComm, _CommWrapper):
     inner: Comm
     label: str
 
-    def _passed(self, label: str) -> tuple[Comm, str]:
+    def _passed(self, label: str, *call: Any) -> tuple[Comm, str]:
         return self.inner, self.label + label if label else self.label.rstrip(" :,")
 
 

@@ -33,7 +33,7 @@ class TreeCounts:
 
 
 def counts_of(comm: Comm) -> TreeCounts | None:
-    """The counts of this rank among the ranks of a Comm. None where nothing compares labels: one rank, or a foreign Comm."""
+    """Return the counts of this rank for a Comm; None where labels are not compared: one rank, or a foreign Comm."""
     return getattr(innermost(comm), "tree_counts", None)
 
 

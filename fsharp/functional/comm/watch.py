@@ -1,4 +1,4 @@
-"""Watch: ranks that take part in different collectives, of which one has failed, stopped or died, hear of it.
+"""Watch: how a rank notices that ranks are in different collectives, or that a rank has failed, stopped or died.
 
 Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under
 which its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank
@@ -37,7 +37,7 @@ _SHOWN_TRACEBACK = 4000
 
 
 class StatusBoard(Protocol):
-    """Texts that all ranks can read. No method fails, or waits for more than some seconds.
+    """Texts by key that all ranks can read. No method fails, or waits for more than some seconds.
 
     Attributes:
         trouble: why the last question has no answer; empty if it has one.
@@ -46,13 +46,13 @@ class StatusBoard(Protocol):
     trouble: str
 
     def write(self, key: str, text: str) -> None:
-        """Replace what is under a key."""
+        """Replace the text of a key."""
 
     def read(self, key: str) -> str | None:
-        """What is under a key, if something is."""
+        """Return the text of a key; None if there is none."""
 
     def claim(self, key: str, text: str) -> str:
-        """Write under a key if nothing is there; what is there then."""
+        """Write a text if the key has none. Return the text that the key then has."""
 
 
 class WatchedCall:
@@ -75,11 +75,11 @@ class WatchedCall:
         self._warned = False
 
     def turn_to(self, rank: int) -> None:
-        """Name the rank whose message is posted or waited for from here on."""
+        """Note the rank whose message is posted or waited for from here on."""
         self.peer = rank
 
     def check(self) -> None:
-        """Called twice a second while somebody waits for it.
+        """Look for trouble; called twice a second while this rank waits for the collective.
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.
@@ -97,11 +97,11 @@ class WatchedCall:
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
 
     def waited(self, seconds: float) -> None:
-        """The main thread has been kept by it for so long."""
+        """Add seconds for which the main thread has waited for the collective."""
         self._watch.ranks.waited_s += seconds
 
     def lost(self, error: BaseException) -> Exception:
-        """What to raise for an error of the connection: why another rank has ended, if it has said so."""
+        """Return the error to raise for an error of the connection: why another rank has ended, if that rank has said so."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
@@ -134,7 +134,7 @@ class RankStatuses:
         self._begun: dict[str, int] = {}  # by name of a watch, also of those that are gone: others may still wait in theirs
 
     def exchange(self, note: "RankStatus", peer: int | None) -> list[int]:
-        """Leave this rank's note, and read those of some others, of ``peer`` if there is one; whose were read."""
+        """Write this rank's note, and read notes of some others, always that of ``peer``. Return the ranks of the notes."""
         assert self.board is not None
         self._write(note)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -149,11 +149,11 @@ class RankStatuses:
         return list(found)
 
     def waits(self, rank: int) -> bool:
-        """Whether a rank waits, and has said so not long ago: if not, it computes, or has stopped, or is out of reach."""
+        """Return whether a rank has said within two seconds that it waits. Else it computes, stopped, or is out of reach."""
         return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave a last note, for ranks that will wait for this one: it ends, because of an error or without one."""
+        """Write a last note, for ranks that will wait for this one: this rank ends, because of an error or without one."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{formatted(error)[-_SHOWN_TRACEBACK:]}"
@@ -161,11 +161,11 @@ class RankStatuses:
             self._write(RankStatus(0, "", 0, [], self.counts(), why))
 
     def counts(self) -> dict[str, int]:
-        """By name of a watch, how many calls this rank has begun."""
+        """Return by name of a watch how many calls this rank has begun."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
     def begun(self, name: str, count: int, label: str) -> None:
-        """This rank has begun so many calls of a watch, the last one with this label."""
+        """Note how many calls of a watch this rank has begun, and the label of the last one."""
         if threading.current_thread() is threading.main_thread():  # and not a save in the background
             self.last = label
         self._begun.pop(name, None)
@@ -183,12 +183,12 @@ class RankStatus(NamedTuple):
     """Where a rank waits, or that it has left.
 
     Attributes:
-        looks: how often it has looked, to tell a note that is kept up from an old one.
-        watch: the name of that which it waits in.
-        number: of the call it waits for.
-        labels: of the last calls there, up to the last one begun.
+        looks: number of the rank's notes so far: a rank that still waits writes new ones.
+        watch: name of the watch whose call the rank waits for.
+        number: number of that call.
+        labels: labels of the last calls of that watch, up to the last one begun.
         counts: by name of a watch, how many calls have been begun.
-        left: after what it has left the job, in words; empty as long as it has not.
+        left: in words, after what the rank has left the job; empty while it is in the job.
         settings: the settings behind the digests in its last labels, by digest.
     """
 
@@ -205,14 +205,14 @@ class Watch:
     """The collectives of one Comm, as one rank sees them.
 
     Args:
-        name: the same on all ranks, of this Comm alone.
-        ranks: of the Comm, and of others on the same ranks.
-        board: for why the Comm cannot be used any more; None if there is none.
+        name: name of the Comm, the same on all ranks.
+        ranks: notes of the ranks, which Comms on the same ranks share.
+        board: where the error of the Comm is written once it has failed; None if there is none.
         limit_s: seconds that a rank waits for others.
 
     Attributes:
-        error: why no more collective can be called, once one has failed.
-        aborts: methods of who is there then, to end whatever is under way.
+        error: the error that every further collective raises, once one has failed.
+        aborts: methods that end all collectives under way.
         is_over: set when this rank leaves the job.
     """
 
@@ -227,18 +227,18 @@ class Watch:
         ranks.watches[name] = self
 
     def check(self) -> None:
-        """Refuse one more collective."""
+        """Raise the error of the Comm, if it has failed."""
         if self.error is not None:
             raise self.error.with_traceback(None)  # else it shows where it was raised before as well
 
     def hear(self) -> None:
-        """Look whether another rank has failed, and end whatever is under way if so."""
+        """End all collectives under way if another rank has failed."""
         failed = self.board.read("failed") if self.board is not None and self.error is None else None
         if failed is not None:
             self._end(AgreementError(failed))
 
     def listen(self, every_s: float) -> None:
-        """Have a thread :meth:`hear` every so many seconds, while this object lives and this rank is in the job.
+        """Start a thread that calls :meth:`hear` every so many seconds, while this object lives and this rank is in the job.
 
         For collectives that the host issues to a device and does not wait for: nothing else would look.
         """
@@ -246,7 +246,7 @@ class Watch:
         threading.Thread(target=_listen, args=arguments, name="fsharp listener", daemon=True).start()
 
     def begin(self, label: str) -> WatchedCall:
-        """This rank is about to take part in a collective."""
+        """Return the call of a collective that this rank begins."""
         self.check()
         call = WatchedCall(self, label, self.count)
         self.count += 1
@@ -256,15 +256,15 @@ class Watch:
 
     @property
     def last(self) -> str:
-        """The label of the collective that was begun last."""
+        """Label of the collective that was begun last."""
         return self._labels[-1] if self._labels else "no collective yet"
 
     def look(self, call: WatchedCall, *, is_lost: bool = False) -> str:
-        """Leave a note, and look at those of others. Who has not come, in words.
+        """Write a note, and read notes of other ranks. Return, in words, which ranks have not come.
 
         Args:
             call: what this rank waits in.
-            is_lost: no more will come from ``call.peer``.
+            is_lost: whether the connection to ``call.peer`` has failed.
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.
@@ -324,7 +324,7 @@ class Watch:
             self._blocked[rank] = note
 
     def refuse(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
-        """No more collectives from here on, on any rank; the error to raise, whose text all of them get."""
+        """Refuse all further collectives on all ranks. Return the error to raise, whose text is the same on all ranks."""
         text = text if whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
         if self.board is not None:
             won = self.board.claim("failed", text)
@@ -339,7 +339,7 @@ class Watch:
         return error
 
     def fail(self, error: BaseException, where: str) -> None:
-        """This rank gives up because of an error of its own, or of one that others know of."""
+        """Tell other ranks that this rank has failed, because of an error of its own or one that others know of."""
         if error is self.error:
             return
         trace = formatted(error)[-_SHOWN_TRACEBACK:]

@@ -1,4 +1,4 @@
-"""Workers: threads that do what they are handed in order, and whoever waits for them does not wait without a limit."""
+"""Workers: threads that run jobs in order, and outcomes of jobs, for which nobody waits without a limit."""
 
 import atexit
 import threading
@@ -13,23 +13,23 @@ from fsharp.functional.comm.watch import WatchedCall
 Job = Callable[[], Any]
 _LOOK_EVERY_S = 0.5
 _END_WITHIN_S = 2.0
-"""Seconds that what is under way is given to end when the interpreter does."""
+"""Seconds that jobs under way have to end when the interpreter ends."""
 _running: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple[Job, Outcome] | None]]" = weakref.WeakKeyDictionary()
 
 
 class Worker:
-    """A thread that does one job after another. It starts with the first one and ends with its owner."""
+    """A thread that runs one job after another. The thread starts with the first job and ends with its owner."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._queue: SimpleQueue[tuple[Job, Outcome] | None] | None = None
 
     def submit(self, job: Job, outcome: "Outcome") -> None:
-        """Have a job done after those before it. What it holds is let go of before its outcome is there."""
+        """Run a job after all earlier jobs. The job is released before its outcome lands."""
         self.start().put((job, outcome))
 
     def start(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":
-        """Start the thread, if it does not run; what it takes its jobs from."""
+        """Start the thread, unless it runs already. Return the queue from which it takes jobs."""
         if self._queue is None:
             queue: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
             thread = threading.Thread(target=_work, args=(queue,), name=f"fsharp {self.name}", daemon=True)
@@ -41,7 +41,7 @@ class Worker:
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread must not be in the middle of something when the interpreter ends under it. Who hands on jobs started first."""
+    """Stop all threads before the interpreter ends. Threads that submit jobs to others started first, and stop first."""
     deadline = time.monotonic() + _END_WITHIN_S
     for thread, queue in list(_running.items()):
         queue.put(None)
@@ -62,42 +62,42 @@ def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 
 
 class Outcome:
-    """What the job of a worker comes to: a result, which one may take, or an error."""
+    """The result of a worker's job, which one caller may take, or the error of the job."""
 
     __slots__ = ("_error", "_has_landed", "_result", "_under_way")
 
     def __init__(self) -> None:
-        self._under_way = threading.Lock()  # held until it is done: an Event takes eight times as long
+        self._under_way = threading.Lock()  # held until the job is done: an Event takes eight times as long
         self._under_way.acquire()
         self._has_landed = False
         self._error: BaseException | None = None
         self._result: Any = None
 
     def run(self, job: Job) -> None:
-        """Do the job; nobody hears of it yet."""
+        """Run the job and keep its result or error. Those who wait are told by :meth:`land`."""
         try:
             self._result = job()
         except Exception as error:
             self._error = error
 
     def land(self) -> None:
-        """It is done, or has failed."""
+        """Tell those who wait that the job is done, or has failed."""
         self._has_landed = True  # whatever becomes of the lock, if Ctrl-C comes to who waits for it
         self._under_way.release()
 
     def is_done(self, within_s: float = 0.0) -> bool:
-        """Whether it is done after at most so many seconds; -1 waits without a limit."""
+        """Return whether the job is done after at most so many seconds; -1 waits without a limit."""
         if not self._has_landed and self._under_way.acquire(timeout=within_s):
-            self._under_way.release()  # for others who wait
+            self._under_way.release()  # for others who wait for the job
         return self._has_landed
 
     @property
     def error(self) -> BaseException | None:
-        """What it has failed with, once it is done."""
+        """The error of the job, once the job has failed; else None."""
         return self._error if self.is_done() else None
 
     def take(self) -> Any:
-        """Block until it is done; the result, which only the first one gets."""
+        """Block until the job is done. Return its result, which only the first caller gets."""
         self.is_done(-1)
         if self._error is not None:
             raise self._error
@@ -106,13 +106,13 @@ class Outcome:
 
 
 class InFlight(Outcome):
-    """A collective that a worker will have done.
+    """The outcome of a collective that a worker runs.
 
     Args:
-        call: what it is, and who else takes part.
+        call: the collective, as other ranks are told of it.
 
     Attributes:
-        landed_s: when it was done, on the clock of ``time.perf_counter``; None until then.
+        landed_s: when the collective was done, on the clock of ``time.perf_counter``; None until then.
     """
 
     __slots__ = ("call", "landed_s")
@@ -123,12 +123,12 @@ class InFlight(Outcome):
         self.landed_s: float | None = None
 
     def land(self) -> None:
-        """It is done, or has failed."""
+        """Note the time, and tell those who wait that the collective is done, or has failed."""
         self.landed_s = time.perf_counter()
         super().land()
 
     def wait(self) -> Any:
-        """Block until it is done; the result, which only the first one gets.
+        """Block until the collective is done. Return its result, which only the first caller gets.
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.

@@ -43,13 +43,13 @@ class Layout:
         return self._by_name[unit]
 
     def unit_around(self, path: str) -> UnitLayout | None:
-        """The innermost unit that is, or holds, what is at ``path``."""
+        """Return the innermost unit that is, or holds, what is at ``path``."""
         name = innermost(path, self._by_name)
         return None if name is None else self._by_name[name]
 
     @api_boundary
     def nbytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
-        """Bytes of one kind of state that one rank holds at rest.
+        """Return the bytes of one kind of state that one rank holds at rest.
 
         Args:
             kind: ``"params"``, ``"grads"``, ``"main"`` (the copies that exist beside the parameters), or ``"optim"``
@@ -94,13 +94,13 @@ class Layout:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The layout as JSON; :meth:`from_json` is the inverse."""
+        """Return the layout as JSON; :meth:`from_json` is the inverse."""
         return layout_to_json(self.mesh, self.units, self.spec)
 
     @staticmethod
     @api_boundary
     def from_json(text: str) -> "Layout":
-        """The layout that :meth:`to_json` wrote.
+        """Return the layout that :meth:`to_json` wrote.
 
         Raises:
             LayoutError: the text is not one.

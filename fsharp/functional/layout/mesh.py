@@ -58,7 +58,7 @@ class Mesh:
 
     @api_boundary
     def axis_size(self, axis: str) -> int:
-        """Number of ranks along ``axis``.
+        """Return the number of ranks along ``axis``.
 
         Raises:
             MeshError: no such axis.
@@ -67,7 +67,7 @@ class Mesh:
 
     @api_boundary
     def index(self, axis: str) -> int:
-        """Position of ``axis`` among the axes, 0 for the outermost.
+        """Return the position of ``axis`` among the axes, 0 for the outermost.
 
         Raises:
             MeshError: no such axis.
@@ -78,7 +78,7 @@ class Mesh:
 
     @api_boundary
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Coordinates of ``rank``, one per axis.
+        """Return the coordinates of ``rank``, one per axis.
 
         Raises:
             MeshError: no such rank.
@@ -92,12 +92,12 @@ class Mesh:
         return tuple(reversed(result))
 
     def coord(self, axis: str, rank: int) -> int:
-        """Coordinate of ``rank`` along ``axis``."""
+        """Return the coordinate of ``rank`` along ``axis``."""
         return self.coords(rank)[self.index(axis)]
 
     @api_boundary
     def rank(self, coords: Iterable[int]) -> int:
-        """The rank at ``coords``: the inverse of :meth:`coords`.
+        """Return the rank at ``coords``: the inverse of :meth:`coords`.
 
         Raises:
             MeshError: coordinates outside the mesh.
@@ -110,13 +110,20 @@ class Mesh:
             result = result * size + coord
         return result
 
+    def index_along(self, axes: Iterable[str], rank: int) -> int:
+        """Return the number of ``rank`` among the ranks along some axes, of which the last varies fastest."""
+        index = 0
+        for axis in axes:
+            index = index * self.axis_size(axis) + self.coord(axis, rank)
+        return index
+
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axis`` only, ``rank`` among them, in order of coordinate."""
+        """Return the ranks that differ from ``rank`` along ``axis`` only, ``rank`` among them, in order of coordinate."""
         coords, i = list(self.coords(rank)), self.index(axis)
         return tuple(self.rank([*coords[:i], c, *coords[i + 1 :]]) for c in range(self.shape[i]))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Every group along ``axis``: a partition of all ranks."""
+        """Return every group along ``axis``: a partition of all ranks."""
         return tuple(self.group(axis, rank) for rank in range(self.size) if self.coord(axis, rank) == 0)
 
     @api_boundary

@@ -22,7 +22,7 @@ class Element:
     """Cut anywhere: padding is less than one element per rank."""
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Elements in one atom of a leaf of this shape."""
+        """Return the elements in one atom of a leaf of this shape."""
         return 1
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Rows:
             raise LayoutError(f"Rows(): n is {self.n!r}, expected an integer of at least 1.")
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Elements in one atom of a leaf of this shape."""
+        """Return the elements in one atom of a leaf of this shape."""
         return min(self.n, shape[0] or 1) * math.prod(shape[1:]) if shape else 1
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Whole:
     """Keep the leaf whole on one rank, as an optimizer that needs matrices asks for."""
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Elements in one atom of a leaf of this shape."""
+        """Return the elements in one atom of a leaf of this shape."""
         return math.prod(shape)
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def _in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
 
 
 def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
-    """The least capacity from this one on that is a multiple of the atom of every leaf longer than two parts.
+    """Return the least capacity from this one on that is a multiple of the atom of every leaf longer than two parts.
 
     Such a leaf has two boundaries inside it whatever its offset, so the parts between them hold whole atoms.
     """
@@ -134,7 +134,7 @@ def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: i
 def _search(
     order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
 ) -> tuple[dict[int, int], int]:
-    """A feasible capacity from this one on, found in growing strides and then narrowed down by bisection.
+    """Return a feasible capacity from this one on, found in growing strides and then narrowed down by bisection.
 
     All leaves fit into the first part if it holds ``total`` elements, so the search ends.
     """
@@ -152,7 +152,7 @@ def _search(
 
 
 def _place(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
-    """Offsets by leaf, each the first legal one in what is still free, or None if a leaf finds no place."""
+    """Return the offsets by leaf, each the first legal one in what is still free, or None if a leaf finds no place."""
     free = [(0, capacity * num_parts)]
     offsets = {}
     for atom, size, index in order:
@@ -169,7 +169,7 @@ def _place(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int)
 
 
 def _first_legal(start: int, size: int, atom: int, capacity: int) -> int | None:
-    """The first offset from ``start`` on at which every part boundary inside the leaf lies between two atoms."""
+    """Return the first offset from ``start`` on at which every part boundary inside the leaf lies between two atoms."""
     for _ in range(3):
         boundary = (start // capacity + 1) * capacity
         if start + size <= boundary:

@@ -20,7 +20,7 @@ Patterns = str | Sequence[str] | Mapping[str, bool] | Callable[[str], bool]
 
 
 def join(entries: Iterable[Any]) -> str:
-    """The dotted form of a key path; the root is the empty string."""
+    """Return the dotted form of a key path; the root is the empty string."""
     return ".".join(str(entry) for entry in entries)
 
 
@@ -72,7 +72,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether ``pattern`` matches the whole of ``path``.
+    """Return whether ``pattern`` matches the whole of ``path``.
 
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.w"), matches("**.w", "layers.0.w")
     (True, False, True)
@@ -117,17 +117,17 @@ def innermost(path: str, among: Container[str]) -> str | None:
 
 
 def selects(pattern: str, path: str) -> bool:
-    """Whether ``pattern`` matches ``path`` or a subtree around it."""
+    """Return whether ``pattern`` matches ``path`` or a subtree around it."""
     return any(matches(pattern, prefix) for prefix in ancestors(path))
 
 
 def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One pattern or several, as a tuple."""
+    """Return one pattern or several, as a tuple."""
     return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
-    """The error for a pattern that selects nothing, with the closest paths there are."""
+    """Return the error for a pattern that selects nothing, with the closest paths there are."""
     known = sorted(filter(None, prefixes(paths)))
     near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
     return PatternError(
@@ -141,7 +141,7 @@ def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternEr
 
 
 def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
-    """The paths selected by any of the patterns, each of which has to select one.
+    """Return the paths selected by any of the patterns, each of which has to select one.
 
     Raises:
         PatternError: a pattern that selects nothing, or a value in a dictionary of patterns that is no boolean.
@@ -165,7 +165,7 @@ def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[st
 def assign(
     where: str, rules: T | Mapping[str, T] | Callable[[str], T], paths: Sequence[str], default: T | None = None
 ) -> dict[str, T]:
-    """A value for every path: one for all, a function of the path, or by pattern, the last that selects it winning.
+    """Return a value for every path: one for all, a function of the path, or by pattern, the last that selects it winning.
 
     Raises:
         PatternError: a pattern that selects nothing, or a path that no pattern selects and there is no default.

@@ -200,7 +200,7 @@ def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Preci
 
 
 def within(path: str, unit: str) -> str:
-    """A path of the whole tree, relative to the unit that contains it."""
+    """Return a path of the whole tree, relative to the unit that contains it."""
     return path[len(unit) :].removeprefix(".") if unit else path
 
 
@@ -225,7 +225,7 @@ def _by_pattern(rules: Any) -> Any:
 def _strategies(
     rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
 ) -> tuple[dict[str, P], dict[str, Strategy]]:
-    """The partition specs by leaf, of those leaves that have one, and the strategy of each unit."""
+    """Return the partition specs by leaf, of those leaves that have one, and the strategy of each unit."""
     rules = _by_pattern(rules)
     rule_of: dict[str, Any] = assign("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
@@ -271,7 +271,7 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
 
 
 def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
-    """The leaves that are the same view of the same storage as an earlier one, and which that is.
+    """Return the leaves that are the same view of the same storage as an earlier one, and which that is.
 
     Raises:
         LayoutError: two leaves that start at the same element of one storage but view it differently.

@@ -84,7 +84,7 @@ class Precision:
                 )
 
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
-        """The four dtypes of a parameter that the user holds in ``dtype``."""
+        """Return the four dtypes of a parameter that the user holds in ``dtype``."""
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, plain(dtype), dtype)
         compute, main = self.compute or dtype, self.main or dtype
@@ -146,7 +146,7 @@ class Dtypes:
         return self.format or plain(self.compute)
 
     def wire_along(self, axis: str) -> Format:
-        """The format of gradients in collectives along an axis."""
+        """Return the format of gradients in collectives along an axis."""
         return dict(self.wires).get(axis, self.wire)
 
     def sent_along(self, axis: str) -> torch.dtype:
@@ -171,7 +171,7 @@ class Dtypes:
         return self._listed(str)
 
     def _listed(self, text: Callable[[Format], str]) -> list[str]:
-        """The four dtypes, the format at rest or nothing, each axis that has a wire of its own, and the format of updates."""
+        """Return the four dtypes, the format at rest or nothing, each axis that has a wire of its own, and that of updates."""
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None:
             listed.append("" if self.format is None else text(self.format))

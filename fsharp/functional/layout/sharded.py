@@ -50,7 +50,7 @@ class LazyBuffers:
         raise NotImplementedError
 
     def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
-        """Other tensors with the same memory, which are there when these are."""
+        """Return other tensors with the same memory, which are there when these are."""
         raise NotImplementedError
 
 
@@ -126,7 +126,7 @@ class Sharded:
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
     def values(self, rank: int = 0, *, main: bool = False) -> tuple[Any, ...]:
-        """The buffers; those of parameters that are stored in a format, decoded: one number for each element.
+        """Return the buffers; those of parameters that are stored in a format, decoded: one number for each element.
 
         Args:
             rank: whose buffers they are. Of full parameters all ranks have the same.
@@ -144,7 +144,7 @@ class Sharded:
         return self.unit.has_formats and any(self.unit.groups[g].is_stored(b) for g, b in rows)
 
     def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
-        """A node with a ledger, of tensors that have the memory of this one's: who looks at them waits for these."""
+        """Return a node with a ledger, of tensors that have the memory of this one's: whoever reads them waits for these."""
         held = buffers if self.lazy is None else self.lazy.aliased(buffers)
         return self.with_buffers(held, ledger=ledger)
 
@@ -166,7 +166,7 @@ class Sharded:
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
     ) -> "Sharded":
-        """A node of the same values, or of some groups of them, in other tensors."""
+        """Return a node of the same values, or of some groups of them, in other tensors."""
         return Sharded(
             buffers,
             self.unit,
@@ -179,7 +179,7 @@ class Sharded:
         )
 
     def replace(self, buffers: Sequence[Any] | LazyBuffers, place: Place | None = None) -> "Sharded":
-        """The same groups with other buffers, perhaps in another place."""
+        """Return a node of the same groups with other buffers, perhaps in another place."""
         name = self.tree_name
         return Sharded(
             buffers,
@@ -195,7 +195,7 @@ class Sharded:
         self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True
 
     def select(self, groups: Sequence[int]) -> "Sharded":
-        """Only the given groups, which have to be among this node's."""
+        """Return a node of the given groups alone, which have to be among this node's."""
         chosen = tuple(groups)
         if chosen == self.groups and self.ledger is None and self.scale is None:
             return self
@@ -204,7 +204,7 @@ class Sharded:
 
     @api_boundary
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
-        """The unit's subtree, its leaves views of the buffers. Differentiable.
+        """Return the unit's subtree, its leaves views of the buffers. Differentiable.
 
         Args:
             ties: full units that hold leaves to which leaves of this one are tied.
@@ -282,12 +282,12 @@ class Sharded:
 
 
 def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:
-    """Its children, and what it is besides."""
+    """Return the children of a node, and its context."""
     return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger, node.tree_name)
 
 
 def unflatten_node(context: Context, children: Any) -> Sharded:
-    """The inverse of :func:`flatten_node`."""
+    """Return the inverse of :func:`flatten_node`."""
     unit, place, groups, is_gathered, ledger, name = context
     mapped = TreeName(name.tree, name.updates, name.replaced, name.mapped + 1) if name.tree else UNNAMED
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
@@ -325,7 +325,7 @@ _register()
 
 
 def decoded(tree: Any, rank: int) -> Any:
-    """The tree of a rank with stored parameters decoded, into new tensors of the main dtype: one number for each element."""
+    """Return the tree of a rank with stored parameters decoded into new tensors of the main dtype."""
     return map_units(
         lambda node: node.with_buffers(node.values(rank, main=True)) if is_sharded(node) and node.is_stored else node, tree
     )
@@ -354,7 +354,7 @@ class _Loan:
 
 
 def lend(address: int, holder: Any) -> None:
-    """From now on, as long as ``holder`` lives, this memory is constant; it is given an attribute ``loan``."""
+    """Take the memory at an address for constant as long as ``holder`` lives, which gets an attribute ``loan``."""
     holder.loan = _LENT.setdefault(address, _Loan())
 
 
@@ -376,7 +376,7 @@ def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
 
 @api_boundary
 def tree_nbytes(tree: Any) -> int:
-    """Bytes of all tensors in a tree, for example of a :class:`~fsharp.TrainState`: what this rank holds at rest."""
+    """Return the bytes of all tensors in a tree, for example of a :class:`~fsharp.TrainState`: what this rank holds at rest."""
     leaves = optree.tree_leaves(tree)
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -386,7 +386,7 @@ is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 
 
 def units_of(tree: Any) -> list[Sharded]:
-    """All :class:`Sharded` in a tree, in tree order."""
+    """Return all :class:`Sharded` in a tree, in tree order."""
     try:
         return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
     except Exception as error:
@@ -395,7 +395,7 @@ def units_of(tree: Any) -> list[Sharded]:
 
 
 def units_by_name(tree: Any) -> dict[str, Sharded]:
-    """All :class:`Sharded` in a tree, by the path of their unit."""
+    """Return all :class:`Sharded` in a tree, by the path of their unit."""
     return {node.unit.name: node for node in units_of(tree)}
 
 
@@ -430,7 +430,7 @@ def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
-    """A place of the unit's strategy by name, or the place itself if it is one of this unit's.
+    """Return a place of the unit's strategy by name, or the place itself if it is one of this unit's.
 
     Raises:
         LayoutError: an unknown name, or a place that cuts in an order other than the strategy's.
@@ -453,13 +453,13 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
 
 
 def not_sharded(where: str, leaf: Any) -> TreeError:
-    """The error of a leaf that is no unit, in a tree of units."""
+    """Return the error of a leaf that is no unit, in a tree of units."""
     return TreeError(f"{where}: expected a tree of Sharded, got {leaf!r:.80}, a {type(leaf).__name__}: shard() the tree first.")
 
 
 @api_boundary
 def trainable(tree: Any) -> Any:
-    """Every unit's trainable groups: the part of the parameters that has gradients and optimizer state.
+    """Return every unit's trainable groups: the part of the parameters that has gradients and optimizer state.
 
     Raises:
         TreeError: a leaf that is not a :class:`Sharded`.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import optree
@@ -22,7 +21,7 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "params") -> Any:
-    """What ``rank`` holds of a tree: pure slicing, no other rank needed.
+    """Return what ``rank`` holds of a tree: pure slicing, no other rank needed.
 
     >>> import fsharp as fs
     >>> tree = {"w": torch.arange(6.).view(2, 3), "b": torch.ones(1)}
@@ -51,20 +50,15 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
     sections = cut_at(params, frozenset(unit.name for unit in layout.units))
     nodes = []
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
-        tensors = dict(zip((leaf.path for leaf in unit.leaves), optree.tree_leaves(subtree), strict=True))
-        where = resolve_place(unit, place)
-        nodes.append(build(unit, where, rank, partial(_by_path, tensors), main=place == "optim"))
+        tensors = dict(zip(unit.leaves, optree.tree_leaves(subtree), strict=True))
+        nodes.append(build(unit, resolve_place(unit, place), rank, tensors.__getitem__, main=place == "optim"))
     return optree.tree_unflatten(layout.spec, nodes)
-
-
-def _by_path(tensors: dict[str, torch.Tensor], leaf: Leaf) -> torch.Tensor:
-    return tensors[leaf.path]
 
 
 def build(
     unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
 ) -> Sharded:
-    """A unit's buffers on one rank from its leaves, one leaf at a time, and only leaves that this rank holds a part of."""
+    """Return a unit's buffers on one rank, made of one leaf at a time, and only of leaves that this rank holds a part of."""
     if unit.has_leaf_formats and not main:
         raise TreeError(
             f"shard(): unit {unit.name!r} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
@@ -94,7 +88,7 @@ def build(
 
 @options_checked
 def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
-    """The user's tree from all ranks' trees of :class:`Sharded`, in order of rank. Pure: the inverse of :func:`shard_for`.
+    """Return the user's tree from all ranks' trees of :class:`Sharded`, in order of rank: the inverse of :func:`shard_for`.
 
     Args:
         shards: one tree for each rank.
@@ -117,8 +111,9 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
         if place.partial:
             raise TreeError(f"unshard(): unit {unit.name!r} rests partial ({place}); reduce_scatter() it first.")
-        alike = [r for r in range(mesh.size) if all(mesh.coord(a, r) == mesh.coord(a, rank) for a in place.varying)]
-        holders = {tuple(mesh.coord(axis, r) for axis in place.sharded): parts[r] for r in reversed(alike)}
+        own = mesh.index_along(place.varying, rank)
+        alike = [r for r in range(mesh.size) if mesh.index_along(place.varying, r) == own]
+        holders = {mesh.index_along(place.sharded, r): parts[r] for r in reversed(alike)}
         in_order = [holders[key].buffers for key in sorted(holders)]
         whole.append(
             Sharded([torch.cat(column, dim=-1) for column in zip(*in_order)], unit, unit.strategy.full, parts[0].groups)
@@ -129,7 +124,7 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
 
 
 def as_tree(full: Any) -> Any:
-    """A tree of full :class:`Sharded` as the user's tree, ties between units resolved."""
+    """Return a tree of full :class:`Sharded` as the user's tree, ties between units resolved."""
     nodes = units_of(full)
     return map_units(lambda node: node.tree(ties=nodes) if is_sharded(node) else node, full)
 
@@ -181,9 +176,7 @@ def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: 
     for unit in layout.units:
         for leaf in unit.leaves:
             path = unit.full_path(leaf)
-            owner = None
-            if leaf.tied_to:
-                owner = ".".join(part for part in leaf.tied_to if part)
+            owner = unit.stored_path(leaf) if leaf.tied_to else None
             if owner is None and path in found:
                 yield repr(path), f"tied to {found[path]!r}, but laid out on its own"
             elif owner and found.get(path) != owner and not _same_bits(by_path[path], by_path[owner]):

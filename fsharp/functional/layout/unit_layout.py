@@ -80,7 +80,7 @@ class Group:
         return self.num_parts * self.capacity
 
     def is_stored(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer has parameters in a format that is not plain."""
+        """Return whether a buffer has parameters in a format that is not plain."""
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
 
     def store(self, values: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class UnitLayout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec))
+        return hash(self._key)
 
     def __hash__(self) -> int:
         return self._hash
@@ -180,24 +180,24 @@ class UnitLayout:
         return frozenset(leaf.tied_to[0] for leaf in self.leaves if leaf.tied_to is not None) - {self.name}
 
     def local_size(self, group: int, place: Place) -> int:
-        """Elements of a group that one rank holds in ``place``."""
+        """Return the elements of a group that one rank holds in ``place``."""
         return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded)
 
     def stored_size(self, group: int, place: Place) -> int:
-        """Numbers in the buffer in which one rank holds a group's parameters in ``place``."""
+        """Return numbers in the buffer in which one rank holds a group's parameters in ``place``."""
         return self.travelling_size(group, place) + self.scales_size(group)
 
     def travelling_size(self, group: int, place: Place) -> int:
-        """Numbers of that buffer that a gather sends: all but the scales of leaves, which every rank has."""
+        """Return numbers of that buffer that a gather sends: all but the scales of leaves, which every rank has."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored.size(capacity) if capacity else 0
 
     def travelling_nbytes(self, group: int, place: Place) -> int:
-        """Bytes of what a gather sends."""
+        """Return the bytes of what a gather sends."""
         return self.travelling_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
 
     def stored_nbytes(self, group: int, place: Place) -> int:
-        """Bytes of the buffer in which one rank holds a group's parameters in ``place``."""
+        """Return the bytes of the buffer in which one rank holds a group's parameters in ``place``."""
         return self.stored_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
 
     @cached_property
@@ -222,7 +222,7 @@ class UnitLayout:
         return form.size(self.groups[group].capacity) * form.dtype.itemsize
 
     def scales_size(self, group: int) -> int:
-        """Bytes of the scales of whole leaves, at the end of a group's buffer; 0 if the format has none."""
+        """Return the bytes of the scales of whole leaves, at the end of a group's buffer; 0 if the format has none."""
         return self._scales_sizes[group]
 
     @cached_property
@@ -232,12 +232,12 @@ class UnitLayout:
         return tuple(0 if c is None else sum(aligned(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows)
 
     def travelling(self, group: int, stored: torch.Tensor) -> torch.Tensor:
-        """The part of a stored buffer that a gather sends."""
+        """Return the part of a stored buffer that a gather sends."""
         scales = self._scales_sizes[group]
         return stored[..., : stored.shape[-1] - scales] if scales else stored
 
     def scales(self, group: int, stored: torch.Tensor) -> torch.Tensor:
-        """The scales of whole leaves in a stored buffer."""
+        """Return the scales of whole leaves in a stored buffer."""
         return stored[stored.shape[-1] - self._scales_sizes[group] :]
 
     def leaf_parts(
@@ -348,14 +348,11 @@ class UnitLayout:
         return out
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
-        """First element of the group's buffer that ``rank`` holds in ``place``."""
-        index = 0
-        for axis in place.sharded:
-            index = index * self.mesh.axis_size(axis) + self.mesh.coord(axis, rank)
-        return index * self.local_size(group, place)
+        """Return the first element of the group's buffer that ``rank`` holds in ``place``."""
+        return self.mesh.index_along(place.sharded, rank) * self.local_size(group, place)
 
     def spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
-        """What ``rank`` holds of each leaf of a group in ``place``, in order of the buffer."""
+        """Yield what ``rank`` holds of each leaf of a group in ``place``, in order of the buffer."""
         start, size = self.local_start(group, place, rank), self.local_size(group, place)
         for leaf in self.leaves_of(group):
             low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
@@ -363,17 +360,17 @@ class UnitLayout:
                 yield Span(leaf, low - start, high - start, low - leaf.offset, high - leaf.offset)
 
     def run_of(self, leaf: Leaf, place: Place, rank: int) -> tuple[int, int]:
-        """The elements ``[first, last)`` of a flattened leaf that ``rank`` holds in ``place``; ``(0, 0)`` if none."""
+        """Return the elements ``[first, last)`` of a flattened leaf that ``rank`` holds in ``place``; ``(0, 0)`` if none."""
         start = self.local_start(leaf.group, place, rank) - leaf.offset
         first, last = max(start, 0), min(start + self.local_size(leaf.group, place), leaf.numel)
         return (first, last) if first < last else (0, 0)
 
     def is_same_part(self, place: Place, rank: int, other: int) -> bool:
-        """Whether two ranks hold the same elements in ``place``."""
+        """Return whether two ranks hold the same elements in ``place``."""
         return all(self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded + place.varying)
 
     def leaves_of(self, group: int) -> tuple[Leaf, ...]:
-        """The leaves stored in a group's buffer, in order of offset; empty leaves lead."""
+        """Return the leaves stored in a group's buffer, in order of offset; empty leaves lead."""
         return self._stored[group]
 
     @cached_property
@@ -386,5 +383,5 @@ class UnitLayout:
         return self.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
 
     def full_path(self, leaf: Leaf) -> str:
-        """The path of a leaf of this unit in the user's tree."""
+        """Return the path of a leaf of this unit in the user's tree."""
         return f"{self.name}.{leaf.path}" if self.name and leaf.path else self.name or leaf.path

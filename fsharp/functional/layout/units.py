@@ -24,7 +24,7 @@ class UnitPartition(NamedTuple):
 
 
 def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> dict[str, str]:
-    """The unit of every leaf path.
+    """Return the unit of every leaf path.
 
     A subtree that a pattern matches is a unit. So is each of the largest subtrees that contain no such match: what is
     left over keeps the shape the user gave it. Without patterns the whole tree is one unit, named ``""``.
@@ -80,17 +80,12 @@ def cut_at(tree: Any, names: frozenset[str]) -> UnitPartition:
         if optree.tree_is_leaf(node):
             return optree.tree_structure(node)
         children, _, entries, _ = optree.tree_flatten_one_level(node)[:4]
-        specs = [walk(child, f"{path}.{entry}" if path else str(entry)) for child, entry in zip(children, entries)]
-        return _join_specs(node, specs)
+        specs = iter([walk(child, f"{path}.{entry}" if path else str(entry)) for child, entry in zip(children, entries)])
+        one_level = optree.tree_structure(node, is_leaf=lambda x: x is not node)
+        return one_level.transform(None, lambda _: next(specs))
 
     spec = walk(tree, "")
     return UnitPartition(tuple(path for path, _ in found), tuple(node for _, node in found), spec)
-
-
-def _join_specs(node: Any, specs: list[optree.PyTreeSpec]) -> optree.PyTreeSpec:
-    one_level = optree.tree_structure(node, is_leaf=lambda x: x is not node)
-    it = iter(specs)
-    return one_level.transform(None, lambda _: next(it))
 
 
 def _overlap(first: tuple[str, str], second: tuple[str, str]) -> PatternError:

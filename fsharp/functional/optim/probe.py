@@ -103,7 +103,8 @@ class _Trial:
         self._like, self._groups, self._order = params, list[_Group](), list[tuple[str, str]]()
         self._start, self._grads = Vectors(), [Vectors() for _ in _SCALES]
         nodes = units_of(params)
-        self.pieces = range(2 if any(map(_differs_between_ranks, nodes)) else 1)
+        axes = [(node.unit.mesh, axis) for node in nodes for axis in node.place.sharded + node.place.varying]
+        self.pieces = range(2 if any(mesh.axis_size(axis) > 1 for mesh, axis in axes) else 1)
         self.cuda_devices = sorted({b.device.index for node in nodes for b in node.buffers if b.device.type == "cuda"})
         generator = torch.Generator().manual_seed(0)
         for node in nodes:
@@ -182,10 +183,6 @@ class _Trial:
             return [x[:length] for x, length in zip(optree.tree_leaves(tree), lengths, strict=True)]
         leaves = dict(zip(self._order, optree.tree_leaves(tree), strict=True))
         return [torch.cat([leaves[key].reshape(-1) for key in group.keys]) for group in self._groups]
-
-
-def _differs_between_ranks(node: Sharded) -> bool:
-    return any(node.unit.mesh.axis_size(axis) > 1 for axis in node.place.sharded + node.place.varying)
 
 
 def are_close(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

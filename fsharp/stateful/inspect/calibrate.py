@@ -13,7 +13,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, senders, union
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
 from fsharp.stateful.schedule.ops import Phase, Stream, kinds
-from fsharp.stateful.schedule.schedule import Schedule, issue_positions
+from fsharp.stateful.schedule.schedule import Schedule, issue_positions, sent_over
 
 Channel = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
@@ -74,7 +74,7 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, An
 
 
 def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
-    """Bytes per second between host memory and the device: of all that is copied in a step, in the median over steps."""
+    """Return bytes per second between host memory and the device: of all copies of a step, in the median over steps."""
     copied: dict[int, float] = {}
     copies = kinds(lambda spec: spec.cost == "copy")
     for _, kind, _, _, _, start, stop, step in rows:
@@ -100,13 +100,13 @@ class _Cover:
         return self.until(stop) - self.until(start)
 
     def alone(self, what: TimeSpan | Interval, speed: float) -> float:
-        """The length of a stretch, if what lies in the union had gone at full speed."""
+        """Return the length of a stretch, if what lies in the union had gone at full speed."""
         start, stop = (what.start_s, what.stop_s) if isinstance(what, TimeSpan) else what
         return stop - start - (1 - speed) * self.within(start, stop)
 
 
 def _between(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Interval]:
-    """What no span has of a step."""
+    """Return the stretches of a step that no span covers."""
     result, at = [], start
     for began, ended in union((span.start_s, span.stop_s) for span in spans):
         if began > at:
@@ -117,7 +117,7 @@ def _between(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Inter
 
 def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
     measured = {row[1] for row in rows}
-    facts = {unit.name: unit for unit in schedule.program.units}
+    facts = schedule.program.facts
     wanted = {op.kind for op in schedule.ops if op.spec.cost != "send" or op.spec.collectives(facts[op.unit])}
     needed = [*kinds(lambda spec: spec.cost == "compute"), *kinds(lambda spec: spec.cost == "update"), *senders()]
     missing = [kind for kind in needed if kind in wanted - measured]
@@ -128,7 +128,7 @@ def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
 
 
 def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval]]:
-    """When each collective was sent, step by step, by its first op: from when those before it on its queue had ended."""
+    """Return by first op when each collective was sent in each step: not before those ahead of it on its queue had ended."""
     first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
     kinds_that_send = senders()
@@ -155,14 +155,10 @@ class _Point(NamedTuple):
 
 
 def _points(schedule: Schedule, seconds: Mapping[int, float]) -> list[_Point]:
-    facts = {unit.name: unit for unit in schedule.program.units}
+    facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[Channel, int], ...], list[float]] = {}
-    for run in issue_positions(schedule.ops):
-        sent: dict[Channel, int] = {}
-        for call in (
-            call for i in run if schedule.ops[i].unit for call in schedule.ops[i].spec.collectives(facts[schedule.ops[i].unit])
-        ):
-            sent[call.op, call.axis] = sent.get((call.op, call.axis), 0) + call.nbytes
+    for run in issue_positions(ops):
+        sent = sent_over(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if sent and run[0] in seconds:
             alike.setdefault(tuple(sorted(sent.items())), []).append(seconds[run[0]])
     return [_Point(dict(sent), median(each), len(each)) for sent, each in alike.items()]
@@ -182,7 +178,7 @@ def _fit_links(points: Sequence[_Point]) -> dict[Channel, tuple[float, float]]:
 
 
 def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -> dict[Channel, tuple[float, float]] | None:
-    """Latency and bandwidth for each name that links go by; None if the points do not determine them."""
+    """Return the latency and bandwidth for each name that links go by; None if the points do not determine them."""
     found = sorted(set(names.values()))
     if not found:
         return {}

@@ -76,7 +76,7 @@ def draw(
 
 
 def in_order(schedule: Schedule) -> Timeline:
-    """The ops one after the other, each a unit of time wide, and collectives until something waits for them."""
+    """Return the ops one after the other, each a unit of time wide, and collectives until something waits for them."""
     ops, spans = schedule.ops, []
     until: dict[int, int] = {}
     for i, op in [*enumerate(ops), *((len(ops) + i, op) for i, op in enumerate(ops))]:
@@ -134,7 +134,7 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
 
 
 def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style: _Style) -> None:
-    """Boxes side by side, with the names that fit."""
+    """Draw boxes side by side, with the names that fit."""
     waits = [(box.start, box.stop - box.start) for box in row if _look(box.span) == "hatched"]
     if waits:
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
@@ -220,7 +220,7 @@ def _title(timeline: Timeline, name: str, has_times: bool) -> str:
 
 
 def _phases(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
-    """Stretches of forwards, of backwards, and of what comes after: start, stop, text and colour."""
+    """Yield stretches of forwards, of backwards, and of what comes after: start, stop, text and colour."""
     chosen = kinds(lambda spec: spec.cost in ("compute", "update"))
     spans = [span for span in timeline.spans if span.kind in chosen]
     runs = [(phase, list(run)) for phase, run in groupby(spans, key=lambda span: span.phase)]
@@ -234,7 +234,7 @@ def _phases(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
 
 
 def _boxes(timeline: Timeline) -> Iterator[_Box]:
-    """What to draw of each span; units that are one collective share its time."""
+    """Yield the boxes of each span; units that are one collective share its time."""
     shown = [span for span in timeline.spans if span.seconds > 0]
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in shown:
@@ -247,7 +247,7 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
 
 
 def _rows(boxes: list[_Box]) -> list[list[_Box]]:
-    """As few rows as it takes for no two boxes of one to overlap."""
+    """Return boxes in rows, as few as it takes for no two boxes of a row to overlap."""
     rows: list[list[_Box]] = []
     for box in sorted(boxes, key=lambda box: (box.start, box.stop)):
         slack = 1e-6 * (box.stop - box.start)
@@ -259,7 +259,7 @@ def _rows(boxes: list[_Box]) -> list[list[_Box]]:
 
 
 def _colours(schedule: Schedule) -> dict[str, Colour]:
-    """Units that differ in a number along a ramp, others in colours of their own."""
+    """Return the colours of units: units that differ in a number are along a ramp, others have colours of their own."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
@@ -297,7 +297,7 @@ def _darker(colour: Colour) -> Colour:
 
 
 def _look(span: TimeSpan) -> Look:
-    """How a span is drawn: one in which compute stands still is hatched, whatever its op."""
+    """Return how a span is drawn: hatched if compute stands still in it, whatever its op."""
     return "hatched" if span.kind == WAITING else OPS[span.kind, span.phase].look
 
 

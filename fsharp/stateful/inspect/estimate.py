@@ -26,7 +26,7 @@ from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSp
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream, buffer_nbytes
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions
+from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_over
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -94,7 +94,7 @@ class Hardware:
     @classmethod
     @api_boundary
     def fit(cls, trace: Trace, schedule: Schedule, *, synchronous_host: bool = False, contention: float = 0.0) -> "Hardware":
-        """The machine on which a schedule took as long as a trace says.
+        """Return the machine on which a schedule took as long as a trace says.
 
         Latency and bandwidth of each ``(collective, axis)`` are a least-squares fit of seconds against bytes sent: first the
         median over steps of each collective, then that of all that send the same, then the fit, in which errors count
@@ -125,18 +125,15 @@ class Hardware:
         return cls(**found, synchronous_host=synchronous_host, contention=contention)
 
     def collective_s(self, calls: Iterable[Call]) -> float:
-        """Seconds that collectives take one after the other; those of one kind along one axis are sent as one.
+        """Return the seconds that collectives take one after the other; those of one kind along one axis are sent as one.
 
         >>> calls = [Call("all_gather", "dp", 50), Call("all_gather", "dp", 50), Call("reduce_scatter", "dp", 50)]
         >>> Hardware(compute=(1.0, 2.0), bandwidth=100.0, latency=0.25).collective_s(calls)
         2.0
         """
-        sent: dict[tuple[str, str], int] = {}
-        for call in calls:
-            sent[call.op, call.axis] = sent.get((call.op, call.axis), 0) + call.nbytes
         return sum(
             _of(self.latency, link, "latency") + nbytes / _of(self.bandwidth, link, "bandwidth")
-            for link, nbytes in sent.items()
+            for link, nbytes in sent_over(calls).items()
         )
 
 
@@ -155,7 +152,7 @@ def _of(value: PerLink, link: Channel, name: str) -> float:
 
 @options_checked
 def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
-    """When each op would run on a machine, in the step that repeats. See [Note: what the simulation knows].
+    """Return when each op would run on a machine, in the step that repeats. See [Note: what the simulation knows].
 
     Raises:
         ScheduleError: an op waits for one that does not exist, or an axis has no bandwidth.
@@ -186,19 +183,22 @@ class _Simulation:
         self.issue = hardware.issue
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
-        facts = {unit.name: unit for unit in schedule.program.units}
+        facts = schedule.program.facts
         self.issues = [(run, _seconds([self.ops[i] for i in run], facts, hardware, times)) for run in issue_positions(self.ops)]
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
     def queue(self, op: Op) -> Stream:
-        """The name of what runs it in order."""
+        """Return the name of the queue that runs an op."""
         if op.stream == "compute" or (self.is_synchronous and op.spec.cost != "send"):
             return "compute"
         return op.stream
 
     def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """One step, and when what it hands on begins and ends, counted from its end. ``carried``: that of the step before."""
+        """Simulate a step. Return it, and when the ops that it hands on begin and end, counted from its end.
+
+        ``carried`` are the ops that the step before has handed on.
+        """
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended
         for j, (_, stop) in carried.items():
@@ -276,7 +276,7 @@ def _later(start: float, seconds: float, speed: float, at: float) -> float:
 def _seconds(
     ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware, times: Mapping[str, tuple[float, float]]
 ) -> float:
-    """How long ops that are issued as one take."""
+    """Return the seconds that ops take which are issued as one."""
     phase, unit = ops[0].phase, ops[0].unit
     match ops[0].spec.cost:
         case "":
@@ -288,7 +288,7 @@ def _seconds(
         case "copy":
             return facts[unit].host / hardware.host_bandwidth
         case "send" | "memory":  # without a collective what would be sent is copied; without memory what is read counts
-            of = [(op, facts.get(op.unit, UnitFacts(""))) for op in ops]
+            of = [(op, facts[op.unit]) for op in ops]
             calls = [call for op, mine in of for call in op.spec.collectives(mine)]
             nbytes = sum(
                 op.memory.nbytes if op.memory else sum(buffer_nbytes(b, mine) for b in op.spec.reads) for op, mine in of

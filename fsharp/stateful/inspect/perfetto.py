@@ -28,7 +28,7 @@ def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timelin
 
 def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, Any]]:
     schedule = timeline.schedule
-    facts = {unit.name: unit for unit in schedule.program.units}
+    facts = schedule.program.facts
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     used = {span.stream for span in timeline.spans}
     for thread, stream in ((i, stream) for i, stream in enumerate(STREAMS) if stream in used):
@@ -48,7 +48,7 @@ def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, A
             args |= {"first byte at rest": op.opens.start, "bytes at rest": op.opens.nbytes}
         if op.spec.cost == "copy":
             args["copied"] = facts[op.unit].host
-        if op.unit and span.kind == op.kind and (calls := op.spec.collectives(facts[op.unit])):
+        if span.kind == op.kind and (calls := op.spec.collectives(facts[op.unit])):
             args["sent"] = sum(call.nbytes for call in calls)
         yield {
             "ph": "X",

@@ -86,12 +86,12 @@ class LeafSharding:
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
-        """What ``rank`` holds, ``leaf.flatten()[first:last]``, as ``(first, last)``; ``(0, 0)`` if that is nothing.
+        """Return what ``rank`` holds, ``leaf.flatten()[first:last]``, as ``(first, last)``; ``(0, 0)`` if that is nothing.
 
         Raises:
             MeshError: no such rank.
         """
-        return self._of_part(self.unit.local_start(self.leaf.group, self.place, rank) // max(1, self._part_size))
+        return self.unit.run_of(self.leaf, self.place, rank)
 
     @property
     def _differs(self) -> str:
@@ -277,11 +277,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 @lru_cache(maxsize=64)
 def _part_of_rank(mesh: Mesh, place: Place) -> torch.Tensor:
     """Which part of a buffer each rank holds, int64[ranks]."""
-    part = torch.zeros(mesh.shape, dtype=torch.int64)
-    for axis in place.sharded:
-        size, i = mesh.axis_size(axis), mesh.index(axis)
-        part = part * size + torch.arange(size).view([-1 if j == i else 1 for j in range(len(mesh.shape))])
-    return part.flatten()
+    return torch.tensor([mesh.index_along(place.sharded, rank) for rank in range(mesh.size)])
 
 
 def _cells(leaf: LeafSharding, count: int) -> str:
@@ -359,7 +355,7 @@ def _size(unit: UnitLayout) -> int:
 
 
 def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> None:  # type: ignore[no-untyped-def]
-    """One place of a unit, of groups that are trained alone if only those are there."""
+    """Draw one place of a unit; with ``is_trained`` only groups that are trained."""
     from matplotlib import colormaps
 
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]

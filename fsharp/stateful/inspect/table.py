@@ -12,15 +12,15 @@ _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after
 
 @options_checked
 def table(schedule: Schedule) -> str:
-    """One row for each op, and what they come to.
+    """Return a schedule as a text with one row for each op, and sums.
 
     ``'`` marks ops of the step before, ``+`` a collective that is one with that of the row above.
     """
-    facts = {unit.name: unit for unit in schedule.program.units}
+    facts = schedule.program.facts
     rows, joined = [_HEAD], {i for run in issue_positions(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
         before = schedule.ops[i - 1] if i else None
-        calls = op.spec.collectives(facts[op.unit]) if op.unit else ()
+        calls = op.spec.collectives(facts[op.unit])
         rows.append(
             (
                 str(i),

@@ -97,14 +97,14 @@ class Timeline:
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """The summed length of the spans of these kinds; ops that are one collective count once, for all units."""
+        """Return the summed length of the spans of these kinds; ops that are one collective count once, for all units."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
     def pieces(self, span: TimeSpan) -> Iterator[Interval]:
-        """The span within ``0`` to ``step_s``: what sticks out at the end is, of the step before, there at the beginning."""
+        """Yield a span within ``0`` to ``step_s``: what is behind the end of a step is also at the beginning of the next."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:
             yield start, stop
@@ -133,12 +133,12 @@ class Timeline:
 
 
 def senders() -> tuple[str, ...]:
-    """Kinds of ops that send."""
+    """Return the kinds of ops that send."""
     return kinds(lambda spec: spec.cost == "send")
 
 
 def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
-    """Units in the order of their use, those together that differ in nothing but numbers: ``layers.*`` for ``layers.0``."""
+    """Return units in the order of their use, by name without numbers: ``layers.0`` is in the list of ``layers.*``."""
     result: dict[str, list[str]] = {}
     in_use = [op.unit for op in schedule.ops if op.spec.cost == "compute"]
     for unit in dict.fromkeys([*in_use, *(op.unit for op in schedule.ops if op.unit)]):
@@ -147,7 +147,7 @@ def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals, in order."""
+    """Return the same points as disjoint intervals, in order."""
     result: list[Interval] = []
     for start, stop in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -186,7 +186,7 @@ def _lives(ops: tuple[Op, ...]) -> Iterator[tuple[int | None, int | None, int]]:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time as a person reads it.
+    """Return a time as a person reads it.
 
     >>> seconds_text(0.0015)
     '1.50 ms'

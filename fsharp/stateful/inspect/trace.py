@@ -57,7 +57,7 @@ class Trace:
 
     @api_boundary
     def timeline(self, schedule: Schedule, *, step: int | None = None) -> Timeline:
-        """What one step looked like.
+        """Return what one step looked like.
 
         Args:
             schedule: what it followed.
@@ -93,12 +93,12 @@ class Trace:
         return by_unit(times)
 
     def update_time(self) -> float:
-        """Median seconds of the optimizer step, without waits: ``Hardware(update_s=...)``; 0 if there is none."""
+        """Return the median seconds of the optimizer step, without waits: ``Hardware(update_s=...)``; 0 if there is none."""
         updates = kinds(lambda spec: spec.cost == "update")
         return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.by_step())
 
     def step_time(self) -> float:
-        """Median seconds of a step that has ended."""
+        """Return the median seconds of a step that has ended."""
         return median(stop - start for (start, stop), _ in self.by_step())
 
     @api_boundary
@@ -141,7 +141,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
 
 
 def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
-    """Spans of which none lies in another on the compute stream: one that encloses others is cut into what is left of it."""
+    """Return spans of which none encloses another on the compute stream: from one that does the others are cut out."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # what is left of those that enclose each other
@@ -166,7 +166,7 @@ def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
 
 @options_checked
 def compare(predicted: Timeline, measured: Timeline) -> str:
-    """A table of what was predicted beside what was measured: of the step, of each kind of op, and of each unit.
+    """Return a table of what was predicted beside what was measured: of the step, of each kind of op, and of each unit.
 
     Units that differ in nothing but a number in their name share a row, which has the sum over them.
     """

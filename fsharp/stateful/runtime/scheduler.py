@@ -135,7 +135,7 @@ class Scheduler(PassingComm, Tracer):
     all_gather, reduce_scatter = api_boundary(PassingComm.all_gather), api_boundary(PassingComm.reduce_scatter)
     all_reduce, all_to_all = api_boundary(PassingComm.all_reduce), api_boundary(PassingComm.all_to_all)
 
-    def _passed(self, label: str) -> tuple[Comm, str]:
+    def _passed(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Refuse a scheduler that was closed, or have a collective of the caller's own passed on, and not scheduled."""
         self._connect()
         return self.own, self.executor.named(label or "a call of the Comm")

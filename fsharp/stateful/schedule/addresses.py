@@ -1,13 +1,13 @@
 """Where in one arena each buffer goes, planned over a whole step.
 
 A buffer keeps one address over all the times that it is live: tensors saved in the forward point at it. The smallest
-arena is hard to find in general (dynamic storage allocation), yet easy for what the buffers of a step are like.
+arena is hard to find in general (dynamic storage allocation), and easy for buffers of a step.
 
-Many are live for a long time, and those nest: gradients rest up to the end, parameters that stay for their backward are let
-go of in the reverse order. They stand on one another without a gap: gradients from the first byte of the arena up, and what
-the end of the step does not see from its last byte down. All others meet only those of units near by, and what the two
-stacks leave. So these are placed in an order in which each meets those placed just before it; then a dead end is near its
-cause, and a search that takes back the last choice first soon finds the arena of the lower bound, or one close to it.
+Many buffers are live for a long time, and their spans nest: gradients rest up to the end, and parameters that stay for their
+backward are released in reverse order. These buffers are two stacks without gaps. Those that are live at the end of the step
+stand on the first byte of the arena, all others hang from its last byte. The buffers that are left meet only buffers of units
+near by, and the two stacks. They are placed in an order in which each meets those placed just before it. Then a dead end is
+near its cause, and a search that takes back the last choice first soon finds an arena of the lower bound, or close to it.
 """
 
 import math
@@ -45,7 +45,7 @@ class ArenaItem:
 
 
 def lower_bound(items: Sequence[ArenaItem]) -> int:
-    """Bytes that are live at once at most."""
+    """Return the bytes that are live at once at most."""
     changes = sorted(change for item in items for a, b in item.spans for change in ((a, item.nbytes), (b + 1, -item.nbytes)))
     most = live = 0
     for _, nbytes in changes:  # at one position what ends sorts before what begins
@@ -55,7 +55,7 @@ def lower_bound(items: Sequence[ArenaItem]) -> int:
 
 
 def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int] | None:
-    """The first byte of each item, such that items that are live at once share no byte.
+    """Return the first byte of each item, such that items that are live at once share no byte.
 
     Starts are multiples of what all sizes are multiples of. The same items get the same answer.
 
@@ -110,7 +110,7 @@ class _Packing:
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
     def place(self, least: int, within: int | None) -> list[int] | None:
-        """The first byte of each item, or None if there is no place within so many bytes, or none is found soon."""
+        """Return the first byte of each item, or None if there is no place within so many bytes, or none is found soon."""
         stacks = max(map(add, self.low, self.high))
         least = max(least, stacks, _clique(self.items, self.short, self.neighbours))
         orders = _orders(self.items, self.short, self.neighbours)  # made as they are needed: mostly the first will do
@@ -137,7 +137,7 @@ class _Packing:
         return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
     def _search(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> tuple[list[int], int]:
-        """Places of all items below ``target``, or none, and how many items were placed to find out.
+        """Return the places of all items below ``target``, or none, and how many items were placed to find out.
 
         At a dead end the latest choice is taken back first.
         """
@@ -151,7 +151,7 @@ class _Packing:
             return starts, 0
 
         def places(i: int) -> list[int]:
-            """Either end of each gap that is large enough, the one to try first at the end."""
+            """Return either end of each gap that is large enough, the one to try first at the end."""
             nbytes, top, stop, found = sizes[i], self.floors[i], target - self.ceilings[i], set()
             taken = [(starts[j], starts[j] + sizes[j]) for j in before[i]]
             taken.sort()
@@ -177,12 +177,12 @@ class _Packing:
 
 
 def _top(stack: Sequence[int], item: ArenaItem) -> int:
-    """The bytes that a stack takes where it takes most, while an item is live."""
+    """Return the bytes that a stack takes where it takes most, while an item is live."""
     return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
 
 def _clique(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
-    """Bytes of buffers that are live together two by two, if not all at one time: with one address each, it is the same."""
+    """Return bytes of buffers of which each two are live together at some time: with one address each, they share no byte."""
     near = {i: set(neighbours[i]) for i in which}
     load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in which}
     most = 0
@@ -196,7 +196,7 @@ def _clique(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[i
 
 
 def _neighbours(items: Sequence[ArenaItem], which: Sequence[int]) -> dict[int, list[int]]:
-    """For each item, those that are live at a time when it is."""
+    """Return for each item the items that are live at a time when it is."""
     spans = sorted((a, b, i) for i in which if items[i].nbytes for a, b in items[i].spans)
     result: dict[int, set[int]] = {i: set() for i in which}
     live: list[tuple[int, int]] = []
@@ -229,7 +229,7 @@ def _orders(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[i
 
 
 def _spreading(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
-    """From ``seed`` on, always the item that meets the most bytes of those before it (maximum cardinality search)."""
+    """Return an order from ``seed`` on: always the item that meets the most bytes before it (maximum cardinality search)."""
     met = dict.fromkeys(which, 0)
     order: dict[int, None] = {}
     heap = [(1, 0, i) for i in which]
@@ -260,15 +260,15 @@ class ByteRanges(Generic[T]):
         self._values: list[T] = []
 
     def over(self, start: int, stop: int) -> Iterator[T]:
-        """The values of the runs that share a byte with ``start`` to ``stop``."""
+        """Yield the values of the runs that share a byte with ``start`` to ``stop``."""
         yield from self._values[self._slice(start, stop)]
 
     def put(self, start: int, stop: int, value: T) -> None:
-        """These bytes have this value, and no other."""
+        """Set the value of these bytes."""
         self._replace(start, stop, [(start, stop, value)])
 
     def clear(self, start: int, stop: int) -> None:
-        """These bytes have no value."""
+        """Remove the value of these bytes."""
         self._replace(start, stop, [])
 
     def _slice(self, start: int, stop: int) -> slice:

@@ -13,7 +13,6 @@ one of blocks of 308 thousand a few percent less when they were joined and packe
 """
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 
 _MOST_NBYTES = 2_000_000  # two latencies: of 1 ms at 1 GB/s, as over gloo, and of 20 us at 50 GB/s, as over NCCL
 _BUCKETS = 4  # into which all that is sent is cut at least
@@ -24,37 +23,30 @@ def bucket_limit(sent: Iterable[int]) -> int:
     return min(_MOST_NBYTES, sum(sent) // _BUCKETS)
 
 
-@dataclass(frozen=True, slots=True)
-class Bundling:
-    """Units that move as one.
-
-    Attributes:
-        of: the bundle of each unit; it has the name of its first.
-        members: its units, in order.
-    """
-
-    of: Mapping[str, str]
-    members: Mapping[str, tuple[str, ...]]
+Bundle = tuple[str, ...]
+"""Names of units that move as one, in order."""
+Bundles = Mapping[str, Bundle]
+"""By unit, the bundle that it is in."""
 
 
 def bundles(
     order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int, groups: Mapping[str, int] = {}
-) -> Bundling:
-    """Neighbours that share a channel, joined while a rank sends no more than so many bytes for them.
+) -> Bundles:
+    """Return neighbours in bundles: units that share a channel, for which a rank sends no more than ``most`` bytes.
 
-    What sends nothing, or has the channel None, is alone. Units of a group, whose number ``groups`` has, are joined whatever
-    they send, and only with units of the same group.
+    A unit that sends nothing, or has the channel None, is alone. Units of a group, whose number ``groups`` has, are joined
+    whatever they send, and only with units of the same group.
     """
-    members: dict[str, list[str]] = {}
+    found: list[list[str]] = []
     last, filled = "", 0
     for unit in dict.fromkeys(order):
         joins = last and sent[unit] and channels[unit] is not None and channels[unit] == channels[last]
         group = groups.get(unit)
         if joins and group == groups.get(last) and (group is not None or filled + sent[unit] <= most):
-            members[last].append(unit)
+            found[-1].append(unit)
             filled += sent[unit]
         else:
-            last, filled = unit, sent[unit]
-            members[last] = [unit]
-    of = {unit: name for name, units in members.items() for unit in units}
-    return Bundling(of, {name: tuple(units) for name, units in members.items()})
+            found.append([unit])
+            filled = sent[unit]
+        last = unit
+    return {unit: tuple(units) for units in found for unit in units}

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from fsharp.stateful.schedule.costs import Bundling, bucket_limit, bundles
+from fsharp.stateful.schedule.costs import Bundles, bucket_limit, bundles
 from fsharp.stateful.schedule.emit_gradients import GradientOps, last_microbatches
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINISH, GATHER, REDUCE, SPREAD, OpSpec
@@ -16,15 +16,15 @@ class Buckets:
     """Which units move as one, by what moves: their parameters, gradients, sums of gradients, updated parameters."""
 
     def __init__(self, program: Program, policy: Policy) -> None:
-        self._policy, self._facts = policy, {unit.name: unit for unit in program.units}
+        self._policy, self._facts, names = policy, program.facts, [unit.name for unit in program.units]
         used = [event.unit for event in program.events if event.kind in ("forward", "backward")]
         done = _in_order_of_gradients(program)
         self.gathers = self._bundles(GATHER, used, [u.name for u in program.units if u.gathered])
-        self.reduces = self._bundles(REDUCE, done, self._facts)
-        self.finishes = self._bundles(FINISH, done, self._facts)
-        self.spreads = self._bundles(SPREAD, [event.unit for event in program.events if event.unit], self._facts)
+        self.reduces = self._bundles(REDUCE, done, names)
+        self.finishes = self._bundles(FINISH, done, names)
+        self.spreads = self._bundles(SPREAD, [event.unit for event in program.events if event.unit], names)
 
-    def _bundles(self, spec: OpSpec, order: Iterable[str], units: Iterable[str]) -> Bundling:
+    def _bundles(self, spec: OpSpec, order: Iterable[str], units: Iterable[str]) -> Bundles:
         facts, wanted = self._facts, dict.fromkeys(units)
         order = [unit for unit in dict.fromkeys([*order, *wanted]) if unit in wanted]
         sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
@@ -74,7 +74,7 @@ def emitted(
 
 
 def _in_order_of_gradients(program: Program) -> list[str]:
-    """Units in the order in which their gradient of a microbatch is complete, in the first that they have one in."""
+    """Return the units in the order in which their gradient of a microbatch is complete, in the first that they have one in."""
     here, result = dict[str, None](), dict[str, None]()
     for event in program.events:
         if event.kind == "microbatch_end":

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from fsharp.stateful.schedule.costs import Bundling
+from fsharp.stateful.schedule.costs import Bundles
 from fsharp.stateful.schedule.ops import ACCUMULATE, CAST, FINISH, LAND, REDUCE, REST, OpSpec
 from fsharp.stateful.schedule.policy import REDUCTIONS
 from fsharp.stateful.schedule.program import Event
@@ -21,7 +21,7 @@ class GradientOps:
             spoken for longer.
     """
 
-    def __init__(self, ops: OpList, reduces: Bundling, finishes: Bundling, num_finishes: int, *, sum_late: bool) -> None:
+    def __init__(self, ops: OpList, reduces: Bundles, finishes: Bundles, num_finishes: int, *, sum_late: bool) -> None:
         self._ops, self._reduces, self._finishes, self._sum_late = ops, reduces, finishes, sum_late
         self._most = {REDUCE: REDUCTIONS, FINISH: num_finishes}
         self._due, self._to_come = Counter[str](), Counter[str]()  # by unit, its casts in this microbatch, and those to come
@@ -42,7 +42,7 @@ class GradientOps:
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
-        bundle = [each for each in self._reduces.members[self._reduces.of[unit]] if self._due[each]]
+        bundle = [each for each in self._reduces[unit] if self._due[each]]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bundle):
             self._make_room(i, REDUCE)  # till then the bundle before may be on its way
         opens = None if has_memory else self._open(unit)
@@ -79,11 +79,11 @@ class GradientOps:
         self._finish(unit, i)
 
     def _finish(self, unit: str, i: int) -> None:
-        """A unit's gradient is there to be finished; its bundle is on its way when all of it is."""
+        """Note that a unit's gradient may go to the optimizer's place, and send its bundle once all its units may go."""
         if not self._unfinished.get(unit):
             return
         self._unfinished[unit] = False
-        units = [each for each in self._finishes.members[self._finishes.of[unit]] if each in self._unfinished]
+        units = [each for each in self._finishes[unit] if each in self._unfinished]
         if any(self._unfinished[each] for each in units):
             return
         self._make_room(i, FINISH)
@@ -91,7 +91,7 @@ class GradientOps:
         self._launch(self._ops.add_as_one(FINISH, units, "finish", i, after=after))
 
     def _open(self, unit: str) -> BufferKey | None:
-        """The buffer where a unit's gradient rests, for the first op that puts something there."""
+        """Return the buffer where a unit's gradient rests, for the first op that puts something there."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
         self._opened.add(unit)
@@ -140,7 +140,7 @@ class GradientOps:
 
 
 def last_microbatches(events: Sequence[Event]) -> set[int]:
-    """Microbatches at whose end gradients are wanted at the optimizer's place: the last before each ``reduce``."""
+    """Return the microbatches at whose end gradients are wanted at the optimizer's place: the last before each ``reduce``."""
     number, result = 0, set()
     for event in events:
         if event.kind == "microbatch_end":

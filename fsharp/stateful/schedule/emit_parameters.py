@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from fsharp.stateful.schedule.costs import Bundling
+from fsharp.stateful.schedule.costs import Bundle, Bundles
 from fsharp.stateful.schedule.ops import COMPUTE, FETCH, GATHER, OFFLOAD, RELEASE, SETTLE, SPREAD, UPDATE, WAIT, Phase
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
@@ -18,10 +18,10 @@ class ParameterOps:
     """
 
     def __init__(
-        self, ops: OpList, program: Program, policy: Policy, gathers: Bundling, spreads: Bundling, kept: Collection[int]
+        self, ops: OpList, program: Program, policy: Policy, gathers: Bundles, spreads: Bundles, kept: Collection[int]
     ) -> None:
         events = program.events
-        self._ops, self._bundles, self._spreads = ops, gathers, spreads
+        self._ops, self._spreads = ops, spreads
         self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
         first = first_wanted(program, policy, gathers) if self._carries else ()
         self._changes, self._carried = residency(program, policy, gathers, kept, first)
@@ -39,7 +39,7 @@ class ParameterOps:
 
     def release(self, i: int, phase: Phase) -> None:
         """Release what is not to be resident from an event on."""
-        for unit in (unit for name in self._changes[i].leave for unit in self._bundles.members[name]):
+        for unit in (unit for bundle in self._changes[i].released for unit in bundle):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # nobody has waited for it
             self._ops.add(RELEASE, unit, phase, i, after=after)
@@ -47,10 +47,10 @@ class ParameterOps:
 
     def gather(self, i: int, phase: Phase) -> None:
         """Gather what is to be resident from an event on."""
-        self._gather(self._changes[i].enter, phase, i, self._updated)
+        self._gather(self._changes[i].gathered, phase, i, self._updated)
 
-    def _gather(self, names: Iterable[str], phase: Phase, i: int, after: tuple[UnplacedOp, ...]) -> None:
-        for units in (self._bundles.members[name] for name in names):
+    def _gather(self, bundles: Iterable[Bundle], phase: Phase, i: int, after: tuple[UnplacedOp, ...]) -> None:
+        for units in bundles:
             ops = self._ops.add_as_one(GATHER, units, phase, i, after=dict.fromkeys(units, after))
             self._gathers |= zip(units, ops, strict=True)
 
@@ -91,7 +91,7 @@ class ParameterOps:
         update = self._ops.add(UPDATE, "", "update", i, after=(*reduced, *self._fetched))
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}
-        for members in self._spreads.members.values():
+        for members in dict.fromkeys(self._spreads.values()):
             units = [unit for unit in members if SPREAD.is_for(facts[unit])]
             ops = self._ops.add_as_one(SPREAD, units, "update", i, after=dict.fromkeys(units, (update,)))
             sent |= zip(units, ops, strict=True)

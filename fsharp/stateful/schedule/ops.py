@@ -23,6 +23,7 @@ step, so behind these there may be nothing: ``behind="gather"`` takes ``Policy(g
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal, get_args
 
 from fsharp.errors import ScheduleError
@@ -118,25 +119,26 @@ class OpSpec:
         return not any(event in ABOUT_NO_UNIT for event in self.events) and all(each.has_unit for each in leaders)
 
     def is_for(self, facts: UnitFacts) -> bool:
-        """Whether a unit has such ops."""
+        """Return whether a unit has such ops."""
         return not self.when or any(getattr(facts, name) for name in self.when)
 
     def collectives(self, facts: UnitFacts) -> tuple[Call, ...]:
-        """What such an op of a unit sends."""
+        """Return what such an op of a unit sends."""
         return getattr(facts, self.calls) if self.calls else ()
 
     @property
+    @cache  # noqa: B019  # records are there as long as the process
     def memory(self) -> str:
         """The buffer that ``memory`` of such an op is; empty if it has none."""
         used = (each for each in (self.frees, self.changes, self.fills) if each)
         return next((each for each in used if BUFFERS[each].fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
-        """Bytes of ``memory`` of such an op of a unit."""
+        """Return the bytes of ``memory`` of such an op of a unit."""
         return buffer_nbytes(self.memory, facts) if self.memory else 0
 
     def puts_into(self, facts: UnitFacts) -> str:
-        """The buffer that such an op of a unit fills: where gradients rest, if it has no memory to collect them in."""
+        """Return the buffer that such an op of a unit fills: where gradients rest, if it has no memory to collect them in."""
         return REST if self.opens and self.fills == self.memory and not self.nbytes(facts) else self.fills
 
 
@@ -168,12 +170,12 @@ OPS: dict[tuple[str, Phase], OpSpec] = {}
 
 
 def kinds(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
-    """The kinds of ops that have a record of which ``chosen`` is true, in the order of declaration."""
+    """Return the kinds of ops that have a record of which ``chosen`` is true, in the order of declaration."""
     return tuple(dict.fromkeys(spec.kind for spec in OPS.values() if chosen(spec)))
 
 
 def expected_phases(kind: str) -> str:
-    """What an error expects of an op that has a phase in which its kind has no ops."""
+    """Return what an error expects of an op that has a phase in which its kind has no ops."""
     phases = [phase for each, phase in OPS if each == kind]
     return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare()` the OpSpec of {kind!r} first"
 

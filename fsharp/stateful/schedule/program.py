@@ -4,7 +4,7 @@ A program is recorded, or written by hand, and says nothing of when data moves: 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -118,15 +118,21 @@ class Program:
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):
             raise ScheduleError(f"Program(): units have to have different names, got {names}.")
-        self._check_nesting({unit.name: unit for unit in self.units})
+        self._check_nesting()
 
-    def _check_nesting(self, facts: Mapping[str, UnitFacts]) -> None:
+    @property
+    def facts(self) -> dict[str, UnitFacts]:
+        """Facts by name of the unit. Under the empty name are those of ops without a unit: no bytes, no collectives."""
+        return {"": UnitFacts("")} | {unit.name: unit for unit in self.units}
+
+    def _check_nesting(self) -> None:
+        facts, names = self.facts, {unit.name for unit in self.units}
         open_: list[tuple[str, str, int]] = []
         began: set[int] = set()
         for i, event in enumerate(self.events):
             where = f"Program(): event {i}, {event}"
-            if event.kind not in ABOUT_NO_UNIT and event.unit not in facts:
-                raise ScheduleError(f"{where}: no such unit; there are {sorted(facts)}.")
+            if event.kind not in ABOUT_NO_UNIT and event.unit not in names:
+                raise ScheduleError(f"{where}: no such unit; there are {sorted(names)}.")
             if event.kind in ABOUT_NO_UNIT and (event.unit or event.use != -1):
                 raise ScheduleError(f"{where}: has unit {event.unit!r} and use {event.use}, expected no unit and no use.")
             if event.has_gradient and not facts[event.unit].trainable:

@@ -1,10 +1,9 @@
 """Which units are resident between any two events of a program: units in use, and the next units that the program uses."""
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from fsharp.stateful.schedule.costs import Bundling
+from fsharp.stateful.schedule.costs import Bundle, Bundles
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
 
@@ -14,94 +13,89 @@ _STARTS = ("forward", "backward")
 class ResidencyChange(NamedTuple):
     """Bundles that are released at an event, and bundles that are gathered, in the order in which they are needed."""
 
-    leave: tuple[str, ...]
-    enter: tuple[str, ...]
+    released: tuple[Bundle, ...]
+    gathered: tuple[Bundle, ...]
 
 
 def residency(
-    program: Program, policy: Policy, bundles: Bundling, kept: Collection[int], carried: Sequence[str]
-) -> tuple[list[ResidencyChange], tuple[str, ...]]:
-    """For each event, how the bundles change that are resident until the next one.
+    program: Program, policy: Policy, bundles: Bundles, kept: Collection[int], carried: Sequence[Bundle]
+) -> tuple[list[ResidencyChange], tuple[Bundle, ...]]:
+    """Return for each event how the resident bundles change, and those of ``carried`` that the first event wants.
 
-    Those in use always are. Beside them the next ``policy.prefetch`` different ones that the program comes to before
-    its parameters are updated. There is room for these and for one in use: if none in use is gathered, something that is
-    resident already and will be wanted again stays. Uses around the innermost one take up no room: a root that is in use
-    all the time would leave none to look ahead. Nor do the uses ``kept``, from their forward to the end of their backward.
+    Bundles in use are always resident. Beside them are the next ``policy.prefetch`` different bundles that the program uses
+    before its parameters are updated. There is room for these and for one bundle in use. If none in use is gathered, a bundle
+    stays that is resident and will be used again. Uses around the innermost one take up no room: a root that is in use all
+    the time would leave none to look ahead. Uses in ``kept`` take up no room from their forward to the end of their backward.
 
-    The step before may have gathered bundles ``carried``. Return the changes, and those of them that the first event wants.
+    ``carried`` are the bundles that the step before may have gathered.
     """
     events = program.events
-    in_use = _in_use(events, bundles)
-    wanted = _wanted(events, policy, bundles, in_use, kept)
+    in_use, staying = _in_use(events, bundles), _staying(events, bundles, frozenset(kept))
+    wanted = _wanted(events, policy, bundles, in_use, staying)
     after = _after(events, wanted)
-    stays = _Stays(events, bundles, kept)
-    held: dict[str, None] = {}
-    near: tuple[str, ...] = ()  # those of them that are not held as they stay alone
-    updated: tuple[str, ...] = ()  # those that stay and that an update has released: they have to be gathered again
+    held: dict[Bundle, None] = {}
+    near: tuple[Bundle, ...] = ()  # bundles in use or ahead, at the event before
+    updated: tuple[Bundle, ...] = ()  # bundles that stay, and that an update has released: to be gathered again
     result = []
     for i, event in enumerate(events):
-        ended = stays.advance(i)
-        here = wanted[i]
+        (stays, ended), here = staying[i], wanted[i]
         if here is None:
             now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
-            counted = [b for b in now if b not in in_use[i] and b not in stays.now]
+            counted = [b for b in now if b not in in_use[i] and b not in stays]
             room = max(policy.prefetch + 1 - min(len(in_use[i]), 1) - len(counted), 0)
             now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
             here = tuple(now)
-        leave: tuple[str, ...] = tuple(held)
-        enter: tuple[str, ...] = ()
+        released: tuple[Bundle, ...] = tuple(held)
+        gathered: tuple[Bundle, ...] = ()
         if event.kind == "update":
-            here, updated = (), tuple(stays.now)
+            here, updated = (), tuple(stays)
         else:
-            leave = tuple(b for b in (*near, *ended) if b in held and b not in here and b not in stays.now)
-            enter, updated = tuple(dict.fromkeys(b for b in (*here, *updated) if b not in held)), ()
+            released = tuple(b for b in (*near, *ended) if b in held and b not in here and b not in stays)
+            gathered, updated = tuple(dict.fromkeys(b for b in (*here, *updated) if b not in held)), ()
         if i == 0:
-            carried = tuple(b for b in carried if b in enter)
-            enter = tuple(b for b in enter if b not in carried)
+            carried = tuple(b for b in carried if b in gathered)
+            gathered = tuple(b for b in gathered if b not in carried)
             held.update(dict.fromkeys(carried))
-        for b in leave:
+        for b in released:
             held.pop(b, None)
-        held.update(dict.fromkeys(enter))
-        result.append(ResidencyChange(tuple(dict.fromkeys(leave)), enter))
+        held.update(dict.fromkeys(gathered))
+        result.append(ResidencyChange(tuple(dict.fromkeys(released)), gathered))
         near = here
     return result, tuple(carried) if events else ()
 
 
-class _Stays:
-    """The bundles of kept uses, from their forward to the end of their backward."""
-
-    def __init__(self, events: Sequence[Event], bundles: Bundling, kept: Collection[int]) -> None:
-        self.events, self.bundles, self.kept = events, bundles, frozenset(kept)
-        self.ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end"} if kept else {}
-        self.now = Counter[str]()
-
-    def advance(self, i: int) -> tuple[str, ...]:
-        """Go on to an event; those that stay no longer."""
-        event = self.events[i]
-        if event.use not in self.kept or event.unit not in self.bundles.of or self.ends.get(event.use, -1) < i:
-            return ()
-        name = self.bundles.of[event.unit]
-        if event.kind == "forward":
-            self.now[name] += 1
-        elif event.kind == "backward_end" and self.ends[event.use] == i:
-            self.now[name] -= 1
-            if not self.now[name]:
-                del self.now[name]
-                return (name,)
-        return ()
+def _staying(
+    events: Sequence[Event], bundles: Bundles, kept: Collection[int]
+) -> list[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]]:
+    """Return for each event the bundles that stay after it to the end of their backward, and the bundle that stops staying."""
+    ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept}
+    counts: Mapping[Bundle, int] = {}  # by bundle, uses that keep it
+    result = []
+    for i, event in enumerate(events):
+        name, ended = bundles.get(event.unit, ()), tuple[Bundle, ...]()
+        change = (event.kind == "forward") - (ends.get(event.use) == i)
+        if name and event.use in ends and change:
+            counts = {**counts, name: counts.get(name, 0) + change}
+            if not counts[name]:
+                counts, ended = {each: count for each, count in counts.items() if count}, (name,)
+        result.append((counts, ended))
+    return result
 
 
 def _wanted(
-    events: Sequence[Event], policy: Policy, bundles: Bundling, in_use: Sequence[tuple[str, ...]], kept: Collection[int]
-) -> list[tuple[str, ...] | None]:
-    """What is wanted where a use begins, beside what stays; None at other events."""
+    events: Sequence[Event],
+    policy: Policy,
+    bundles: Bundles,
+    in_use: Sequence[tuple[Bundle, ...]],
+    staying: Sequence[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]],
+) -> list[tuple[Bundle, ...] | None]:
+    """Return for each beginning of a use the bundles to have resident, without those that stay; None for other events."""
     upcoming = _upcoming(events, bundles, policy.prefetch + 1 + max(map(len, in_use), default=0))
-    stays = _Stays(events, bundles, kept)
-    wanted: list[tuple[str, ...] | None] = []
-    before: tuple[str, ...] = ()
-    ended: set[str] = set()
+    wanted: list[tuple[Bundle, ...] | None] = []
+    before: tuple[Bundle, ...] = ()
+    ended: set[Bundle] = set()
     for i, event in enumerate(events):
-        ended.update(stays.advance(i))
+        ended.update(staying[i][1])
         if event.kind not in _STARTS:
             wanted.append(None)
             continue
@@ -109,17 +103,17 @@ def _wanted(
         room = policy.prefetch + 1 - min(len(now), 1)
         ahead = [b for b in upcoming[i] if b not in now]
         chosen = ahead[: policy.prefetch]
-        there = [b for b in ahead[len(chosen) :] if b in before or b in stays.now or b in ended]
+        there = [b for b in ahead[len(chosen) :] if b in before or b in staying[i][0] or b in ended]
         chosen += there[: room - len(chosen)]
         wanted.append(before := (*now, *chosen))
         ended = set()
     return wanted
 
 
-def _after(events: Sequence[Event], wanted: Sequence[tuple[str, ...] | None]) -> list[tuple[str, ...]]:
-    """What is wanted at the next beginning of a use, as long as no update comes before it."""
-    after: list[tuple[str, ...]] = []
-    following: tuple[str, ...] = ()
+def _after(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | None]) -> list[tuple[Bundle, ...]]:
+    """Return for each event what is wanted at the next beginning of a use; nothing if an update comes before it."""
+    after: list[tuple[Bundle, ...]] = []
+    following: tuple[Bundle, ...] = ()
     for event, here in zip(reversed(events), reversed(wanted), strict=True):
         after.append(following)
         following = here if here is not None else () if event.kind == "update" else following
@@ -127,24 +121,24 @@ def _after(events: Sequence[Event], wanted: Sequence[tuple[str, ...] | None]) ->
     return after
 
 
-def first_wanted(program: Program, policy: Policy, bundles: Bundling) -> tuple[str, ...]:
-    """The bundles that a step needs first: those to gather before it begins."""
-    order = dict.fromkeys(bundles.of[e.unit] for e in program.events if e.kind in _STARTS and e.unit in bundles.of)
+def first_wanted(program: Program, policy: Policy, bundles: Bundles) -> tuple[Bundle, ...]:
+    """Return the bundles that a step needs first: those to gather before it begins."""
+    order = dict.fromkeys(bundles[e.unit] for e in program.events if e.kind in _STARTS and e.unit in bundles)
     return tuple(order)[: max(policy.prefetch, 1)]
 
 
-def returns(program: Program, bundles: Bundling) -> list[list[int]]:
-    """For each microbatch, the uses of gathered units that a backward comes back to, in the order in which it does."""
+def returns(program: Program, bundles: Bundles) -> list[list[int]]:
+    """Return for each microbatch the uses of gathered units whose backward is in it, in order of the backwards."""
     result: list[list[int]] = [[]]
     for event in program.events:
         if event.kind == "microbatch_end":
             result.append([])
-        elif event.kind == "backward" and event.unit in bundles.of:
+        elif event.kind == "backward" and event.unit in bundles:
             result[-1].append(event.use)
     return result
 
 
-def _in_use(events: Sequence[Event], bundles: Bundling) -> list[tuple[str, ...]]:
+def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[Bundle, ...]]:
     open_: list[str] = []
     result = []
     for event in events:
@@ -152,20 +146,20 @@ def _in_use(events: Sequence[Event], bundles: Bundling) -> list[tuple[str, ...]]
             open_.append(event.unit)
         elif event.kind.endswith("_end") and event.unit:
             open_.pop()
-        result.append(tuple(dict.fromkeys(bundles.of[unit] for unit in reversed(open_) if unit in bundles.of)))
+        result.append(tuple(dict.fromkeys(bundles[unit] for unit in reversed(open_) if unit in bundles)))
     return result
 
 
-def _upcoming(events: Sequence[Event], bundles: Bundling, most: int) -> list[tuple[str, ...]]:
-    """The first ``most`` different bundles that are entered after each event and before the next update."""
-    result: list[tuple[str, ...]] = []
-    ahead: tuple[str, ...] = ()
+def _upcoming(events: Sequence[Event], bundles: Bundles, most: int) -> list[tuple[Bundle, ...]]:
+    """Return the first ``most`` different bundles that are entered after each event and before the next update."""
+    result: list[tuple[Bundle, ...]] = []
+    ahead: tuple[Bundle, ...] = ()
     for event in reversed(events):
         result.append(ahead)
         if event.kind == "update":
             ahead = ()
-        elif event.kind in _STARTS and event.unit in bundles.of:
-            name = bundles.of[event.unit]
+        elif event.kind in _STARTS and event.unit in bundles:
+            name = bundles[event.unit]
             ahead = (name, *(b for b in ahead if b != name))[:most]
     result.reverse()
     return result

@@ -10,7 +10,7 @@ it begins when all that any of them waits for is over, and is over for all of th
 import difflib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class Memory:
         return self.start + self.nbytes
 
     def overlaps(self, other: "Memory") -> bool:
-        """Whether the two share a byte."""
+        """Return whether the two share a byte."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -122,21 +122,20 @@ class Schedule:
                 raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare()` first.")
 
     def facts(self, unit: str) -> UnitFacts:
-        """The facts of a unit."""
-        for facts in self.program.units:
-            if facts.name == unit:
-                return facts
-        raise ScheduleError(f"no unit {unit!r} in this schedule: it has {[u.name for u in self.program.units]}.")
+        """Return the facts of a unit."""
+        if unit not in (names := [facts.name for facts in self.program.units]):
+            raise ScheduleError(f"no unit {unit!r} in this schedule: it has {names}.")
+        return self.program.facts[unit]
 
     def calls(self) -> Counter[Call]:
-        """Every collective that one rank issues in a step that follows this schedule, the caller's own aside."""
-        facts = {unit.name: unit for unit in self.program.units}
+        """Return every collective that one rank issues in a step that follows this schedule, the caller's own aside."""
+        facts = self.program.facts
         return Counter(call for issued in issue_groups(self.ops) for call in joint_calls(issued, facts))
 
     @property
     def host_nbytes(self) -> int:
         """Bytes that one rank copies from host memory and to it in a step that follows this schedule."""
-        facts = {unit.name: unit for unit in self.program.units}
+        facts = self.program.facts
         return sum(facts[op.unit].host for op in self.ops if op.spec.cost == "copy")
 
     @property
@@ -145,28 +144,28 @@ class Schedule:
         return {op.unit: op.memory for op in self.ops if op.memory and op.spec.fills == PARAMS}
 
     def replace_ops(self, ops: "tuple[Op, ...] | list[Op]") -> "Schedule":
-        """The schedule with other ops: an edited one, which :func:`~fsharp.stateful.verify.verify` has yet to see."""
+        """Return the schedule with other ops: an edited one, which :func:`~fsharp.stateful.verify.verify` has yet to see."""
         return replace(self, ops=tuple(ops))
 
     def lines(self) -> list[str]:
-        """One line for each op."""
+        """Return one line for each op."""
         return [str(op) for op in self.ops]
 
     def diff(self, other: "Schedule") -> str:
-        """A unified diff of the ops of two schedules; empty if they are the same."""
+        """Return a unified diff of the ops of two schedules; empty if they are the same."""
         return "\n".join(difflib.unified_diff(self.lines(), other.lines(), "this", "other", lineterm="", n=2))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def to_json(self) -> str:
-        """The schedule as JSON; :meth:`from_json` is the inverse."""
+        """Return the schedule as JSON; :meth:`from_json` is the inverse."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     @api_boundary
     def from_json(text: str) -> "Schedule":
-        """The schedule that :meth:`to_json` wrote.
+        """Return the schedule that :meth:`to_json` wrote.
 
         Raises:
             ScheduleError: the text is not one, or has ops of a kind that is not declared.
@@ -205,23 +204,26 @@ def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
 
 
 def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
-    """The collectives of what :func:`issue_groups` gives: of a bucket one of each kind along each axis, with the bytes of all.
+    """Return the collectives of ops that are issued as one: of a bucket one of each kind along each axis, with all bytes.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
     >>> joint_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
     (Call(op='all_gather', axis='dp', nbytes=64),)
     """
-    calls = [call for op in issued if op.unit for call in op.spec.collectives(facts[op.unit])]
-    if len(issued) == 1:
-        return tuple(calls)
+    calls = [call for op in issued for call in op.spec.collectives(facts[op.unit])]
+    return tuple(calls) if len(issued) == 1 else tuple(Call(*link, nbytes) for link, nbytes in sent_over(calls).items())
+
+
+def sent_over(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
+    """Return the bytes that collectives send, by kind of collective and mesh axis."""
     sent: Counter[tuple[str, str]] = Counter()
     for call in calls:
         sent[call.op, call.axis] += call.nbytes
-    return tuple(Call(*what, nbytes) for what, nbytes in sent.items())
+    return sent
 
 
 def channel(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
-    """What ops of one bucket agree in: the kinds of their collectives, the axes, and what these carry; None: in nothing."""
+    """Return what ops of one bucket have in common: what is sent, by which collectives, along which axes. None: no bucket."""
     stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
     return (facts.wire, *stages) if stages and facts.wire is not None else None
 

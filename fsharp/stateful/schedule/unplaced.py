@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import Any
 
 from fsharp.stateful.schedule.ops import OPS, REST, OpSpec, Phase, Stream
-from fsharp.stateful.schedule.program import Program, UnitFacts
+from fsharp.stateful.schedule.program import Program
 
 BufferKey = tuple[str, str]
 """A key of ``BUFFERS``, and the name of a unit."""
@@ -55,9 +56,9 @@ class OpList:
     """The ops so far, in the order of issue, and how one more is written."""
 
     def __init__(self, program: Program) -> None:
-        self.facts = {unit.name: unit for unit in program.units}
+        self.facts = program.facts
         self.ops: list[UnplacedOp] = []
-        self._numbers = count()
+        self._numbers, self._behind = count(), cache(behind)
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # since the buffer's last change
 
     def add(
@@ -84,7 +85,7 @@ class OpList:
     def _write(
         self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
     ) -> UnplacedOp:
-        facts = self.facts.get(unit, UnitFacts(""))
+        facts = self.facts[unit]
         if spec.nbytes(facts):
             readers = self._readers.pop((spec.memory, unit), ())
             fields["after"] = (*fields.get("after", ()), *[each for each in readers if each.spec.stream != spec.stream])
@@ -100,8 +101,8 @@ class OpList:
         return op
 
     def _write_behind(self, op: UnplacedOp) -> None:
-        for spec in behind(op.spec, op.phase):
-            if spec.is_for(self.facts.get(op.unit, UnitFacts(""))):
+        for spec in self._behind(op.spec, op.phase):
+            if spec.is_for(self.facts[op.unit]):
                 self.add(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
 
     def mark(self, op: UnplacedOp, at: int) -> None:
@@ -109,10 +110,10 @@ class OpList:
         self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marks=op))
 
     def last(self, stream: Stream) -> tuple[UnplacedOp, ...]:
-        """The last op on a stream, if there is one."""
+        """Return the last op on a stream, if there is one."""
         return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marks is None), ())
 
 
 def behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """What is written behind each op of a kind in a phase, for the units that have such ops."""
+    """Return what is written behind each op of a kind in a phase, for the units that have such ops."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

@@ -53,15 +53,15 @@ class HappensBefore:
         return over, on[_COMPUTE][_GATHER]
 
     def before(self, i: int, j: int) -> bool:
-        """Whether op ``i``, of this step or the one before, is over when op ``j`` starts."""
+        """Return whether op ``i``, of this step or the one before, is over when op ``j`` starts."""
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
     def tail(self) -> list[int]:
-        """Gathers of the step before that follow its last update, as positions before 0."""
+        """Return gathers of the step before that follow its last update, as positions before 0."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried(self) -> dict[str, int]:
-        """The gather of the step before whose copy this step finds, by unit."""
+        """Return the gather of the step before whose copy this step finds, by unit."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:
@@ -72,7 +72,7 @@ class HappensBefore:
 
 
 def refusal(i: int, op: Op, what: str, expected: str, remedy: str = UNDO) -> ScheduleError:
-    """An error about one op."""
+    """Return an error about one op."""
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
 
@@ -82,7 +82,7 @@ class Check:
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         self.order, self.policy, self.events = order, schedule.policy, schedule.program.events
         self.program = schedule.program
-        self.facts = {unit.name: unit for unit in schedule.program.units}
+        self.facts = schedule.program.facts
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check the next op, whose record is ``spec``, against what came before it."""
@@ -96,7 +96,7 @@ class Check:
         return i % len(self.order.ops)
 
     def unordered(self, i: int, op: Op, what: str, j: int) -> ScheduleError:
-        """The refusal of an op that has to be behind op ``j``, and is not."""
+        """Return the refusal of an op that has to be behind op ``j``, and is not."""
         j = self.position(j)
         what = f"{what} op {j}, {self.order.ops[j]}: nothing orders it after that."
         return refusal(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")

@@ -100,11 +100,11 @@ class GradientCheck(Check):
             self.waiting.pop(op.unit, None)
 
     def _reductions(self, spec: OpSpec) -> list[OpSpec]:
-        """Of what frees a buffer: what makes the sum that is in it."""
+        """Return the ops that make the sum in the buffer that an op of ``spec`` frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """What an op that takes a gradient away lacks; empty if nothing."""
+        """Return what an op that takes a gradient away lacks; empty if nothing."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
@@ -123,7 +123,7 @@ class GradientCheck(Check):
         return f"comes before the cast of use {due[min(missing)]}" if missing else ""
 
     def end(self) -> None:
-        """All gradients have come to where they are wanted."""
+        """Check that all gradients have come to where they are wanted."""
         for (unit, number), due in self.due.items():
             for at in sorted(due.keys() - self.cast.get((unit, number), set())):
                 raise self._lost(at, unit, f"the gradient of use {due[at]} of {unit!r} is never cast.", "one cast of it")

@@ -5,7 +5,6 @@ from collections import Counter
 from fsharp.stateful.schedule.addresses import ByteRanges
 from fsharp.stateful.schedule.ops import BUFFERS, FINISHING, OUTGOING, PARAMS, REST, STATE, OpSpec, buffer_nbytes
 from fsharp.stateful.schedule.policy import FINISHES, REDUCTIONS
-from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey
 from fsharp.stateful.verify.check import Check, HappensBefore, refusal
@@ -23,7 +22,7 @@ class StateCheck(Check):
         self.computed = -1  # the last op of compute
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow the way up and down."""
+        """Follow state to the device and back."""
         if op.stream == "compute":
             self.computed = i
         if spec.fills == STATE:
@@ -56,7 +55,7 @@ class StateCheck(Check):
             raise refusal(j, self.order.ops[j], what, f"an offload of {unit!r} after the update")
 
     def end(self) -> None:
-        """All of it is back."""
+        """Check that all state is back in host memory."""
         self._check_over()
         for unit, j in self.fetched.items():
             what = f"no update follows for which {unit!r} is fetched."
@@ -89,8 +88,8 @@ class MemoryCheck(Check):
             self.owners.put(memory.start, memory.stop, (key, i))
 
     def _see_rest(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Where gradients rest: opened once, by the first op that puts something there at the latest, up to the end."""
-        facts, key = self.facts.get(op.unit, UnitFacts("")), (REST, op.unit)
+        """Follow where gradients rest: opened once, at the latest by the first op that puts something there, up to the end."""
+        facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
             if key in self.live:
                 at = self.live[key][0]
@@ -103,7 +102,7 @@ class MemoryCheck(Check):
 
     def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
         """Refuse an op that reads a buffer which nothing has filled. Gradients at rest are checked by ``GradientCheck``."""
-        facts = self.facts.get(op.unit, UnitFacts(""))
+        facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
             key, words = (buffer, op.unit), BUFFERS[buffer].words
             if key not in self.live:
@@ -161,7 +160,7 @@ class Limits(Check):
         self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
 
     def _changes(self) -> list[list[tuple[str, bool, int]]]:
-        """For each event the units of which a use begins or ends, or begins to stay for its backward, or does no more."""
+        """Return for each event ``(unit, is_use, change)``: of uses, or of what keeps the unit for its backward."""
         result: list[list[tuple[str, bool, int]]] = [[] for _ in self.events]
         for unit, first, last in self.program.spans():
             result[first].append((unit, True, 1))

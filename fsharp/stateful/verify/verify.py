@@ -62,22 +62,22 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
 
 
 def _collectives(schedule: Schedule) -> list[str]:
-    """What is issued as one, in order."""
-    facts = {unit.name: unit for unit in schedule.program.units}
+    """Return the collectives in order, as texts."""
+    facts = schedule.program.facts
     queue: list[str] = []
     for issued in issue_groups(schedule.ops):
         texts = []
         for op in issued:
-            calls = ", ".join(f"{c.op} {c.axis} {c.nbytes}" for c in (op.spec.collectives(facts[op.unit]) if op.unit else ()))
+            calls = ", ".join(f"{c.op} {c.axis} {c.nbytes}" for c in op.spec.collectives(facts[op.unit]))
             texts += [f"{op.kind} {op.unit} {op.phase} ({calls})"] if calls else []
         queue += [" + ".join(texts)] if texts else []
     return queue
 
 
 def _check_form(schedule: Schedule) -> None:
-    """Units, streams, positions and sizes, whatever the order."""
+    """Check units, streams, positions and sizes, whatever the order of ops."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
-    facts, events = {unit.name: unit for unit in schedule.program.units}, schedule.program.events
+    facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""
     if what := "smaller than what is live at once" if arena < schedule.bound else what:
         rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.bound:,} bytes"), ("memory budget", budget)]
@@ -88,8 +88,8 @@ def _check_form(schedule: Schedule) -> None:
         spec = OPS.get((op.kind, op.phase))
         if spec is None:
             raise refusal(i, op, f"has phase {op.phase!r}.", expected_phases(op.kind))
-        if op.unit not in facts and (op.unit or spec.has_unit):
-            raise refusal(i, op, "the program has no such unit.", f"one of {sorted(facts)}")
+        if op.unit not in facts or (spec.has_unit and not op.unit):
+            raise refusal(i, op, "the program has no such unit.", f"one of {sorted(facts)[1:]}")
         if op.stream != spec.stream:
             raise refusal(i, op, "runs on the wrong stream.", f"stream {spec.stream}")
         if not at <= op.at < len(events):
@@ -100,7 +100,7 @@ def _check_form(schedule: Schedule) -> None:
             _check_bucket(i, schedule.ops, facts, is_new=op.bucket not in seen)
             seen.add(op.bucket)
         at = op.at
-        _check_size(i, op, spec, facts.get(op.unit, UnitFacts("")), arena)
+        _check_size(i, op, spec, facts[op.unit], arena)
     for spec in [each for each in dict.fromkeys(OPS.values()) if each.events]:
         want = [(i, event.unit, event.kind, event.use) for i, event in enumerate(events) if event.kind in spec.events]
         have = [(op.at, op.unit, op.phase, op.use) for op in schedule.ops if op.spec is spec]
@@ -112,9 +112,9 @@ def _check_form(schedule: Schedule) -> None:
 
 
 def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:
-    """What one collective does is next to each other, at one event, along the same axes, and waits for none of itself."""
+    """Check the ops of one collective: neighbours, at one event, along the same axes, of which none waits for another."""
     op, before = ops[i], ops[i - 1] if i else None
-    mine = channel(op.spec, facts[op.unit]) if op.unit else None
+    mine = channel(op.spec, facts[op.unit])
     if mine is None:
         raise refusal(i, op, f"cannot be in bucket {op.bucket}: it shares its collectives with none.", "bucket -1")
     if is_new:

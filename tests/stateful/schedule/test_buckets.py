@@ -141,7 +141,7 @@ def test_bundles_are_neighbours_no_larger_than_allowed(sizes, most):
     order = [f"u{i}" for i in range(len(sizes))]
     sent = dict(zip(order, sizes, strict=True))
     found = bundles(order, sent, dict.fromkeys(order, "one"), most)
-    assert [unit for units in found.members.values() for unit in units] == order
-    assert all(len(units) == 1 or sum(sent[unit] for unit in units) <= most for units in found.members.values())
-    assert all(found.of[unit] == name for name, units in found.members.items() for unit in units)
+    assert [unit for units in dict.fromkeys(found.values()) for unit in units] == order
+    assert all(len(units) == 1 or sum(sent[unit] for unit in units) <= most for units in found.values())
+    assert all(unit in units for unit, units in found.items())
     assert bucket_limit(sizes) <= sum(sizes) / 4
