@@ -198,6 +198,29 @@ def apply_transform(
     return add_updates(params, updates, donate=donate), state
 
 
+Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
+"""Of a transformation, gradients, its state and parameters: updates and state, or new parameters and state."""
+
+
+def around(step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``update`` and ``apply`` of a transformation around others, both from one step.
+
+    ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the transformations within. It returns updates and
+    a state if ``donate`` is None, and else parameters and a state.
+    """
+
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
+        return step(lambda tx, g, s, p: tx.update(g, s, p, comm=comm, **extra), grads, state, params, comm, None)
+
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> Any:
+        def inner(tx: Transform, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
+            return apply_transform(tx, g, s, p, comm=comm, donate=donate, **extra)
+
+        return step(inner, grads, state, params, comm, donate)
+
+    return update, apply
+
+
 def add_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
     """Return ``params + updates``, in the dtype of the parameters."""
     return optree.tree_map(lambda p, u: (p.add_(u) if donate else p + u).to(p.dtype), params, updates)
@@ -272,21 +295,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
         raise TreeError(f"{where}: gradients and parameters are trees of different structure.")
     for g, p in zip(units_of(grads), units_of(params), strict=True):
         check_shared(where, g)
-        facts: list[tuple[str, Any, Any]] = []
-        if g.unit is not p.unit and g.unit != p.unit:
-            facts = [("layout of unit", g.name, p.name)]
-        if not facts:
-            facts += [("place", g.place, p.place)] * (g.place is not p.place and g.place != p.place)
-            facts += [("groups", g.groups, p.groups)] * (g.groups != p.groups)
-        if not facts:
-            for i, x, y in zip(g.groups, g.raw_buffers, p.raw_buffers, strict=True):
-                want = p.unit.groups[i].dtypes.accumulate
-                if not isinstance(x, torch.Tensor):
-                    facts.append((f"group {i}", type(x).__name__, "a tensor"))
-                elif (x.shape, x.dtype) != (y.shape, want):
-                    facts.append((f"group {i}", f"{x.dtype}{list(x.shape)}", f"{want}{list(y.shape)}"))
-        if facts:
-            what, got, expected = facts[0]
+        for what, got, expected in _differences(g, p):
             raise TreeError(
                 problem(
                     where,
@@ -295,6 +304,22 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
                     "Pass what value_and_grad() returned, through reduce_scatter(grads, comm=comm).",
                 )
             )
+
+
+def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what of a unit's gradients is not as its parameters are, what it is, and what is expected; the first one counts."""
+    if g.unit is not p.unit and g.unit != p.unit:
+        yield "layout of unit", g.name, p.name
+    if g.place is not p.place and g.place != p.place:
+        yield "place", g.place, p.place
+    if g.groups != p.groups:
+        yield "groups", g.groups, p.groups
+    for i, x, y in zip(g.groups, g.raw_buffers, p.raw_buffers, strict=True):
+        want = p.unit.groups[i].dtypes.accumulate
+        if not isinstance(x, torch.Tensor):
+            yield f"group {i}", type(x).__name__, "a tensor"
+        elif (x.shape, x.dtype) != (y.shape, want):
+            yield f"group {i}", f"{x.dtype}{list(x.shape)}", f"{want}{list(y.shape)}"
 
 
 def check_shared(where: str, grads: Sharded) -> None:

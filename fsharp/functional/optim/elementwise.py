@@ -336,10 +336,7 @@ def _each_run(
             columns[1] = columns[1].to(columns[0].dtype)
             for value, start, stop in [(uniform, 0, columns[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
                 if start < stop:
-                    if value not in by_value:
-                        by_value[value] = [[] for _ in columns]
-                    lists = by_value[value]
-                    for column, into in zip(columns, lists, strict=True):
+                    for column, into in zip(columns, by_value.setdefault(value, [[] for _ in columns]), strict=True):
                         into.append(column if stop - start == column.numel() else column[start:stop])
     for (scale, decay), lists in by_value.items():
         run = partial(kernel, scale=scale, decay=decay)
@@ -350,16 +347,14 @@ def _each_run(
 
 def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
     """Return rows ``((scale, decay), start, stop)`` that tile a buffer; padding goes with the leaf before it."""
-    result: list[Any] = []
-    size = node.unit.local_size(group, node.place)
+    starts: list[tuple[tuple[float, float], int]] = []
     for span in node.unit.spans(group, node.place, rank):
         path = node.unit.full_path(span.leaf)
         value = (float(tables["lr_scale"][path]), float(tables["weight_decay"][path]))
-        if not result or result[-1][0] != value:
-            result.append([value, span.start if result else 0, size])
-            if len(result) > 1:
-                result[-2][2] = span.start
-    return result
+        if not starts or starts[-1][0] != value:
+            starts.append((value, span.start if starts else 0))
+    stops = [*(start for _, start in starts[1:]), node.unit.local_size(group, node.place)]
+    return [(value, start, stop) for (value, start), stop in zip(starts, stops, strict=False)]
 
 
 def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Transform, add_updates, apply_transform, as_transform, config_of, named
+from fsharp.functional.optim.base import Inner, Transform, add_updates, around, as_transform, config_of, named
 from fsharp.type_checks import options_checked
 
 
@@ -63,19 +63,12 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
     def init(params: Any, /, *, comm: Comm | None = None) -> WithEmaState:
         return WithEmaState(optree.tree_map(torch.clone, params), inner.init(params, comm=comm))
 
-    def average(ema: Any, params: Any, donate: bool) -> Any:
-        return optree.tree_map(lambda e, p: e.lerp_(p, 1 - decay) if donate else e.lerp(p, 1 - decay), ema, params)
+    def step(run: Inner, grads: Any, state: WithEmaState, params: Any, comm: Comm, donate: bool | None) -> Any:
+        out, new = run(inner, grads, state.inner_state, params)
+        made, move = add_updates(params, out) if donate is None else out, torch.Tensor.lerp_ if donate else torch.Tensor.lerp
+        return out, WithEmaState(optree.tree_map(lambda e, p: move(e, p, 1 - decay), state.ema, made), new)
 
-    def update(grads: Any, state: WithEmaState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, WithEmaState]:
-        updates, new = inner.update(grads, state.inner_state, params, comm=comm, **extra)
-        return updates, WithEmaState(average(state.ema, add_updates(params, updates), False), new)
-
-    def apply(
-        grads: Any, state: WithEmaState, params: Any, *, comm: Comm, donate: bool, **extra: Any
-    ) -> tuple[Any, WithEmaState]:
-        params, new = apply_transform(inner, grads, state.inner_state, params, comm=comm, donate=donate, **extra)
-        return params, WithEmaState(average(state.ema, params, donate), new)
-
+    update, apply = around(step)
     config = {"with_ema": decay, "inner": dict(inner.config)}
     return Transform(init, update, config, apply, named("with_ema", inner.name), inner.extra)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Transform, apply_transform, as_transform, config_of, named
+from fsharp.functional.optim.base import Inner, Transform, around, as_transform, config_of, named
 from fsharp.type_checks import options_checked
 
 
@@ -99,16 +99,12 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
 
             return together("inject_hyperparams()", comm, check, fields)
 
-        def update(grads: Any, state: InjectHyperparamsState, params: Any, *, comm: Comm, **extra: Any) -> Any:
+        def step(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
             values = current(state, comm)
-            out, new = build(values).update(grads, state.inner_state, params, comm=comm, **extra)
+            out, new = run(build(values), grads, state.inner_state, params)
             return out, InjectHyperparamsState(state.count + 1, values, new)
 
-        def apply(grads: Any, state: InjectHyperparamsState, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> Any:
-            values = current(state, comm)
-            out, new = apply_transform(build(values), grads, state.inner_state, params, comm=comm, donate=donate, **extra)
-            return out, InjectHyperparamsState(state.count + 1, values, new)
-
+        update, apply = around(step)
         first = build(start | scheduled(0))
         config = {"inject_hyperparams": dict(first.config), "schedules": config_of(**schedules)}
         return Transform(init, update, config, apply, named("inject_hyperparams", first.name), first.extra)

@@ -1,14 +1,14 @@
 """partition and masked: transformations that are each for some of the leaves."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from fsharp.errors import LayoutError, PatternError, problem
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import chosen
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Transform, apply_transform, as_transform, known_extra, named, per_leaf
+from fsharp.functional.optim.base import Inner, Transform, around, as_transform, known_extra, named, per_leaf
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -56,22 +56,14 @@ def partition(
         _check_labels({s.unit.groups[g].label for s in units_of(params) for g in s.groups}, txs)
         return PartitionState({label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()})
 
-    def over(run: Callable[[Transform, Any, Any, Any], tuple[Any, Any]], grads: Any, state: Any, params: Any) -> Any:
+    def step(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
         outs, new = {}, {}
         for label, tx in txs.items():
             outs[label], new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
         return _join(params, list(outs.values())), PartitionState(new)
 
-    def update_parts(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
-        return cast(tuple[Any, Any], over(lambda tx, g, s, p: tx.update(g, s, p, comm=comm, **extra), grads, state, params))
-
-    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
-        def run(tx: Transform, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
-            return apply_transform(tx, g, s, p, comm=comm, donate=donate, **extra)
-
-        return cast(tuple[Any, Any], over(run, grads, state, params))
-
-    return Transform(init_parts, update_parts, config, apply, name, extra)
+    update, apply = around(step)
+    return Transform(init_parts, update, config, apply, name, extra)
 
 
 def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:

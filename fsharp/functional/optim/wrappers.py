@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -13,7 +12,7 @@ from fsharp.functional.comm.agree import agree, largest, together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Transform, apply_transform, as_transform, named
+from fsharp.functional.optim.base import Inner, Transform, apply_transform, around, as_transform, named
 from fsharp.type_checks import options_checked
 
 
@@ -170,18 +169,13 @@ _Rest = Callable[[Any], tuple[Any, Any]]  # of the inner state: the update that 
 def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
     """Return a transformation from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
 
-    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
-        def run(seen: Any, inner_state: Any) -> tuple[Any, Any]:
-            return inner.update(seen, inner_state, params, comm=comm, **extra)
+    def either(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
+        def rest(same: Any) -> tuple[Any, Any]:
+            return (optree.tree_map(torch.zeros_like, params), same) if donate is None else _kept(params, donate, same)
 
-        return step(grads, state, run, lambda same: (optree.tree_map(torch.zeros_like, params), same), comm, False)
+        return step(grads, state, lambda seen, own: run(inner, seen, own, params), rest, comm, bool(donate))
 
-    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> Any:
-        def run(seen: Any, inner_state: Any) -> tuple[Any, Any]:
-            return apply_transform(inner, seen, inner_state, params, comm=comm, donate=donate, **extra)
-
-        return step(grads, state, run, partial(_kept, params, donate), comm, donate)
-
+    update, apply = around(either)
     return Transform(init, update, config, apply, named(name, inner.name), inner.extra)
 
 
