@@ -83,7 +83,7 @@ class _Primitive(torch.autograd.Function):
 
 
 def _parts(x: torch.Tensor, n: int) -> torch.Tensor:
-    """``[n, ..., c]`` of ``[..., n * c]``."""
+    """Return ``[n, ..., c]`` of ``[..., n * c]``."""
     return x.reshape(*x.shape[:-1], n, -1).movedim(-2, 0)
 
 

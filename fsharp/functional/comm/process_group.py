@@ -159,7 +159,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """``[n, *x.shape]`` in order of coordinate. Travels as bytes, so every dtype does."""
+        """Return every rank's ``x`` as ``[n, *x.shape]``, in order of coordinate. Bytes travel, so any dtype does."""
         try:
             n = self.mesh.axis_size(axis)
             out = x.new_empty((n, *x.shape))
@@ -215,7 +215,7 @@ class ProcessGroupComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """The next ``send[r]`` elements of ``x`` to rank ``r`` along the axis, ``receive[r]`` from it. Travels as bytes."""
+        """Send the next ``send[r]`` elements of ``x`` to each rank ``r`` along the axis; return ``receive[r]`` from each."""
         try:
             out = x.new_empty(sum(receive))
             width = x.element_size()
@@ -242,7 +242,7 @@ class ProcessGroupComm:
         return self._whole
 
     def _exchange(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
-        """``out[r]`` is rank ``r``'s ``x[own coordinate]``."""
+        """Return ``out``, where ``out[r]`` is rank ``r``'s ``x[own coordinate]``."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._swap(list(_bytes(x).view(len(x), -1)), list(_bytes(out).view(len(x), -1)), axis, text)
         return out
@@ -324,7 +324,7 @@ def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
 
 
 def _text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """Return what ranks compare: sizes too, as a message of another size than is expected ends a process."""
+    """Return the text that ranks compare. It has sizes: a message of another size than is expected ends a process."""
     return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 

@@ -43,10 +43,10 @@ class Comm(Protocol):
         """Where tensors of this library's own, such as losses to sum, have to be for a collective."""
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """``[n, *x.shape]``: every rank's ``x`` in order of coordinate. Any dtype; bits are kept."""
+        """Return ``[n, *x.shape]``: every rank's ``x`` in order of coordinate. Any dtype; bits are kept."""
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """From ``x`` of shape ``[n, *s]`` the sum over ranks of ``x[own coordinate]``, shape ``s``, in ``dtype``."""
+        """Return the sum over ranks of ``x[own coordinate]``, shape ``s``, in ``dtype``; ``x`` is ``[n, *s]``."""
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Return the sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
@@ -54,7 +54,7 @@ class Comm(Protocol):
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Each rank sends each other rank elements of its own.
+        """Send each other rank elements of ``x``, and return the elements that other ranks send.
 
         Args:
             x: 1-D; the first ``send[0]`` elements go to rank 0, the next ``send[1]`` to rank 1, and so on.
@@ -88,7 +88,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
-        """Return what :func:`~fsharp.reduce_scatter` returns, though it may still be on its way."""
+        """Return the result of :func:`~fsharp.reduce_scatter`, which may still be on its way."""
 
     @abstractmethod
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
@@ -113,24 +113,24 @@ class SingleComm:
         self.mesh, self.rank, self.device = mesh, 0, torch.device(device)
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """``x`` with a leading dim of size 1."""
+        """Return ``x`` with a leading dim of size 1."""
         self.mesh.index(axis)
         return x.unsqueeze(0)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """``x[0]`` in ``dtype``: the only rank has the only summand."""
+        """Return ``x[0]`` in ``dtype``: the only rank has the only summand."""
         self.mesh.index(axis)
         return x[0].to(dtype or x.dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """``x`` as it is: the sum, maximum and minimum of one."""
+        """Return ``x``: the sum, maximum and minimum of one."""
         self.mesh.index(axis)
         return x
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """``x`` as it is: what the only rank sends itself."""
+        """Return ``x``: what the only rank sends itself."""
         return x
 
 
@@ -277,7 +277,7 @@ class Labelled(PassingComm, _CommWrapper):
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: one order, whatever the backend or the way it is cut."""
+    """Return ``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: one order for all backends and ways to cut."""
     result = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
         result += part

@@ -25,7 +25,7 @@ def join(entries: Iterable[Any]) -> str:
 
 
 def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
-    """Paths, leaves and structure of ``tree``; refuses keys that are empty, contain a dot or look alike."""
+    """Return paths, leaves and structure of ``tree``. Refuse keys that are empty, contain a dot or look alike."""
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
     for path in paths:
         for entry in path:

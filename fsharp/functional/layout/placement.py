@@ -213,7 +213,7 @@ class Strategy:
 
     @api_boundary
     def varying(self, *axes: str) -> "Strategy":
-        """This strategy for parameters of which every rank along ``axes`` has its own, such as experts.
+        """Return this strategy for parameters of which every rank along ``axes`` has its own, such as experts.
 
         >>> zero3("dp").varying("ep").params
         Place(dp:Shard, ep:Vary)

@@ -185,7 +185,7 @@ class Dtypes:
 
 
 def needs_scale(dtype: torch.dtype) -> bool:
-    """Whether a floating-point dtype has so small a range that values need a scale beside them: ``torch.float8_*`` and smaller.
+    """Return whether a dtype has so small a range that values need a scale beside them: ``torch.float8_*`` and smaller.
 
     >>> needs_scale(torch.float8_e4m3fn), needs_scale(torch.bfloat16), needs_scale(torch.uint8)
     (True, False, False)

@@ -45,7 +45,7 @@ def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeS
 
 
 def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.PyTreeSpec]:
-    """Mesh, units and tree of a layout; see :meth:`~fsharp.Layout.from_json`."""
+    """Return mesh, units and tree of a layout; see :meth:`~fsharp.Layout.from_json`."""
     try:
         data = json.loads(text)
         if data["fsharp_layout"] != VERSION:

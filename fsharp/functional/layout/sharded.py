@@ -255,7 +255,7 @@ class Sharded:
         return views
 
     def local_leaves(self, rank: int) -> dict[str, torch.Tensor]:
-        """The elements of each leaf that ``rank`` holds, as 1-D views of this rank's buffers, by path in the user's tree.
+        """Return by path the elements of each leaf that ``rank`` holds, as 1-D views of this rank's buffers.
 
         Leaves that it holds nothing of are absent. Cost: none.
         """
@@ -421,7 +421,7 @@ def donate_nodes(tree: Any, new: Any = ()) -> None:
 
 
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """``fn`` of every :class:`Sharded` in ``tree``, with those in the same position of ``rest``."""
+    """Return ``tree`` with ``fn`` of every :class:`Sharded` in it, and of those in the same position of ``rest``."""
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
     except Exception as error:
@@ -476,7 +476,7 @@ def trainable(tree: Any) -> Any:
 
 @api_boundary
 def merge(tree: Any, part: Any) -> Any:
-    """``tree`` with the groups that ``part`` holds replaced by those: the inverse of :func:`trainable`.
+    """Return ``tree`` with the groups that ``part`` has, in place of its own: the inverse of :func:`trainable`.
 
     Raises:
         TreeError: a leaf of either tree that is not a :class:`Sharded`.

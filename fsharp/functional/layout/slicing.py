@@ -21,7 +21,7 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "params") -> Any:
-    """Return what ``rank`` holds of a tree: pure slicing, no other rank needed.
+    """Return the part of a tree that ``rank`` holds: pure slicing, no other rank needed.
 
     >>> import fsharp as fs
     >>> tree = {"w": torch.arange(6.).view(2, 3), "b": torch.ones(1)}

@@ -33,7 +33,7 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
 
 
 def units_table(units: Sequence[UnitLayout]) -> list[str]:
-    """A head and one row for each kind of unit: runs of units that differ in nothing but a number in their name share a row."""
+    """Return a head and rows: units in a row that differ in nothing but a number in their name share a row of the table."""
     rows = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
     for name, alike in alike_units(units):
         first = alike[0]
@@ -71,7 +71,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
-    """Runs of units that differ in nothing but a number in their name, and what a person calls each: ``layers.* x12``."""
+    """Yield a name, as ``layers.* x12``, and each run of units that differ in nothing but a number in their name."""
     for (pattern, *_), run in groupby(units, key=_kind):
         alike = list(run)
         yield f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0].name or "(whole tree)", alike
@@ -82,7 +82,7 @@ def _kind(unit: UnitLayout) -> tuple[object, ...]:
 
 
 def nbytes_text(count: float) -> str:
-    """``1.50 MiB`` for 1,572,864."""
+    """Return bytes as text: ``1.50 MiB`` for 1,572,864."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"

@@ -112,7 +112,7 @@ class MaskedState(NamedTuple):
 
 @api_boundary
 def masked(inner: Any, mask: Any) -> Transform:
-    """``inner`` on the leaves that ``mask`` selects; the gradients of others pass unchanged.
+    """Apply ``inner`` to the leaves that ``mask`` selects; pass the gradients of all other leaves on unchanged.
 
     Args:
         inner: any ``(init, update)`` pair; it sees zeros in place of the gradients it is not meant for.

@@ -126,7 +126,7 @@ class _Trial:
                 break
 
     def run(self, init: Init, update: Update, piece: int | None = None, num_steps: int | None = None) -> list[Vectors]:
-        """The updates of each step: of whole leaves, or of a piece of the flat buffers.
+        """Return the updates of each step: of whole leaves, or of a piece of the flat buffers.
 
         If the last step alone raises, those before it: an error at a NaN is not silent.
         """
@@ -145,7 +145,7 @@ class _Trial:
         return result
 
     def difference(self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None) -> str | None:
-        """The path of a leaf of which ``found`` has other updates."""
+        """Return the path of a leaf of which ``found`` has other updates; None if there is none."""
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
@@ -160,7 +160,7 @@ class _Trial:
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
     def _tree(self, vectors: Vectors, piece: int | None) -> Any:
-        """The elements in a tree like the user's, or in one of shards, with padding."""
+        """Return the elements in a tree like the user's, or in one of shards, with padding."""
         if piece is not None:
             flat = (
                 torch.cat([part := self._part(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])

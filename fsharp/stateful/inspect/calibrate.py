@@ -204,7 +204,7 @@ def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -
 
 
 def _not_negative(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Least squares without the columns that come out negative: noise can make a latency, or the time of a byte, seem so."""
+    """Solve least squares without columns that come out negative: noise can make a latency, or the time of a byte, seem so."""
     kept = torch.ones(matrix.shape[1], dtype=torch.bool)
     result = torch.zeros(matrix.shape[1], dtype=torch.float64)
     while kept.any():

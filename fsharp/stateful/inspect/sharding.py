@@ -86,7 +86,7 @@ class LeafSharding:
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
-        """Return what ``rank`` holds, ``leaf.flatten()[first:last]``, as ``(first, last)``; ``(0, 0)`` if that is nothing.
+        """Return ``(first, last)``: ``rank`` holds ``leaf.flatten()[first:last]``; ``(0, 0)`` if it holds nothing.
 
         Raises:
             MeshError: no such rank.
@@ -231,7 +231,7 @@ class TreeSharding:
         )
 
     def _named(self) -> Iterator[tuple[str, LeafSharding | None]]:
-        """Rows of the table: a title for units of several leaves, and leaves; one unit stands for those that are alike."""
+        """Yield rows of the table: titles of units of several leaves, and leaves. One unit stands for all that are alike."""
         for title, alike in alike_units(self.layout.units):
             unit = alike[0]
             if len(unit.leaves) > 1 or unit.leaves[0].path:
@@ -245,7 +245,7 @@ class TreeSharding:
 
 @options_explained
 def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
-    """Which rank holds what of each leaf, without a tensor: the ranks need not exist.
+    """Return which rank holds what of each leaf, without a tensor: the ranks need not exist.
 
     >>> import torch, fsharp as fs
     >>> shapes = {"embed": torch.empty(8, 4), "layers": [{"w": torch.empty(4, 4), "b": torch.empty(4)} for _ in range(2)]}
@@ -276,7 +276,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
 @lru_cache(maxsize=64)
 def _part_of_rank(mesh: Mesh, place: Place) -> torch.Tensor:
-    """Which part of a buffer each rank holds, int64[ranks]."""
+    """Return the number of the part of a buffer that each rank holds, int64[ranks]."""
     return torch.tensor([mesh.index_along(place.sharded, rank) for rank in range(mesh.size)])
 
 

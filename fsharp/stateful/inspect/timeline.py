@@ -147,7 +147,7 @@ def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points as disjoint intervals, in order."""
+    """Return the union of intervals as disjoint intervals, in order."""
     result: list[Interval] = []
     for start, stop in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -167,7 +167,7 @@ def _works(span: TimeSpan) -> bool:
 
 
 def _lives(ops: tuple[Op, ...]) -> Iterator[tuple[int | None, int | None, int]]:
-    """``(op that fills it, op that frees it, bytes)`` of each life of a buffer; None where that is another step's op."""
+    """Yield ``(op that fills it, op that frees it, bytes)`` of each life of a buffer; None for an op of another step."""
     live: dict[tuple[str, str], tuple[int, int]] = {}
     for i, op in enumerate(ops):
         if op.opens is not None:

@@ -57,7 +57,7 @@ class Trace:
 
     @api_boundary
     def timeline(self, schedule: Schedule, *, step: int | None = None) -> Timeline:
-        """Return what one step looked like.
+        """Return the timeline of one step.
 
         Args:
             schedule: what it followed.
@@ -80,7 +80,7 @@ class Trace:
         return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.start_s, span.op))), stop - start)
 
     def compute_times(self) -> dict[str, tuple[float, float]]:
-        """Median seconds of each unit's ``(forward, backward)``, without units nested in it: ``Hardware(compute=...)``."""
+        """Return median seconds of each unit's ``(forward, backward)``, without nested units: ``Hardware(compute=...)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
         computing = kinds(lambda spec: spec.cost == "compute")
         for _, rows in self.by_step():
@@ -103,7 +103,7 @@ class Trace:
 
     @api_boundary
     def by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
-        """``((start, stop), rows)`` of each step that has ended; if none was begun, all is one.
+        """Return ``((start, stop), rows)`` of each step that has ended; if no step was begun, all rows are one step.
 
         Raises:
             ScheduleError: nothing was recorded, or no step has ended.
@@ -124,7 +124,7 @@ class Trace:
 
 
 def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
-    """Medians of each unit's ``(forward, backward)``; units before those nested in them, which their patterns select too."""
+    """Return medians of each unit's ``(forward, backward)``, nested units last: patterns of outer units select them."""
     units = sorted(dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count("."))
     return {unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units}
 

@@ -49,7 +49,7 @@ Placed = tuple[list[Op], int, int]
 
 
 def _with_room(program: Program, policy: Policy, finishes: int, *, sum_late: bool) -> Placed:
-    """Ops, arena and lower bound, with units kept for their backward as the policy says."""
+    """Return ops, arena and lower bound, with units kept for their backward as the policy says."""
     buckets = Buckets(program, policy)
     first, *later = returns(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []

@@ -123,7 +123,7 @@ class OpSpec:
         return not self.when or any(getattr(facts, name) for name in self.when)
 
     def collectives(self, facts: UnitFacts) -> tuple[Call, ...]:
-        """Return what such an op of a unit sends."""
+        """Return the collectives of such an op of a unit."""
         return getattr(facts, self.calls) if self.calls else ()
 
     @property
@@ -175,7 +175,7 @@ def kinds(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ..
 
 
 def expected_phases(kind: str) -> str:
-    """Return what an error expects of an op that has a phase in which its kind has no ops."""
+    """Return, for an error, the phases in which a kind has ops, or that the kind is to be declared."""
     phases = [phase for each, phase in OPS if each == kind]
     return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare()` the OpSpec of {kind!r} first"
 

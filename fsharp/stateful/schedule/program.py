@@ -154,7 +154,7 @@ class Program:
             raise ScheduleError(f"Program(): {open_[-1][1]!r} is never left.")
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """``(unit, first event, last event)`` of each use, forward and backward ones, in order of their beginning."""
+        """Yield ``(unit, first event, last event)`` of each use, of forwards and of backwards, in order of the first events."""
         ends: dict[tuple[str, int], list[int]] = {}
         for i, event in enumerate(self.events):
             if event.kind.endswith("_end") and event.unit:

@@ -115,5 +115,5 @@ class OpList:
 
 
 def behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """Return what is written behind each op of a kind in a phase, for the units that have such ops."""
+    """Return the kinds of ops that are written behind each op of a kind in a phase, for the units that have such ops."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

@@ -27,7 +27,7 @@ class HappensBefore:
         self._over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
 
     def _run(self, landed: int) -> tuple[list[list[int]], int]:
-        """For each op, the last op of each stream that is over when it ends; and the last gather that ``compute`` knows of.
+        """Return for each op the last op of each stream that is over when it ends; and the last gather that compute knows of.
 
         ``landed`` is the last gather of the step before that is over when this step starts.
         """
@@ -92,7 +92,7 @@ class Check:
         """Check what has to hold after the last op."""
 
     def position(self, i: int) -> int:
-        """Where an op is; those of the step before have negative numbers."""
+        """Return the position of an op in the schedule; ops of the step before have negative numbers."""
         return i % len(self.order.ops)
 
     def unordered(self, i: int, op: Op, what: str, j: int) -> ScheduleError:

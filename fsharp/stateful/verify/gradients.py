@@ -104,7 +104,7 @@ class GradientCheck(Check):
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return what an op that takes a gradient away lacks; empty if nothing."""
+        """Return, in words, what is wrong with an op that takes a gradient away; empty if nothing is."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
