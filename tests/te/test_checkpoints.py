@@ -100,7 +100,7 @@ def test_a_checkpoint_loads_under_another_recipe(tmp_path):
 
 
 def resume_delayed(comm, folder):
-    """Save a whole model under delayed scaling, and go on in a new one, under another strategy as well."""
+    """Save a whole model under delayed scaling, and go on in a new one, under another strategy."""
     case, recipe = Case(CASE.make, CASE.units, quantized=False, **ADAM), recipes.DelayedScaling(amax_history_len=4)
     te.quantization.FP8GlobalStateManager.reset()
     model, optimizer = made(case, recipe, comm, fs.zero3("dp"))
@@ -109,16 +109,14 @@ def resume_delayed(comm, folder):
     texts = {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")}
     rest, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
     found = [bytes(value[:1].tolist()) == b"{" for value in texts.values()]
-    for strategy in (fs.zero3("dp"), fs.ddp("dp")):
-        te.quantization.FP8GlobalStateManager.reset()
-        model, optimizer = made(case, recipe, comm, strategy)
-        fs.checkpoint.load(folder, {"model": model, "optimizer": optimizer}, comm=comm)
-        found += [torch.equal(model.state_dict()[name], value) for name, value in texts.items()]
-        again, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
-        found += [all(map(torch.equal, a[comm.rank, 0], b[comm.rank, 0])) for (a, _), (b, _) in zip(again, rest, strict=True)]
-    return found
+    te.quantization.FP8GlobalStateManager.reset()
+    model, optimizer = made(case, recipe, comm, fs.ddp("dp"))
+    fs.checkpoint.load(folder, {"model": model, "optimizer": optimizer}, comm=comm)
+    found += [torch.equal(model.state_dict()[name], value) for name, value in texts.items()]
+    again, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
+    return found + [all(map(torch.equal, a[comm.rank, 0], b[comm.rank, 0])) for (a, _), (b, _) in zip(again, rest, strict=True)]
 
 
 def test_a_run_under_delayed_scaling_goes_on_with_the_same_bits(tmp_path):
     for found in on_ranks({"dp": 2}, resume_delayed, folder=str(tmp_path)):
-        assert found == [True] * (3 * 3 + 2 * 2)
+        assert found == [True] * (2 * 3 + 2)

@@ -8,6 +8,7 @@ from fsharp.functional.formats import te as formats
 from fsharp.stateful.units.full import FullUnit
 from tests import te_cpu
 from tests.te.training import (
+    FEW,
     OUTSIDE,
     RECIPES,
     WIDTH,
@@ -75,11 +76,11 @@ OMISSIONS = {
 """By recipe: each omission, what differs first, and in which step."""
 
 
-def plant(comm):
+def plant(comm, names):
     """Return the omissions that were not found where they should have been."""
     found, [*_, (strategy, groups, reduces_first)] = [], strategies_on(comm.mesh)
-    for name, omissions in OMISSIONS.items():
-        architecture, recipe = RECIPES[name]
+    for name in names:
+        omissions, (architecture, recipe) = OMISSIONS[name], RECIPES[name]
         with te_cpu.architecture(*architecture):
             whole = train_whole(CASE, recipe, groups, reduces_first=reduces_first)
             for omission, (what, step) in omissions.items():
@@ -93,8 +94,9 @@ def plant(comm):
     return found
 
 
-def test_an_omission_is_found():
-    assert on_ranks({"dp": 2}, plant) == [[], []]
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(OMISSIONS), marks=pytest.mark.deep)], ids=str)
+def test_an_omission_is_found(names):
+    assert on_ranks({"dp": 2}, plant, names=names) == [[], []]
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

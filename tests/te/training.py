@@ -297,6 +297,15 @@ def strategies_on(mesh):
     ]
 
 
+def shared(comm, makers):
+    """What these functions return, each called on one rank."""
+    size, mine = comm.mesh.size, {i: make() for i, make in enumerate(makers) if i % comm.mesh.size == comm.rank}
+    found = [mine] * size
+    if size > 1:
+        torch.distributed.all_gather_object(found, mine)
+    return [found[i % size][i] for i in range(len(makers))]
+
+
 def differences(comm, cases, names=RECIPES, strategies=None):
     """Train each case under each recipe and strategy, and compare with the whole model. Return what differs."""
     found = []
@@ -306,8 +315,9 @@ def differences(comm, cases, names=RECIPES, strategies=None):
             for strategy, groups, reduces_first in strategies_on(comm.mesh):
                 if strategies is not None and strategy not in strategies:
                     continue
-                for about, case in cases.items():
-                    whole = train_whole(case, recipe, groups, reduces_first=reduces_first)
+                options = {"recipe": recipe, "groups": groups, "reduces_first": reduces_first}
+                wholes = shared(comm, [partial(train_whole, case, **options) for case in cases.values()])
+                for (about, case), whole in zip(cases.items(), wholes, strict=True):
                     sharded, model = train_sharded(case, recipe, comm, strategy)
                     label = f"{about}, {name}, {strategy}"
                     for step, (mine, expected) in enumerate(zip(sharded, whole, strict=True)):
