@@ -337,3 +337,19 @@ def test_checkpoints_have_main_copies_and_a_frozen_weight_keeps_its_hooks(tmp_pa
     before = model(batch(0, 0)).detach()
     model.requires_grad_(False)
     assert torch.equal(model(batch(0, 0)), before)
+
+
+def test_weights_on_the_meta_device_are_made_as_plain_ones_are_or_taken_from_a_rank():
+    def whole(comm, model, **options):
+        return dict(fs.shard_module(model, mesh=comm, precision=PRECISION, **options).full_parameters())
+
+    def rank_fn(comm):
+        with torch.device("meta"):
+            plain, empty, other = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8)), make("scaled"), make("scaled")
+        expected, found = whole(comm, plain), whole(comm, empty)
+        synced = whole(comm, make("scaled") if comm.rank == 0 else other, sync_from=0)
+        weights = {name: p.inner for name, p in make("scaled").named_parameters() if isinstance(p, Weight)}
+        pairs = [(found[name], x) for name, x in expected.items()] + [(synced[name], x) for name, x in weights.items()]
+        return [torch.equal(*pair) for pair in pairs]
+
+    assert fs.testing.processes(fs.Mesh({"dp": 2}), rank_fn) == [[True] * 6] * 2
