@@ -8,6 +8,10 @@ from fsharp.functional.formats.format import LeafCodec as LeafCodec
 from fsharp.functional.formats.format import LeafPart as LeafPart
 from fsharp.functional.formats.format import Plane as Plane
 from fsharp.functional.formats.format import register_format as register_format
+from fsharp.functional.formats.hadamard import hadamard as hadamard
+from fsharp.functional.formats.microscaling import mxfp4 as mxfp4
 from fsharp.functional.formats.microscaling import mxfp8 as mxfp8
+from fsharp.functional.formats.microscaling import mxfp8_e5m2 as mxfp8_e5m2
 from fsharp.functional.formats.microscaling import mxint4 as mxint4
 from fsharp.functional.formats.microscaling import mxint8 as mxint8
+from fsharp.functional.formats.nvfp4 import nvfp4 as nvfp4

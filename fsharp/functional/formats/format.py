@@ -1,5 +1,6 @@
 """Format: how values are stored, or travel, as planes of numbers; dtypes are the plain ones."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -54,7 +55,7 @@ class LeafPart:
         dtype: in which functions use the leaf.
         first: the first element.
         last: one behind the last element; equal to ``first`` if this rank has none.
-        planes: memory of the elements, a 1-D tensor for each plane of the format.
+        planes: memory of the elements, a 1-D tensor for each plane of the format. A leaf's last, ragged block is stored whole.
         scales: memory of the scales of the whole leaf, 1-D, uint8; every rank has all of them.
         values: the elements to encode, 1-D, in the main dtype; None where they are to be decoded.
     """
@@ -180,9 +181,10 @@ class Format:
 
     def size(self, values: int) -> int:
         """Numbers of :attr:`dtype` in which a part of so many values is stored, a multiple of :attr:`block`."""
-        return values if self.is_plain else sum(map(aligned, self._plane_nbytes(values)))
+        return values if self.is_plain else sum(map(aligned, self.plane_nbytes(values)))
 
-    def _plane_nbytes(self, values: int) -> list[int]:
+    def plane_nbytes(self, values: int) -> list[int]:
+        """Return the bytes of each plane of so many values, a multiple of :attr:`block`."""
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
@@ -242,19 +244,21 @@ class Format:
             total += self.load(each, part, dtype)
         return total
 
-    @api_boundary
-    def index(self, plane: Plane, values: int) -> int:
-        """Numbers of a plane that so many values take.
+    @property
+    def leaf_alignment(self) -> int:
+        """A multiple at which leaves begin in a buffer, so that no number of a plane belongs to two leaves; 1: anywhere."""
+        if self.leaves is None:
+            return 1
+        return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
-        Raises:
-            LayoutError: these would be no whole numbers.
+    def numbers(self, plane: Plane, first: int, last: int) -> slice:
+        """Return which numbers of a plane the values ``[first, last)`` of a leaf take, up to the next :attr:`leaf_alignment`.
+
+        The first value is at a multiple of that.
         """
-        numbers, rest = divmod(values * plane.per_block, self.block)
-        if rest:
-            raise LayoutError(
-                f"Format {self.name!r}: {values} values do not fill whole numbers of {plane}. Give leaves other shapes."
-            )
-        return numbers
+        step = self.leaf_alignment
+        assert first % step == 0, f"{self}: values from {first} on begin within a number"
+        return slice(first * plane.per_block // self.block, -(-last // step) * step * plane.per_block // self.block)
 
     @api_boundary
     def decode_leaf(self, part: LeafPart) -> torch.Tensor:
@@ -280,7 +284,7 @@ class Format:
     def columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
         """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
         found, start = [], 0
-        for nbytes in self._plane_nbytes(part):
+        for nbytes in self.plane_nbytes(part):
             found.append(stored[:, start : start + nbytes])
             start += aligned(nbytes)
         return found

@@ -18,9 +18,9 @@ from fsharp.functional.formats.format import Format, Plane, register_format
 
 BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255
-_SURELY_FINITE = _NOT_FINITE - 10
-"""Any code with a lesser scale than this one is a finite number: none is larger than 448."""
-_LARGEST = torch.finfo(torch.float32).max
+_SURELY_FINITE = _NOT_FINITE - 17
+"""Any code with a lesser scale than this one is a finite number: none is larger than 57,344."""
+LARGEST = torch.finfo(torch.float32).max
 _INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block that is not finite, where any other value is 0
 
 _CACHED = 1 << 13
@@ -47,7 +47,7 @@ def _blocks_of_32(name: str, limit: float, to_codes: Codes, to_numbers: Codes, *
         num_blocks = values.numel() // BLOCK
         codes = values.new_empty(num_blocks * per_block, dtype=torch.uint8)
         scales = values.new_empty(num_blocks, dtype=torch.uint8)
-        piece = _blocks_at_once(values)
+        piece = blocks_at_once(values)
         pieces = zip(values.split(piece * BLOCK), codes.split(piece * per_block), scales.split(piece), strict=True)
         for part, its_codes, its_scales in pieces:
             encode_into(its_codes, its_scales, part.float().view(-1, BLOCK))
@@ -61,61 +61,71 @@ def _blocks_of_32(name: str, limit: float, to_codes: Codes, to_numbers: Codes, *
         exponent = exponent - (fraction == 0.5).int()  # of the least power of two that is not below it
         exponent = torch.where(least == 0, -_BIAS, exponent).clamp(-_BIAS, _BIAS)
         scales.copy_(torch.where(is_finite, exponent + _BIAS, _NOT_FINITE).view(-1))
-        if _is_known(is_finite.all()):
-            found = to_codes(blocks * _power_of_two(-exponent))
+        if is_known(is_finite.all()):
+            found = to_codes(blocks * power_of_two(-exponent))
         else:
-            found = to_codes(torch.where(is_finite, blocks, 0.0) * _power_of_two(-exponent))
-            special = _INFINITY * (blocks == torch.inf) + _MINUS_INFINITY * (blocks == -torch.inf) + _NAN * blocks.isnan()
-            found = torch.where(is_finite, found, special.to(torch.uint8))
-        codes.copy_(_pack(found.view(-1)) if packed else found.view(-1))
+            found = to_codes(torch.where(is_finite, blocks, 0.0) * power_of_two(-exponent))
+            found = torch.where(is_finite, found, codes_not_finite(blocks))
+        codes.copy_(pack(found.view(-1)) if packed else found.view(-1))
 
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
         codes, scales = planes
         values = codes.new_empty((len(scales), BLOCK), dtype=torch.float32)
-        piece = _blocks_at_once(codes)
+        piece = blocks_at_once(codes)
         for part in zip(values.split(piece), codes.split(piece * per_block), scales.split(piece), strict=True):
             decode_into(*part)
         return values.view(-1)
 
     def decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        codes = (_unpack(codes) if packed else codes).view(-1, BLOCK)
+        codes = (unpack(codes) if packed else codes).view(-1, BLOCK)
         scales = scales.int().view(-1, 1)
-        torch.mul(to_numbers(codes), _power_of_two(scales - _BIAS), out=values)
-        if _is_known((scales < _SURELY_FINITE).all()):
+        torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
+        if is_known((scales < _SURELY_FINITE).all()):
             return
-        values.clamp_(-_LARGEST, _LARGEST)  # may have been rounded up
-        is_special = scales == _NOT_FINITE
-        values.masked_fill_(is_special, 0.0).masked_fill_(is_special & (codes == _INFINITY), torch.inf)
-        values.masked_fill_(is_special & (codes == _MINUS_INFINITY), -torch.inf)
-        values.masked_fill_(is_special & (codes == _NAN), torch.nan)
+        values.clamp_(-LARGEST, LARGEST)  # may have been rounded up
+        put_not_finite_(values, codes, scales == _NOT_FINITE)
 
     planes = (Plane(torch.uint8, per_block), Plane(torch.uint8))
     return register_format(Format(name, planes, encode, decode, block=BLOCK))
 
 
-def _blocks_at_once(values: torch.Tensor) -> int:
+def blocks_at_once(values: torch.Tensor) -> int:
     """Return how many blocks are encoded or decoded together: on a CPU as many as its cache has room for, elsewhere all."""
     return _CACHED if values.device.type == "cpu" else max(values.numel(), 1)
 
 
-def _is_known(fact: torch.Tensor) -> bool:
+def is_known(fact: torch.Tensor) -> bool:
     """Return whether the host knows that a fact is true. Facts on another device it would have to wait for."""
     return fact.device.type == "cpu" and bool(fact)
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Return 2**exponent in float32. Products have the bits of torch.ldexp, in a fortieth of the time on a CPU."""
     least = 1 << 22  # the bits of 2**-127, which is subnormal
     return (exponent + _BIAS << 23).clamp(min=least).view(torch.float32)
 
 
-def _pack(codes: torch.Tensor) -> torch.Tensor:
+def codes_not_finite(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the codes of values in blocks that are not finite."""
+    special = _INFINITY * (blocks == torch.inf) + _MINUS_INFINITY * (blocks == -torch.inf) + _NAN * blocks.isnan()
+    return special.to(torch.uint8)
+
+
+def put_not_finite_(values: torch.Tensor, codes: torch.Tensor, is_special: torch.Tensor) -> None:
+    """Write what codes stand for into the values of blocks that are not finite."""
+    values.masked_fill_(is_special, 0.0).masked_fill_(is_special & (codes == _INFINITY), torch.inf)
+    values.masked_fill_(is_special & (codes == _MINUS_INFINITY), -torch.inf)
+    values.masked_fill_(is_special & (codes == _NAN), torch.nan)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
     """Return pairs of codes below 16 in a byte each, the first one in its lower half."""
     pairs = codes.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
-def _unpack(codes: torch.Tensor) -> torch.Tensor:
+def unpack(codes: torch.Tensor) -> torch.Tensor:
+    """Return the codes of which each byte has a pair."""
     pairs = codes.to(torch.int16)
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 
@@ -129,6 +139,27 @@ def _numbers_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float16).float().mul_(256)
 
 
+def codes_of_e2m1(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the codes, below 16, of numbers rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their opposites.
+
+    A sum with ``2**22`` times the power of two below a number has no bits to spare but those of the code.
+    """
+    size = numbers.abs().clamp_(max=6.0)
+    power = size.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
+    shift = power + (22 << 23)
+    codes = size.add_(shift.view(torch.float32)).view(torch.int32).sub_(shift)
+    codes.add_(power.sub_(_BIAS << 23).bitwise_right_shift_(22))
+    sign = torch.bitwise_right_shift(numbers.view(torch.int32), 28, out=shift).bitwise_and_(8)
+    return codes.bitwise_or_(sign).to(torch.uint8)
+
+
+def numbers_of_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of codes below 16. A float16 has the same order of bits, and a bias that is 14 larger."""
+    signed = codes.view(torch.int8) << 4  # the sign, and then the rest, are first in a byte
+    bits = signed.to(torch.int16) << 5 & ~0x7000
+    return bits.view(torch.float16).float().mul_(1 << 14)
+
+
 mxfp8 = _blocks_of_32(
     "mxfp8",
     464.0,  # half way to what would come after 448, the largest
@@ -138,6 +169,23 @@ mxfp8 = _blocks_of_32(
 """OCP's MXFP8: numbers of torch.float8_e4m3fn in blocks of 32 with a scale, 33 bytes for 32 values.
 
 The error is at most 1/16 of the value or 1/230,000 of the largest magnitude of its block, whichever is larger.
+"""
+
+mxfp8_e5m2 = _blocks_of_32(
+    "mxfp8_e5m2",
+    61440.0,  # half way to what would come after 57,344, the largest
+    lambda numbers: numbers.clamp_(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8),
+    lambda codes: (codes.to(torch.int16) << 8).view(torch.float16).float(),
+)
+"""OCP's MXFP8 with numbers of torch.float8_e5m2: blocks of 32 with a scale, 33 bytes for 32 values.
+
+The error is at most 1/8 of the value or 1/4,000,000,000 of the largest magnitude of its block, whichever is larger.
+"""
+
+mxfp4 = _blocks_of_32("mxfp4", 7.0, codes_of_e2m1, numbers_of_e2m1, packed=True)
+"""OCP's MXFP4: numbers of 4 bits (e2m1, 0 to 6) in blocks of 32 with a scale, 17 bytes for 32 values.
+
+The error is at most 1/5 of the value or 1/14 of the largest magnitude of its block, whichever is larger.
 """
 
 mxint8 = _blocks_of_32(

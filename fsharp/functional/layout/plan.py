@@ -135,7 +135,8 @@ def _unit(
     for dtypes, trainable, label in keys:
         mine = [(path, t) for path, t in stored if rules[path][:3] == (dtypes, trainable, label)]
         sizes = tuple(t.numel() for _, t in mine)
-        packing = pack(sizes, tuple(rules[path][3].size(tuple(t.shape)) for path, t in mine), num_parts, dtypes.block)
+        atoms = [rules[path][3].size(tuple(t.shape)) for path, t in mine]
+        packing = pack(*_aligned(sizes, atoms, dtypes.stored.leaf_alignment), num_parts, dtypes.block)
         offsets.update({path: offset for (path, _), offset in zip(mine, packing.offsets)})
         groups.append(Group(dtypes, trainable, label, num_parts, packing.capacity, sum(sizes)))
     leaves = []
@@ -153,6 +154,12 @@ def _unit(
             )
         )
     return UnitLayout(name, mesh, strategy, tuple(leaves), tuple(groups), optree.tree_structure(subtree))
+
+
+def _aligned(sizes: Sequence[int], atoms: Sequence[int], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and atoms of leaves that begin, and are cut, at multiples of ``step`` elements."""
+    sizes = [-(-size // step) * step for size in sizes]
+    return tuple(sizes), tuple([min(math.lcm(atom, step), size) for atom, size in zip(atoms, sizes, strict=True)])
 
 
 def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precision]:

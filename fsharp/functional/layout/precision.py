@@ -71,6 +71,11 @@ class Precision:
             dtypes["update"] = self.update.dtype
         wires = self.wire.items() if isinstance(self.wire, Mapping) else [("", self.wire)]
         for axis, wire in wires:
+            if isinstance(wire, Format) and wire.leaves is not None:
+                raise LayoutError(
+                    f"Precision(): wire is {wire.name!r}, which encodes whole leaves, with scales on which ranks agree: one "
+                    "of parameters, for stored=. Gradients travel in formats of blocks, such as fs.formats.mxfp4."
+                )
             if not isinstance(wire, Format) or wire.is_plain:
                 dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.dtype if isinstance(wire, Format) else wire
         for name, dtype in dtypes.items():

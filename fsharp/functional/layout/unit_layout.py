@@ -270,8 +270,8 @@ class UnitLayout:
             for start in (span.start, *range((span.start // capacity + 1) * capacity, span.stop, capacity)):
                 part, low = divmod(start, capacity)
                 stop = min(span.stop, start - low + capacity)
-                ends = [(form.index(plane, low), form.index(plane, low + stop - start)) for plane in form.planes]
-                held = tuple([plane[a:b] for plane, (a, b) in zip(parts[part], ends, strict=True)])
+                where = [form.numbers(plane, low, low + stop - start) for plane in form.planes]
+                held = tuple([plane[each] for plane, each in zip(parts[part], where, strict=True)])
                 first = span.first + start - span.start
                 own = None if values is None else values[start:stop]
                 yield start, LeafPart(*about, first, first + stop - start, held, scales[begin : begin + size], own)
@@ -295,8 +295,8 @@ class UnitLayout:
         for leaf in self.leaves_of(group):
             begin, size = end, form.leaves.scales_nbytes(leaf.shape)
             end = begin + aligned(size)
-            ends = [(form.index(plane, leaf.offset), form.index(plane, leaf.offset + leaf.numel)) for plane in form.planes]
-            held = tuple([plane[a:b] for plane, (a, b) in zip(planes, ends, strict=True)])
+            where = [form.numbers(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
+            held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
             about = self.full_path(leaf), leaf.shape, self.groups[group].dtypes.compute
             found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])
         return found

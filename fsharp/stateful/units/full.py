@@ -260,7 +260,7 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 def planes_nbytes(unit: UnitLayout, group: int) -> int:
     """Bytes of the planes of a full buffer, one behind the other; 0 if one plane is used where it is gathered."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored, of.size, of.capacity
-    nbytes = [form.index(plane, size) * plane.dtype.itemsize for plane in form.planes]
+    nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]
     return 0 if is_in_place else sum(map(aligned, nbytes))
 
@@ -278,7 +278,7 @@ def full_unit(unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[
         form, size = unit.groups[g].dtypes.stored, unit.groups[g].size
         data = unit.travelling(g, stored[g])
         whole = (
-            carve(flats[g], [(form.index(plane, size), plane.dtype) for plane in form.planes])
+            carve(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
             if len(flats[g])
             else [data.view(form.planes[0].dtype)]
         )

@@ -8,14 +8,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.formats import mxfp8, mxint4, mxint8
+from fsharp.formats import mxfp4, mxfp8, mxfp8_e5m2, mxint4, mxint8, nvfp4
 from fsharp.functional.formats import microscaling
 from fsharp.testing import simulate
 
-FORMATS = [mxfp8, mxint8, mxint4]
+FORMATS = [mxfp8, mxfp8_e5m2, mxint8, mxint4, mxfp4]
 BLOCK = 32
-RELATIVE = {"mxfp8": 1 / 16, "mxint8": 0.0, "mxint4": 0.0}
-OF_LARGEST = {"mxfp8": 1 / 230_000, "mxint8": 1 / 127, "mxint4": 1 / 7}
+RELATIVE = {"mxfp8": 1 / 16, "mxfp8_e5m2": 1 / 8, "mxfp4": 1 / 5}
+OF_LARGEST = {"mxfp8": 1 / 230_000, "mxfp8_e5m2": 1 / 4e9, "mxint8": 1 / 127, "mxint4": 1 / 7, "mxfp4": 1 / 14}
 LEAST = 2.0**-127
 """Scales of blocks do not go further down."""
 
@@ -46,7 +46,7 @@ def test_values_arrive_within_the_bound_that_is_stated(wire, values):
         if is_special.any():
             assert torch.equal(found[~is_special], torch.zeros(int((~is_special).sum())))
             continue
-        bound = given_block.abs() * RELATIVE[wire.name]
+        bound = given_block.abs() * RELATIVE.get(wire.name, 0.0)
         bound = torch.maximum(bound, given_block.abs().max() * OF_LARGEST[wire.name]).double() + LEAST
         assert ((found.double() - given_block.double()).abs() <= bound).all()
 
@@ -54,9 +54,11 @@ def test_values_arrive_within_the_bound_that_is_stated(wire, values):
 @pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)
 def test_every_code_comes_back(wire):
     """Numbers that a block can have are kept to the bit."""
-    if wire is mxfp8:
-        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    if wire in (mxfp8, mxfp8_e5m2):
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn if wire is mxfp8 else torch.float8_e5m2).float()
         codes = codes[torch.isfinite(codes)]
+    elif wire is mxfp4:
+        codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, -0.5, -1, -1.5, -2, -3, -4, -6, 6])
     else:
         most = 127 if wire is mxint8 else 7
         codes = torch.arange(-most, most + 1).float()
@@ -87,19 +89,41 @@ def test_buffers_longer_than_a_cache_have_the_bits_of_their_parts(wire, special)
     assert torch.isfinite(found).sum() == len(x) - (special is not None) * 3
 
 
-def test_bytes_a_value():
-    """Two gathers of MXFP8 and a reduction in bfloat16 are 4.0625 bytes a value."""
-    n = 1 << 15
-    assert [wire.size(n) / n for wire in FORMATS] == [33 / 32, 33 / 32, 17 / 32]
-    layout = fs.plan(
-        {"w": torch.empty(2 * n, device="meta")},
-        fs.Mesh({"dp": 2}),
-        fs.zero3("dp"),
-        precision=fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=mxfp8, wire=torch.bfloat16),
-    )
-    calls = fs.inspect.step_traffic(layout)
-    sent = sum(call.nbytes * count for call, count in calls.items() if call.op != "all_reduce")
-    assert sent / n == 4.0625
+def test_four_bit_numbers_are_rounded_to_the_nearest_and_ties_to_even():
+    x = torch.cat([torch.linspace(-6.4, 6.4, 12801), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])])
+    found = microscaling.numbers_of_e2m1(microscaling.codes_of_e2m1(x.clone()))
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = (x.abs().clamp(max=6)[:, None] - numbers).abs().amin(1)
+    assert torch.equal((found - x.clamp(-6, 6)).abs(), nearest)
+    assert torch.equal(found[-7:], torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]))
+    assert torch.equal(found.signbit(), x.signbit())
+
+
+PER_VALUE = {"mxfp8": 4.0625, "mxfp8_e5m2": 4.0625, "nvfp4": 3.125}
+
+
+@pytest.mark.parametrize("stored", [mxfp8, mxfp8_e5m2, nvfp4], ids=lambda form: form.name)
+def test_bytes_a_value(stored):
+    """What NVIDIA counts of two gathers and a reduction in bfloat16: 4.0625 bytes a value in MXFP8, 3.125 in NVFP4."""
+    n, tx = 1 << 12, fs.optim.sgd(0.1)
+    assert [wire.size(n) / n for wire in FORMATS] == [33 / 32, 33 / 32, 33 / 32, 17 / 32, 17 / 32]
+    params = {"w": torch.linspace(-1, 1, 2 * n)}
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=stored, wire=torch.bfloat16)
+    layout = fs.plan(params, fs.Mesh({"dp": 2}), fs.zero3("dp"), precision=precision)
+
+    def loss_fn(params, batch, comm):
+        return fs.forward(lambda p, x: (p["w"] * x).square().mean(), params, batch, comm=comm)
+
+    def rank_fn(comm):
+        counting = fs.collectives.CountingComm(comm)
+        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+        counting.calls.clear()
+        fs.train_step(loss_fn, tx)(state, torch.ones(()), counting)
+        return counting.calls
+
+    for calls in (fs.inspect.step_traffic(layout), *simulate(layout.mesh, rank_fn)):  # all_reduce: of the loss and of scales
+        sent = sum(call.nbytes * count for call, count in calls.items() if call.op != "all_reduce")
+        assert sent / n == PER_VALUE[stored.name]
 
 
 @pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)

@@ -1,0 +1,109 @@
+"""hadamard: values are rotated before they are encoded, so that one large value does not take its block's scale for itself."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+
+from fsharp.errors import LayoutError
+from fsharp.functional.formats.format import Format, Plane, register_format
+from fsharp.functional.formats.microscaling import BLOCK, LARGEST, blocks_at_once, is_known
+from fsharp.tracebacks import api_boundary
+
+
+@api_boundary
+def hadamard(format: Format, size: int = 32) -> Format:
+    """Return a format that encodes the Hadamard transform of each ``size`` values, and transforms back what it decodes.
+
+    A Hadamard matrix has entries of 1 and -1, and is orthogonal: each encoded number is a sum of all values of its block with
+    signs. One large value becomes ``size`` equal numbers, and small values beside it are no longer rounded to zero. It helps
+    where few values are much larger than the rest, as in gradients, and formats have few codes, as ``mxint4`` and ``mxfp4``.
+
+    >>> import fsharp as fs
+    >>> wire = fs.formats.hadamard(fs.formats.mxint4)
+    >>> wire.name, wire.size(1024) == fs.formats.mxint4.size(1024)
+    ('hadamard32_mxint4', True)
+    >>> gradient = torch.full((32,), 0.01)
+    >>> gradient[5] = 1.0
+    >>> [f.load(f.store(gradient, 32), 32, torch.float32)[0].item() for f in (fs.formats.mxint4, wire)]
+    [0.0, 0.0078125]
+
+    What is encoded is ``H x / size``, for which a float32 has room whatever the values; decoded values are ``H`` times the
+    decoded numbers. That is the orthonormal rotation up to the factor ``sqrt(size)``, which scales of blocks take up.
+
+    Args:
+        format: a format of blocks, such as ``fs.formats.mxint4``.
+        size: values that are transformed together, a power of two. Blocks of the result are multiples of it, and of the
+            format's.
+
+    Returns:
+        A registered format with the bytes of ``format``. The same arguments give the same format.
+
+    The error of a value is at most the sum of the errors of the ``size`` numbers that are encoded in its place. The root of the
+    mean square of errors is ``sqrt(size)`` times that of these numbers. A value that is not finite makes all ``size`` values
+    of its block infinite or NaN, also those of another leaf that lie in the block. As ``Precision(stored=...)`` use formats of
+    integers, sizes up to their blocks, and a main copy in float32: encoding decoded values then gives the same bytes.
+
+    Raises:
+        LayoutError: a format that encodes whole leaves, or is plain; a size that is no power of two.
+
+    Source: QuaRot, https://arxiv.org/abs/2404.00456, and SDP4Bit, https://arxiv.org/abs/2410.15526, for gradients.
+    """
+    if not isinstance(format, Format) or format.is_plain or format.leaves is not None:
+        raise LayoutError(
+            f"hadamard(): format is {format!s:.80}, expected a format that encodes blocks, such as fs.formats.mxint4. Plain "
+            "dtypes have no scale that a large value would take, and formats of whole leaves cut blocks by themselves."
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or size < 2 or size & (size - 1):
+        raise LayoutError(f"hadamard(): size is {size!r}, expected a power of two, at least 2.")
+    return _hadamard(format, format.encode, format.decode, size)
+
+
+@cache  # by the functions as well, which formats are equal without
+def _hadamard(
+    format: Format,
+    to_planes: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    of_planes: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    size: int,
+) -> Format:
+    times = max(size // (format.block & -format.block), 1)  # size is a power of two: the least common multiple
+    planes = tuple([Plane(plane.dtype, plane.per_block * times) for plane in format.planes])
+
+    def encode(values: torch.Tensor) -> Sequence[torch.Tensor]:
+        return to_planes(_in_pieces(values, size, partial(_transformed, factor=1 / size)))
+
+    def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _in_pieces(of_planes(planes), size, _transformed_back)
+
+    return register_format(Format(f"hadamard{size}_{format.name}", planes, encode, decode, block=format.block * times))
+
+
+def _in_pieces(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """``fn`` of values in float32, in rows of ``size``, as many at once as fit a cache."""
+    out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    piece = max(blocks_at_once(values) * BLOCK // size, 1)
+    for rows, its_out in zip(values.view(-1, size).split(piece), out.view(-1, size).split(piece), strict=True):
+        its_out.copy_(fn(rows))
+    return out
+
+
+def _transformed(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Return the Hadamard transform of each row times a factor. Sums are taken in an order that no number of rows changes."""
+    columns = rows.t().float() * factor  # the transposed, so that each stage adds long runs
+    columns = columns.contiguous()
+    other, half = torch.empty_like(columns), 1
+    while half < len(columns):
+        pairs, sums = (x.view(-1, 2, half, x.shape[1]) for x in (columns, other))
+        torch.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+        columns, other, half = other, columns, 2 * half
+    return columns.t()
+
+
+def _transformed_back(rows: torch.Tensor) -> torch.Tensor:
+    """Return the Hadamard transform of each row. Errors of what was finite do not make it infinite."""
+    size = rows.shape[1]
+    found = _transformed(rows, factor=1 / size)
+    if not is_known((found.abs() <= LARGEST / size).all()):  # NaN is not
+        found = torch.where(found.isfinite(), found.clamp(-LARGEST / size, LARGEST / size), found)
+    return found * size

@@ -1,0 +1,107 @@
+"""NVIDIA's NVFP4: numbers of 4 bits in blocks of 16, with a scale of 8 bits for each block and one in float32 for each tensor.
+
+A value is its number (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6) times the block's scale (e4m3) times the tensor's scale. Blocks are
+of consecutive elements of a leaf, of which the last one may be shorter: leaves begin at multiples of 16 in their buffers.
+Ranks agree on the scales of tensors, which do not travel: 9 bytes for 16 values do.
+
+NVIDIA's scale of a tensor is its largest magnitude over 6 * 448. This one is a power of two of that size, and scales of blocks
+are not subnormal, so that encoding decoded values gives the same bytes. Whoever reads NVFP4 reads these planes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsharp.functional.formats import microscaling
+from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, register_format
+from fsharp.functional.formats.microscaling import (
+    LARGEST,
+    blocks_at_once,
+    codes_not_finite,
+    codes_of_e2m1,
+    is_known,
+    numbers_of_e2m1,
+    pack,
+    power_of_two,
+    put_not_finite_,
+    unpack,
+)
+
+BLOCK = 16
+_LEAST, _MOST = 2.0**-6, 448.0
+"""Scales of blocks, of which the least is the least normal number of torch.float8_e4m3fn."""
+_LIMIT = 6 * 464.0
+"""The largest magnitude of a tensor whose scale is 1: half way to what would come after the largest scale of a block."""
+
+
+def _encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
+    blocks = [_blocks(part) for part in parts]
+    most = [torch.cat([piece.abs().amax(1, keepdim=True) for piece in each.split(_at_once(each))]) for each in blocks]
+    of_leaf = [torch.where(each.isfinite(), each, 0.0).amax() if len(each) else each.new_zeros(()) for each in most]
+    if of_leaf:
+        agree(largest := torch.stack(of_leaf))
+        fraction, exponent = torch.frexp((largest / _LIMIT).clamp(min=torch.finfo(torch.float32).tiny))
+        outer = power_of_two(exponent - (fraction == 0.5).int())
+    for i, part in enumerate(parts):
+        part.scales.view(torch.float32).copy_(outer[i])
+        codes, scales = part.planes
+        piece = _at_once(codes)
+        rows = zip(blocks[i].split(piece), most[i].split(piece), codes.split(piece * 8), scales.split(piece), strict=True)
+        for each in rows:
+            _encode_into(*each, outer[i])
+
+
+def _blocks(part: LeafPart) -> torch.Tensor:
+    """The values of a part in rows of a block each, the last one padded with zeros."""
+    assert part.values is not None
+    values, missing = part.values.float(), (part.first - part.last) % BLOCK
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
+
+
+def _at_once(values: torch.Tensor) -> int:
+    """Return how many blocks are encoded or decoded together."""
+    return blocks_at_once(values) * microscaling.BLOCK // BLOCK
+
+
+def _encode_into(
+    blocks: torch.Tensor, most: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, outer: torch.Tensor
+) -> None:
+    is_finite = most.isfinite()
+    of_block = (torch.where(is_finite, most, 0.0) / outer / 6).clamp_(_LEAST, _MOST).to(torch.float8_e4m3fn)
+    found = codes_of_e2m1(blocks / (of_block.float() * outer))
+    if not is_known(is_finite.all()):
+        found = torch.where(is_finite, found, codes_not_finite(blocks))
+        of_block = torch.where(is_finite, of_block.float(), torch.nan).to(torch.float8_e4m3fn)
+    codes.copy_(pack(found.view(-1)))
+    scales.copy_(of_block.view(-1))
+
+
+def _decode(part: LeafPart) -> torch.Tensor:
+    codes, scales = part.planes
+    values = torch.empty((len(scales), BLOCK), dtype=torch.float32, device=codes.device)
+    piece = _at_once(codes)
+    outer = part.scales.view(torch.float32)
+    for each in zip(values.split(piece), codes.split(piece * 8), scales.split(piece), strict=True):
+        _decode_into(*each, outer)
+    return values.view(-1)[: part.last - part.first]
+
+
+def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, outer: torch.Tensor) -> None:
+    codes, of_block = unpack(codes).view(-1, BLOCK), scales.float().view(-1, 1) * outer
+    torch.mul(numbers_of_e2m1(codes), of_block, out=values)
+    if is_known((of_block < LARGEST / 6).all()):  # NaN is not
+        return
+    values.clamp_(-LARGEST, LARGEST)  # may have been rounded up
+    put_not_finite_(values, codes, of_block.isnan())
+
+
+_CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)
+nvfp4 = register_format(
+    Format("nvfp4", (Plane(torch.uint8, BLOCK // 2), Plane(torch.float8_e4m3fn)), block=BLOCK, leaves=_CODEC)
+)
+"""NVIDIA's NVFP4, for parameters: blocks of 16 numbers of 4 bits with a scale, 9 bytes for 16 values; a scale for each tensor.
+
+The error is at most 1/5 of the value, 1/22 of the largest magnitude of its block, or 1/356,000 of the largest magnitude of the
+tensor, whichever is largest. A block with an infinity or NaN has NaN as its scale: its infinities and NaN are kept, its
+finite values become zero. Gradients have no tensor's scale that ranks agree on: :data:`mxfp4` is for these.
+"""

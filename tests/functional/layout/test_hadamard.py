@@ -1,0 +1,135 @@
+"""fs.formats.hadamard: rotated blocks arrive within the bound that is stated, outliers do less harm, and nothing overflows."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.errors import LayoutError
+from fsharp.formats import hadamard, mxfp4, mxfp8, mxint4, mxint8
+from fsharp.testing import simulate
+from tests.functional.layout.test_formats import LEAST, OF_LARGEST, RELATIVE, finite
+
+BASES = [mxint4, mxint8, mxfp4, mxfp8]
+ROTATED = [hadamard(base, size) for base in BASES for size in (2, 16, 32, 64)]
+each_format = pytest.mark.parametrize("form", ROTATED, ids=lambda form: form.name)
+
+
+def matrix(size):
+    """By Sylvester's construction, in float64."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found
+
+
+def size_and_base(form):
+    size, base = form.name.removeprefix("hadamard").split("_")
+    return int(size), next(each for each in BASES if each.name == base)
+
+
+@each_format
+@given(data=st.data())
+def test_values_arrive_within_the_bound_that_is_stated(form, data):
+    size, base = size_and_base(form)
+    numbers = data.draw(
+        st.sampled_from([finite, st.floats(-1, 1, width=32), st.sampled_from([0.0, 1e-45, -1e-40, 3.4028234e38, 1.0])])
+    )
+    x = torch.tensor(data.draw(st.lists(numbers, min_size=form.block, max_size=form.block)))
+    found = form.load(form.store(x, len(x)), len(x), torch.float32)
+    assert found.isfinite().all()
+    rotated = (x.double().view(-1, size) @ matrix(size) / size).view(-1, base.block)
+    most = rotated.abs().amax(1, keepdim=True)
+    of_number = torch.maximum(rotated.abs() * RELATIVE.get(base.name, 0.0), most * OF_LARGEST[base.name]) + LEAST
+    bound = of_number.view(-1, size).sum(1, keepdim=True)
+    slack = 1e-5 * x.view(-1, size).abs().double().amax(1, keepdim=True) + 2.0**-140
+    assert ((found.double() - x.double()).abs().view(-1, size) <= bound * (1 + 1e-5) + slack).all()
+
+
+@each_format
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_makes_its_block_not_finite(form, special):
+    size, _ = size_and_base(form)
+    x = torch.linspace(-1, 1, 4 * form.block)
+    x[form.block + 1] = special
+    found = form.load(form.store(x, 2 * form.block), 2 * form.block, torch.float32)
+    is_near = torch.arange(len(x)) // size == (form.block + 1) // size
+    assert torch.equal(~found.isfinite(), is_near)
+
+
+@pytest.mark.parametrize("base", [mxint4, mxint8], ids=lambda form: form.name)
+@given(x=st.lists(st.floats(-1e6, 1e6, width=32), min_size=64, max_size=64), size=st.sampled_from([2, 8, 16, 32]))
+@example(x=[3.4028234663852886e38] * 64, size=32)
+@example(x=[1e-45] * 64, size=32)
+def test_encoding_decoded_integers_gives_the_same_bytes(base, x, size):
+    form = hadamard(base, size)
+    stored = form.store(torch.tensor(x), 64)
+    assert torch.equal(form.store(form.load(stored, 64, torch.float32), 64), stored)
+
+
+@pytest.mark.parametrize("base", [mxint4, mxfp4], ids=lambda form: form.name)
+def test_an_outlier_does_less_harm(base):
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    x[:, 7] *= 10
+    x, errors = x.view(-1), []
+    for form in (base, hadamard(base)):
+        errors.append((form.load(form.store(x, len(x)), len(x), torch.float32) - x).square().mean())
+    assert errors[1] < errors[0] / 2
+
+
+@each_format
+def test_long_buffers_have_the_bytes_of_their_parts(form):
+    """And the bytes of a format as many: also with strides that a piece of the buffer alone has."""
+    part = 32 * form.block
+    x = torch.randn(part * (400_000 // part), generator=torch.Generator().manual_seed(0))
+    stored = form.store(x, part)
+    assert torch.equal(stored, torch.cat([form.store(each, part) for each in x.split(part)]))
+    found = torch.cat([form.load(each, part, torch.float32) for each in stored.split(form.size(part))])
+    assert torch.equal(form.load(stored, part, torch.float32), found)
+    _, base = size_and_base(form)
+    assert form.size(1 << 14) == base.size(1 << 14)
+
+
+@pytest.mark.parametrize("wire", [hadamard(mxint4), hadamard(mxint8, 64)], ids=lambda form: form.name)
+def test_an_overflow_of_one_rank_arrives(wire):
+    def rank_fn(comm):
+        layout = fs.plan({"a": torch.zeros(200)}, comm.mesh, fs.zero3("dp"), precision=fs.Precision(wire=wire))
+        grads = {"a": torch.ones(200)}
+        if comm.rank:
+            grads["a"][3] = math.inf
+        own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.dual)
+        return fs.resilience.find_nonfinite(None, fs.reduce_scatter(own, comm=comm), comm=comm)
+
+    for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        assert found.leaf == "a"
+
+
+def test_it_is_one_format_by_its_arguments():
+    assert hadamard(mxint4) is hadamard(mxint4, 32)
+    layout = fs.plan({"a": torch.zeros(9)}, fs.Mesh({"dp": 2}), fs.zero1("dp"), precision=fs.Precision(wire=hadamard(mxint4)))
+    assert fs.Layout.from_json(layout.to_json()) == layout
+
+
+REFUSED = {
+    "a dtype": lambda: hadamard(torch.bfloat16),
+    "a plain format": lambda: hadamard(fs.Precision().resolve(torch.float32).wire),
+    "whole leaves": lambda: hadamard(fs.formats.nvfp4),
+    "no power of two": lambda: hadamard(mxint4, 24),
+    "one": lambda: hadamard(mxint4, 1),
+    "no integer": lambda: hadamard(mxint4, 32.0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_rotated_is_refused(name):
+    with pytest.raises(LayoutError, match=r"^hadamard\(\): (format|size) is .*expected"):
+        REFUSED[name]()
+
+
+@pytest.mark.parametrize("name", ["wire", "an axis' wire"])
+def test_gradients_do_not_travel_in_formats_of_whole_leaves(name):
+    with pytest.raises(LayoutError, match="wire is 'nvfp4', which encodes whole leaves"):
+        fs.Precision(wire=fs.formats.nvfp4 if name == "wire" else {"outer": fs.formats.nvfp4})
