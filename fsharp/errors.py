@@ -27,6 +27,10 @@ class LayoutError(FsharpError, ValueError):
     """A tree that cannot be laid out as asked, or a layout that does not fit the tree it is used with."""
 
 
+class FormatError(LayoutError):
+    """A format whose ``encode`` or ``decode`` has raised an error, or has returned what the format does not say."""
+
+
 class TreeError(FsharpError, TypeError):
     """A tree whose structure, leaves, dtypes or resting place are not those expected."""
 

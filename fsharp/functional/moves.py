@@ -22,6 +22,7 @@ transposes to a ``reduce_scatter`` along axes that shard and to an ``all_reduce`
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import optree
@@ -35,9 +36,9 @@ from fsharp.functional.comm.collectives import (
     reduce_scatter_encoded,
     reduce_scatter_last,
 )
-from fsharp.functional.comm.protocol import Comm, Engine, Labelled
+from fsharp.functional.comm.protocol import Comm, Engine, Labelled, telling_format_errors
 from fsharp.functional.comm.tree_names import label_of
-from fsharp.functional.formats.format import plain
+from fsharp.functional.formats.format import Facts, plain
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.sharded import (
@@ -95,13 +96,13 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with beneath_vmap():  # which has no dim of these
                 moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in _sent(sharded)]
-                moved = _arrived(sharded, moved, target, comm.rank, whole=whole)
+                moved = _arrived(sharded, moved, target, named, whole=whole)
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
             moved = []
             for x in _sent(sharded):
                 moved.append(move_values(x, sharded.place, target, named, **ways))
-            moved = _arrived(sharded, moved, target, comm.rank, whole=whole)
+            moved = _arrived(sharded, moved, target, named, whole=whole)
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
@@ -115,7 +116,7 @@ def _sent(node: Sharded) -> Sequence[torch.Tensor]:
     return [unit.travelling(g, x) if unit.groups[g].is_stored(x) else x for g, x in rows]
 
 
-def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, rank: int, *, whole: bool) -> list[torch.Tensor]:
+def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool) -> list[torch.Tensor]:
     """Buffers of a node that have been moved: with their scales, or decoded for functions."""
     unit = node.unit
     if not unit.has_formats:
@@ -125,7 +126,8 @@ def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, rank: int,
         if not unit.groups[g].is_stored(old):
             found.append(new)
         elif whole:
-            found.append(unit.decoded(g, new, unit.scales(g, old), target, rank, unit.groups[g].dtypes.compute))
+            with telling_format_errors(comm, f"gather {unit.name or '(root)'}"):
+                found.append(unit.decoded(g, new, unit.scales(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
         else:
             found.append(torch.cat([new, unit.scales(g, old)]) if unit.scales_size(g) else new)
     return found
@@ -266,34 +268,36 @@ class _Copies(torch.autograd.Function):
 
 def move_sums(x: torch.Tensor, unit: UnitLayout, group: int, source: Place, target: Place, comm: Comm) -> torch.Tensor:
     """One buffer of gradients from partial sums to where ``target`` wants them."""
-    dtypes, comm = unit.groups[group].dtypes, Labelled(comm, f"reduce {unit.name or '(root)'}")
+    dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
+    comm = Labelled(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # along others nothing travels, so nothing is cast
-    for axis in axes:
-        if target[axis] is Shard and source[axis] is Partial:
-            x = _reduce_scatter(x, comm, axis, dtypes)
-        elif target[axis] is Shard and source[axis] is Replicate:
-            x = local_slice(x, comm, axis)
-    for axis in axes:
-        if target[axis] is Replicate and source[axis] is Partial:
-            x = _all_reduce(x, comm, axis, dtypes)
+    with telling_format_errors(comm, label):
+        for axis in axes:
+            if target[axis] is Shard and source[axis] is Partial:
+                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.facts, group, axis))
+            elif target[axis] is Shard and source[axis] is Replicate:
+                x = local_slice(x, comm, axis)
+        for axis in axes:
+            if target[axis] is Replicate and source[axis] is Partial:
+                x = _all_reduce(x, comm, axis, dtypes, partial(unit.facts, group, axis))
     return x.to(dtypes.accumulate)
 
 
-def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts) -> torch.Tensor:
     wire, x = dtypes.wire_along(axis), x.to(dtypes.sent_along(axis))
     if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
-    return reduce_scatter_encoded(x, comm, axis, wire)
+    return reduce_scatter_encoded(x, comm, axis, wire, facts)
 
 
-def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts) -> torch.Tensor:
     n, wire = comm.mesh.axis_size(axis), dtypes.wire_along(axis)
     if wire == plain(dtypes.accumulate):
         return all_reduce(x.to(dtypes.accumulate), comm, axis)
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, n * wire.padded(size, n) - size))
-    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes), comm, axis)[..., :size]
+    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes, facts), comm, axis)[..., :size]
 
 
 def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:

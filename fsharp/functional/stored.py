@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, telling_format_errors
 from fsharp.functional.comm.tree_names import label_of
-from fsharp.functional.formats.format import Format, LeafPart
+from fsharp.functional.formats.format import Format, LeafPart, some_of
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
@@ -39,7 +39,11 @@ def stored(tree: Any, comm: Comm) -> Any:
         return node.with_buffers([b.to(d.compute, copy=d.update is not None) if cast else b for cast, (d, b) in pairs])
 
     tree = map_units(cast, tree)
-    return encode_leaves(encode_blocks(tree), comm) if any(node.unit.has_formats for node in units_of(tree)) else tree
+    if not any(node.unit.has_formats for node in units_of(tree)):
+        return tree
+    with telling_format_errors(comm, "the encoding of updated parameters"):
+        tree = encode_blocks(tree)
+    return encode_leaves(tree, comm)
 
 
 def encode_differences(new: Any, params: Any) -> Any:
@@ -102,7 +106,8 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)
-        return node.with_buffers([node.unit.groups[g].store(b) if g in groups else b for g, b in rows])
+        unit = node.unit
+        return node.with_buffers([unit.groups[g].store(b, partial(unit.facts, g)) if g in groups else b for g, b in rows])
 
     return _of_chosen(one, tree, like, by_leaf=False)
 
@@ -118,7 +123,7 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     Cost: for each such format and each set of axes what the codec agrees on; a gather of what does not rest where optimizer
     state does, since there it is encoded.
     """
-    jobs: dict[tuple[str, tuple[str, ...]], tuple[Format, str, list[LeafPart]]] = {}
+    jobs: dict[tuple[str, tuple[str, ...]], tuple[Format, str, list[LeafPart], list[str]]] = {}
 
     def encoded(node: Sharded, groups: Sequence[int]) -> Sharded:
         unit, buffers = node.unit, []
@@ -130,17 +135,19 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
             data, scales = unit.travelling(g, buffer), unit.scales(g, buffer)
             parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
             if (key := (dtypes.stored.name, axes)) not in jobs:
-                jobs[key] = dtypes.stored, f"{label_of(cut, comm)}scales of {dtypes.stored.name}", []
+                jobs[key] = dtypes.stored, f"{label_of(cut, comm)}scales of {dtypes.stored.name}", [], []
             jobs[key][2].extend([part for _, part in parts])
+            jobs[key][3].append(repr(unit.name))
             buffers.append(buffer)
         return cut.with_buffers(buffers)
 
     if not any(node.unit.has_leaf_formats for node in units_of(tree)):
         return tree
     work = _of_chosen(encoded, tree, like, by_leaf=True)
-    for (_, axes), (form, label, parts) in jobs.items():
-        assert form.leaves is not None
-        form.leaves.encode(parts, partial(_agree, comm, axes, label))
+    for (_, axes), (form, label, parts, units) in jobs.items():
+        about = [("units", some_of(units)), ("axes", some_of(axes))]
+        with telling_format_errors(comm, label):
+            form.encode_leaves(parts, partial(_agree, comm, axes, label), partial(list, about))
 
     def back(node: Any, done: Any) -> Any:
         return merge(node, gather(done, comm=comm, to=node.place)) if is_sharded(node) and done.groups else node

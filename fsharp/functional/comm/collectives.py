@@ -30,7 +30,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import Format
+from fsharp.functional.formats.format import Facts, Format
 from fsharp.tracebacks import api_boundary
 
 
@@ -130,7 +130,7 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     return _Primitive.apply(x, found)  # type: ignore[no-any-return]
 
 
-def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format) -> torch.Tensor:
+def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format, facts: Facts = tuple) -> torch.Tensor:
     """Sum ``x`` over ranks and return this rank's part. Each rank encodes its summands, then decodes and adds received ones.
 
     Args:
@@ -138,6 +138,7 @@ def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format)
         comm: the ranks.
         axis: the axis to sum along.
         wire: the format in which summands travel.
+        facts: what is summed, for errors of the format.
 
     Returns:
         ``[..., c]`` in the dtype of ``x``; the sum is taken in it, in order of rank.
@@ -153,11 +154,11 @@ def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format)
         rows = _parts(x, n)
         part = rows[0].numel()
         sizes = [wire.size(part)] * n
-        received = comm.all_to_all(wire.store(rows.reshape(-1), part), sizes, sizes, axis=axis)
-        return wire.sum(received, part, x.dtype).view(rows.shape[1:])
+        received = comm.all_to_all(wire.store(rows.reshape(-1), part, facts), sizes, sizes, axis=axis)
+        return wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
 
     def again(x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_encoded(x, comm, axis, wire)
+        return reduce_scatter_encoded(x, comm, axis, wire, facts)
 
     transpose, tangent = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
     return _Primitive.apply(x, _Collective(call, again, transpose, tangent=tangent))  # type: ignore[no-any-return]

@@ -6,14 +6,15 @@ autograd, and never change their arguments; :mod:`fsharp.functional.comm.collect
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fsharp.errors import MeshError
+from fsharp.errors import FormatError, MeshError
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -183,6 +184,23 @@ def innermost(comm: Comm) -> Comm:
     while (inner := getattr(comm, "inner", None)) is not None:
         comm = inner
     return comm
+
+
+@contextmanager
+def telling_format_errors(comm: Comm, where: str) -> Iterator[None]:
+    """If a format fails on this rank, end what other ranks wait for, also if the caller catches the error.
+
+    Other ranks get its traceback. No Comm on these ranks can be used afterwards. An Engine tells its own ranks.
+    """
+    try:
+        yield
+    except FormatError as error:
+        while (inner := getattr(comm, "inner", None)) is not None and not isinstance(comm, Engine):
+            comm = inner
+        if (watch := getattr(comm, "watch", None)) is not None:
+            for each in list(watch.ranks.watches.values()):
+                each.fail(error, where)
+        raise
 
 
 _counting = Lock()

@@ -4,13 +4,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from fsharp.errors import LayoutError
+from fsharp.errors import FormatError, FsharpError, LayoutError, problem
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, options_explained
+
+T = TypeVar("T")
 
 
 @options_checked
@@ -40,6 +42,8 @@ PLANE_ALIGNMENT = 16
 """Bytes: where each plane of a part begins in a buffer."""
 
 Shape = tuple[int, ...]
+Facts = Callable[[], Sequence[tuple[str, object]]]
+"""A function that says, for an error, which values are encoded: unit, leaves, axis."""
 AgreeMax = Callable[[torch.Tensor], None]
 """A function that replaces each number of a tensor by the largest of that number over ranks. A collective."""
 
@@ -188,11 +192,11 @@ class Format:
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
-    def store(self, values: torch.Tensor, part: int) -> torch.Tensor:
+    def store(self, values: torch.Tensor, part: int, facts: Facts = tuple) -> torch.Tensor:
         """Return 1-D values, in whole parts of ``part`` values each, as they are stored.
 
         Raises:
-            LayoutError: ``encode`` returns other planes than the format says.
+            FormatError: ``encode`` raises an error, or returns other planes than the format says; the text has the facts.
         """
         if self.is_plain:
             return values.to(self.dtype)
@@ -200,20 +204,21 @@ class Format:
         stored = values.new_zeros((num_parts, self.size(part)), dtype=torch.uint8)
         if not stored.numel():
             return stored.view(-1)
-        planes = self.encode(values)
+        planes = self.called("encode", lambda: self.encode(values), facts)
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
         if (found := _shapes(planes)) != expected:
-            raise LayoutError(f"Format {self.name!r}: encode() returned {found!r:.200}, expected {expected}.")
+            raise self._error(f"encode() returned {found!r:.200}, expected {expected}.", facts)
         for plane, column in zip(planes, self.columns(stored, part), strict=True):
             column.copy_(plane.contiguous().view(num_parts, -1).view(torch.uint8))
         return stored.view(-1)
 
     @api_boundary
-    def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype) -> torch.Tensor:
+    def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
         """Return the 1-D values, in ``dtype``, of a buffer of whole parts, as :meth:`store` has returned them.
 
         Raises:
-            LayoutError: ``decode`` does not return one floating-point number for each value.
+            FormatError: ``decode`` raises an error, or does not return one floating-point number for each value; the text has
+                the facts.
         """
         if self.is_plain:
             return stored
@@ -222,13 +227,11 @@ class Format:
         rows = stored.view(-1, self.size(part))
         columns = self.columns(rows, part)
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
-        values = self.decode(planes)
+        values = self.called("decode", lambda: self.decode(planes), facts)
         size = len(rows) * part
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
             found = _shapes([values])
-            raise LayoutError(
-                f"Format {self.name!r}: decode() returned {found!r:.200}, expected a floating-point tensor of shape ({size},)."
-            )
+            raise self._error(f"decode() returned {found!r:.200}, expected a floating-point tensor of shape ({size},).", facts)
         is_view = values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
         return values.to(dtype, copy=is_view)
 
@@ -236,13 +239,29 @@ class Format:
         """Return the number of values in a part, if ``parts`` equal parts of whole blocks have room for so many values."""
         return -(-values // (parts * self.block)) * self.block
 
-    def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype) -> torch.Tensor:
+    def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
         """Return the sum of stored parts of ``part`` values each. Parts are decoded and added in ``dtype``, in stored order."""
         first, *others = stored.view(-1, self.size(part)).unbind()
-        total = self.load(first, part, dtype).to(dtype, copy=True)
+        total = self.load(first, part, dtype, facts).to(dtype, copy=True)
         for each in others:
-            total += self.load(each, part, dtype)
+            total += self.load(each, part, dtype, facts)
         return total
+
+    def called(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
+        """Return ``fn()``, which calls a function of this format.
+
+        Raises:
+            FormatError: ``fn`` raises an error, which the text has, with the facts.
+        """
+        try:
+            return fn()
+        except FsharpError:  # of an agreement that has failed
+            raise
+        except Exception as error:
+            raise self._error(f"{name}() raised {type(error).__name__}: {error}", facts) from error
+
+    def _error(self, text: str, facts: Facts) -> FormatError:
+        return FormatError(problem(f"Format {self.name!r}", text, facts()))
 
     @property
     def leaf_alignment(self) -> int:
@@ -261,19 +280,31 @@ class Format:
         return slice(first * plane.per_block // self.block, -(-last // step) * step * plane.per_block // self.block)
 
     @api_boundary
-    def decode_leaf(self, part: LeafPart) -> torch.Tensor:
+    def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: Facts) -> None:
+        """Encode whole leaves, each into the memory of its part.
+
+        Raises:
+            FormatError: ``encode`` raises an error, which is none of the agreement's.
+        """
+        codec = self.leaves
+        assert codec is not None
+        self.called(
+            "encode", lambda: codec.encode(parts, agree), lambda: [*facts(), ("leaves", some_of([p.path for p in parts]))]
+        )
+
+    @api_boundary
+    def decode_leaf(self, part: LeafPart, facts: Facts = tuple) -> torch.Tensor:
         """Return the elements of a part of a leaf.
 
         Raises:
-            LayoutError: the codec does not return one floating-point number for each element.
+            FormatError: ``decode`` raises an error, or does not return one floating-point number for each element.
         """
-        assert self.leaves is not None
-        values, size = self.leaves.decode(part), part.last - part.first
+        codec, size = self.leaves, part.last - part.first
+        assert codec is not None
+        values = self.called("decode", lambda: codec.decode(part), facts)
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
-            raise LayoutError(
-                f"Format {self.name!r}: decode() returned {_shapes([values])!r:.200} for {part.path!r}, expected a "
-                f"floating-point tensor of shape ({size},)."
-            )
+            text = f"decode() returned {_shapes([values])!r:.200} for {part.path!r}, expected a floating-point tensor of shape"
+            raise self._error(f"{text} ({size},).", facts)
         return values
 
     def planes_of(self, part: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -352,6 +383,11 @@ def format_named(name: str) -> Format:
     if name not in _formats:
         raise LayoutError(f"no format {name!r}: import what registers it first. There are {sorted(_formats)}.")
     return _formats[name]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names of several, for an error."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

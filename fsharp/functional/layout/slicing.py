@@ -82,7 +82,7 @@ def build(
         if buffer is None:
             some = next((leaf_value(leaf) for leaf in unit.leaves_of(i)), torch.empty(0))
             buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=some.device)
-        buffers.append(buffer if main else group.store(buffer))
+        buffers.append(buffer if main else group.store(buffer, partial(unit.facts, i)))
     return Sharded(buffers, unit, place)
 
 

@@ -11,14 +11,14 @@ of ``num_parts * capacity`` elements; a place keeps some consecutive parts of it
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import Format, LeafClass, LeafPart, aligned, dtype_name
+from fsharp.functional.formats.format import Facts, Format, LeafClass, LeafPart, aligned, dtype_name, some_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
@@ -83,10 +83,10 @@ class Group:
         """Return whether a buffer has parameters in a format that is not plain."""
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
 
-    def store(self, values: torch.Tensor) -> torch.Tensor:
+    def store(self, values: torch.Tensor, facts: Facts) -> torch.Tensor:
         """Return values of whole parts as they are stored at rest. A format that is not plain gets them in the main dtype."""
         values = values if self.dtypes.format is None else values.to(self.dtypes.main)
-        return self.dtypes.stored.store(values, self.capacity)
+        return self.dtypes.stored.store(values, self.capacity, facts)
 
 
 class Span(NamedTuple):
@@ -158,6 +158,12 @@ class UnitLayout:
     def has_formats(self) -> bool:
         """Whether parameters of some group are stored in a format that is not plain."""
         return any(group.dtypes.format is not None for group in self.groups)
+
+    @cached_property
+    def has_codecs(self) -> bool:
+        """Whether parameters or gradients of some group are encoded."""
+        wires = [wire for each in self.groups for wire in (each.dtypes.wire, *dict(each.dtypes.wires).values())]
+        return self.has_formats or not all(wire.is_plain for wire in wires)
 
     @cached_property
     def has_leaf_formats(self) -> bool:
@@ -340,12 +346,20 @@ class UnitLayout:
         form = self.groups[group].dtypes.stored
         stored = stored[: self.travelling_size(group, place)]
         if form.leaves is None:
-            return form.load(stored, self.groups[group].capacity, dtype)
+            return form.load(stored, self.groups[group].capacity, dtype, partial(self.facts, group))
         out = torch.zeros(self.local_size(group, place), dtype=dtype, device=stored.device)
         for start, part in self.leaf_parts(group, place, rank, stored, scales, None):
             if part.first < part.last:
-                out[start : start + part.last - part.first] = form.decode_leaf(part)
+                out[start : start + part.last - part.first] = form.decode_leaf(part, partial(self.facts, group))
         return out
+
+    def facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
+        """Return what errors say of a group whose values are encoded or decoded."""
+        leaves = [self.full_path(leaf) for leaf in self.leaves_of(group)]
+        along = (
+            ("gradients", f"along axis {axis!r}") if axis else ("parameters", f"over axes {some_of(self.strategy.optim.order)}")
+        )
+        return [("unit", repr(self.name)), ("leaves", some_of(leaves)), along]
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """Return the first element of the group's buffer that ``rank`` holds in ``place``."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from fsharp.errors import ScheduleError, problem
+from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
@@ -158,7 +158,17 @@ class Executor:
             remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
             raise ScheduleError(problem(f"op {bound.op}", f"nothing says what ops of kind {bound.op.kind!r} do.", rows, remedy))
         joins = [gradient.join for gradient in bound.joins]
-        return partial(_each, [*joins, action]) if joins else action
+        action = partial(_each, [*joins, action]) if joins else action
+        encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.members)
+        return partial(self._telling, action) if encodes else action
+
+    def _telling(self, action: Action) -> None:
+        try:
+            action()
+        except FormatError as error:
+            if isinstance(self._own, ProcessGroupComm):
+                self._own.watch.fail(error, self.step or "a call outside of any step")
+            raise
 
     def run(self, bound: BoundOp) -> None:
         """Bind an op, and do what it says."""

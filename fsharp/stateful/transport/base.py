@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.comm.worker_threads import InFlight
-from fsharp.functional.formats.format import Format
+from fsharp.functional.formats.format import Facts, Format
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -192,17 +192,17 @@ class Transport(ABC):
         """Send part ``i`` of ``x`` to the rank at coordinate ``i``, and receive that rank's part into part ``i`` of ``out``."""
 
     def reduce_scatter_encoded(
-        self, summands: Sequence[Summand], axis: str, n: int, wire: Format, *, label: str = ""
+        self, summands: Sequence[Summand], axis: str, n: int, wire: Format, facts: Sequence[Facts], *, label: str = ""
     ) -> list[Work]:
         """Do :meth:`reduce_scatter` in one exchange of encoded parts. This rank decodes and adds the parts that it receives.
 
         Buffers are cut into ``n`` parts in whole blocks of ``wire``. The last parts are shorter if the split is uneven. ``out``
-        has a full part; without ``out`` the sum replaces the first part of ``x``.
+        has a full part; without ``out`` the sum replaces the first part of ``x``. Errors of the format have the buffer's facts.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded(len(x), n) for x in xs]
         padded = [torch.nn.functional.pad(x, (0, n * part - len(x))) for x, part in zip(xs, parts, strict=True)]
-        stored = [wire.store(x, part).view(n, -1) for x, part in zip(padded, parts, strict=True)]
+        stored = [wire.store(x, part, about).view(n, -1) for x, part, about in zip(padded, parts, facts, strict=True)]
         sent = torch.cat(stored, 1)
         received = torch.empty_like(sent)
         outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
@@ -210,7 +210,8 @@ class Transport(ABC):
 
         def add(_: Any) -> list[torch.Tensor]:
             rows = received.split([each.shape[1] for each in stored], 1)
-            _copy(outs, [wire.sum(each, part, x.dtype) for x, part, each in zip(xs, parts, rows, strict=True)])
+            each = zip(rows, parts, xs, facts, strict=True)
+            _copy(outs, [wire.sum(row, part, x.dtype, about) for row, part, x, about in each])
             return outs
 
         return self._shared(self.exchange(sent.view(-1), received.view(-1), axis, label), add).each(len(xs))

@@ -1,12 +1,13 @@
 """AxisChain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from fsharp.functional.formats.format import Format
-from fsharp.functional.layout.precision import Dtypes
+from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Summand, Transport, Work
 from fsharp.stateful.units.full import aligned
 
@@ -38,9 +39,17 @@ class AxisChain:
     """
 
     def __init__(
-        self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[AxisCollective, ...], *, has_target: bool = False
+        self,
+        transport: Transport,
+        unit: UnitLayout,
+        group: int,
+        size: int,
+        stages: tuple[AxisCollective, ...],
+        *,
+        has_target: bool = False,
     ) -> None:
-        self.transport, self.dtypes, self.size, self.has_target = transport, dtypes, size, has_target
+        self.transport, self.unit, self.group, self.size, self.has_target = transport, unit, group, size, has_target
+        self.dtypes = dtypes = unit.groups[group].dtypes
         self.stages = tuple([each for stage in stages for each in _encoded(stage, dtypes.wire_along(stage.axis))])
         summing = [each.n > 1 and each.op != "all_gather" for each in self.stages]
         pairs = zip(self.stages, summing, strict=True)
@@ -142,7 +151,8 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
-            last = transport.reduce_scatter_encoded(summands, axis, n, chain.dtypes.wire_along(axis), label=label)
+            facts = [partial(leg.chain.unit.facts, leg.chain.group, axis) for leg in legs]
+            last = transport.reduce_scatter_encoded(summands, axis, n, chain.dtypes.wire_along(axis), facts, label=label)
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:

@@ -50,9 +50,9 @@ class GradientRoute:
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
         self.dtypes = [unit.groups[g].dtypes for g in unit.trainable]
         each, once = _stages(unit, trivial=trivial)
-        self.chains = [AxisChain(transport, unit.groups[g].dtypes, unit.groups[g].size, each) for g in unit.trainable]
+        self.chains = [AxisChain(transport, unit, g, unit.groups[g].size, each) for g in unit.trainable]
         self.finishes = [
-            AxisChain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once, has_target=True)
+            AxisChain(transport, unit, g, unit.local_size(g, unit.strategy.grads), once, has_target=True)
             for g in unit.trainable
         ]
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
