@@ -3,6 +3,7 @@
 import pickle
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -187,6 +188,7 @@ BY_AXIS = {
     "between hosts": {"outer": fs.formats.mxint4},
     "within a host": {"inner": torch.bfloat16},
     "both": {"outer": fs.formats.mxint4, "inner": fs.formats.mxint8},
+    "rotated": {"outer": fs.formats.hadamard(fs.formats.mxint4), "inner": fs.formats.mxint8},
     "in two dtypes": {"outer": torch.bfloat16, "inner": torch.float32},
     "blocks of two sizes": {"outer": BLOCKS, "inner": fs.formats.mxint8},
 }
@@ -211,6 +213,56 @@ def test_a_wire_for_each_axis(strategy, wire, compute):
     for calls, scheduled in simulate(mesh, rank_fn):
         assert calls == fs.inspect.step_traffic(layout)
         assert_as_planned(scheduled, mesh)
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "zero3x2"])
+def test_modules_and_functions_have_the_same_bits_with_a_wire_for_each_axis(strategy):
+    mesh, how = STRATEGIES[strategy]
+    precision = fs.Precision(wire=BY_AXIS["rotated"])
+
+    def batches(comm):
+        return [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + comm.rank)) for step in range(4)]
+
+    def model():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+
+    def by_module(comm):
+        wrapped = fs.shard_module(model(), mesh=comm, strategy=how, units=[torch.nn.Linear], precision=precision)
+        optimizer = fs.ShardedOptimizer(wrapped.parameters(), fs.optim.adamw(1e-1))
+        for x in batches(comm):
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(wrapped.full_parameters())
+
+    def by_functions(comm, is_scheduled):
+        params = {name: {k: p.detach() for k, p in child.named_parameters()} for name, child in model().named_children()}
+        params = {name: leaves for name, leaves in params.items() if leaves}
+        layout = fs.plan(params, mesh, how, units=["0", "2"], precision=precision)
+        tx = fs.optim.adamw(1e-1)
+        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+
+        def linear(p, x):
+            return torch.nn.functional.linear(x, p["weight"], p["bias"])
+
+        def loss_fn(params, x, comm):
+            x = fs.forward(linear, params["0"], x, comm=comm).tanh()
+            return fs.forward(linear, params["2"], x, comm=comm).square().mean()
+
+        step = fs.train_step(loss_fn, tx)
+        step = fs.Scheduler(comm)(step) if is_scheduled else partial(step, comm=comm)
+        for x in batches(comm):
+            state, _ = step(state, x)
+        found = fs.full(state.params, comm=comm)
+        return {f"{name}.{k}": x for name in found for k, x in found[name].items()}
+
+    def rank_fn(comm):
+        blocking = by_functions(comm, False)
+        assert_same(by_functions(comm, True), blocking)
+        assert_same(by_module(comm), blocking)
+
+    simulate(mesh, rank_fn)
 
 
 def test_an_axis_that_is_not_of_the_mesh_is_refused():
