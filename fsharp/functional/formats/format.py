@@ -204,7 +204,7 @@ class Format:
         stored = values.new_zeros((num_parts, self.size(part)), dtype=torch.uint8)
         if not stored.numel():
             return stored.view(-1)
-        planes = self.called("encode", lambda: self.encode(values), facts)
+        planes = self._called("encode", lambda: self.encode(values), facts)
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
         if (found := _shapes(planes)) != expected:
             raise self._error(f"encode() returned {found!r:.200}, expected {expected}.", facts)
@@ -227,7 +227,7 @@ class Format:
         rows = stored.view(-1, self.size(part))
         columns = self.columns(rows, part)
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
-        values = self.called("decode", lambda: self.decode(planes), facts)
+        values = self._called("decode", lambda: self.decode(planes), facts)
         size = len(rows) * part
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
             found = _shapes([values])
@@ -247,7 +247,7 @@ class Format:
             total += self.load(each, part, dtype, facts)
         return total
 
-    def called(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
+    def _called(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
         """Return ``fn()``, which calls a function of this format.
 
         Raises:
@@ -288,7 +288,7 @@ class Format:
         """
         codec = self.leaves
         assert codec is not None
-        self.called(
+        self._called(
             "encode", lambda: codec.encode(parts, agree), lambda: [*facts(), ("leaves", some_of([p.path for p in parts]))]
         )
 
@@ -301,7 +301,7 @@ class Format:
         """
         codec, size = self.leaves, part.last - part.first
         assert codec is not None
-        values = self.called("decode", lambda: codec.decode(part), facts)
+        values = self._called("decode", lambda: codec.decode(part), facts)
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
             text = f"decode() returned {_shapes([values])!r:.200} for {part.path!r}, expected a floating-point tensor of shape"
             raise self._error(f"{text} ({size},).", facts)

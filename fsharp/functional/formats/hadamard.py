@@ -8,10 +8,10 @@ import torch
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Plane, register_format
 from fsharp.functional.formats.microscaling import BLOCK, LARGEST, blocks_at_once, is_known
-from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 
-@api_boundary
+@options_checked
 def hadamard(format: Format, size: int = 32) -> Format:
     """Return a format that encodes the Hadamard transform of each ``size`` values, and transforms back what it decodes.
 
@@ -49,12 +49,12 @@ def hadamard(format: Format, size: int = 32) -> Format:
 
     Source: QuaRot, https://arxiv.org/abs/2404.00456, and SDP4Bit, https://arxiv.org/abs/2410.15526, for gradients.
     """
-    if not isinstance(format, Format) or format.is_plain or format.leaves is not None:
+    if format.is_plain or format.leaves is not None:
         raise LayoutError(
             f"hadamard(): format is {format!s:.80}, expected a format that encodes blocks, such as fs.formats.mxint4. Plain "
             "dtypes have no scale that a large value would take, and formats of whole leaves cut blocks by themselves."
         )
-    if not isinstance(size, int) or isinstance(size, bool) or size < 2 or size & (size - 1):
+    if size < 2 or size & (size - 1):
         raise LayoutError(f"hadamard(): size is {size!r}, expected a power of two, at least 2.")
     return _hadamard(format, format.encode, format.decode, size)
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.errors import LayoutError
+from fsharp.errors import FsharpError, LayoutError
 from fsharp.formats import hadamard, mxfp4, mxfp8, mxint4, mxint8
 from fsharp.testing import simulate
 from tests.functional.layout.test_formats import LEAST, OF_LARGEST, RELATIVE, finite
@@ -125,7 +125,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_rotated_is_refused(name):
-    with pytest.raises(LayoutError, match=r"^hadamard\(\): (format|size) is .*expected"):
+    with pytest.raises(FsharpError, match=r"^hadamard\(\): (format|size) is .*expected"):
         REFUSED[name]()
 
 
