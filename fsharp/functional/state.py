@@ -9,7 +9,7 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
-from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.comm.protocol import Comm, Engine, telling_format_errors
 from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -173,12 +173,16 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
-        sent = stored(encode_differences(new, resting), comm)
+        with telling_format_errors(comm, "the encoding of differences"):
+            differences = encode_differences(new, resting)
+        sent = stored(differences, comm)
         name_updated(sent, state.params)
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
-            params = merge(state.params, add_differences(state.params, gather(sent, comm=comm, to="params")))
+            moved = gather(sent, comm=comm, to="params")
+            with telling_format_errors(comm, "the decoding of differences"):
+                params = merge(state.params, add_differences(state.params, moved))
         name_as(params, sent)
     if donate:
         donate_nodes((state.params, state.main, state.opt), params)

@@ -59,7 +59,7 @@ def encode_differences(new: Any, params: Any) -> Any:
         for g, value in zip(node.groups, node.buffers, strict=True):
             form, group = node.unit.update_format(g), node.unit.groups[g]
             if form is not None:
-                value = form.store(value - held[g].to(value.dtype), group.capacity)
+                value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.facts, g))
             buffers.append(value)
         return node.with_buffers(buffers)
 
@@ -93,7 +93,8 @@ def with_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded:
     """
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
-    return (params.to(main) + form.load(encoded, unit.groups[group].capacity, main)).to(params.dtype)
+    difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.facts, group))
+    return (params.to(main) + difference).to(params.dtype)
 
 
 def encode_blocks(tree: Any, like: Any = None) -> Any:

@@ -163,7 +163,8 @@ class UnitLayout:
     def has_codecs(self) -> bool:
         """Whether parameters or gradients of some group are encoded."""
         wires = [wire for each in self.groups for wire in (each.dtypes.wire, *dict(each.dtypes.wires).values())]
-        return self.has_formats or not all(wire.is_plain for wire in wires)
+        sends_differences = any(each.dtypes.update is not None for each in self.groups)
+        return self.has_formats or sends_differences or not all(wire.is_plain for wire in wires)
 
     @cached_property
     def has_leaf_formats(self) -> bool:
