@@ -114,7 +114,12 @@ def resume_delayed(comm, folder):
     fs.checkpoint.load(folder, {"model": model, "optimizer": optimizer}, comm=comm)
     found += [torch.equal(model.state_dict()[name], value) for name, value in texts.items()]
     again, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
-    return found + [all(map(torch.equal, a[comm.rank, 0], b[comm.rank, 0])) for (a, _), (b, _) in zip(again, rest, strict=True)]
+    found += [all(map(torch.equal, a[comm.rank, 0], b[comm.rank, 0])) for (a, _), (b, _) in zip(again, rest, strict=True)]
+    with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+        model(case.batch(9, 0, comm.rank))
+    with pytest.raises(fs.errors.AgreementError, match=r"model\.layers\.0\._extra_state"):  # maxima of each rank's own
+        fs.checkpoint.save(folder, {"model": model}, step=2, comm=comm)
+    return found
 
 
 def test_a_run_under_delayed_scaling_goes_on_with_the_same_bits(tmp_path):
