@@ -141,6 +141,13 @@ def train(model, optimizer, data, *, parts=1):
     return losses
 
 
+def descend(loss, optimizer):
+    """A backward and a step, whose gradients go."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def alone(kind, steps, **options):
     """The module trained by itself, on the batches of both ranks."""
     model = make(kind)
@@ -148,9 +155,7 @@ def alone(kind, steps, **options):
     losses = []
     for x, y in batches(None, steps):
         loss = model(x, y)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         losses.append(loss.detach())
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 

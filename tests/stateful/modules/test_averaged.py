@@ -8,7 +8,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.paths import flatten
 from fsharp.testing import processes, simulate
 from tests import modules
-from tests.modules import values, wrap
+from tests.modules import descend, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 TRANSFORMS = {
@@ -36,9 +36,7 @@ def weight(i, comm):
 def train(model, optimizer, comm, steps=4, finite=False):
     """``steps`` of them."""
     for i, (x, y) in enumerate(modules.batches(comm, steps)):
-        (model(x, y)["loss"] * (1.0 if finite else weight(i, comm))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(x, y)["loss"] * (1.0 if finite else weight(i, comm)), optimizer)
 
 
 def averages(model, optimizer):

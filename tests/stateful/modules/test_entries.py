@@ -9,7 +9,7 @@ import fsharp as fs
 from fsharp.errors import LayoutError, PatternError
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
-from tests.modules import Block, Net, close, values, wrap
+from tests.modules import Block, Net, close, descend, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 STEP = {"lr": 1e-2}
@@ -76,9 +76,7 @@ WAYS = {
 def train(model, optimizer, data, way):
     """Steps by one of the ways."""
     for x, y in data:
-        WAYS[way](model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(WAYS[way](model, x, y), optimizer)
 
 
 def sharded(comm, strategy, **options):
@@ -216,9 +214,7 @@ def test_a_root_that_returns_what_a_unit_returns(strategy):
 
     def steps(model, optimizer, data):
         for x, y in data:
-            model(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(model(x), y), optimizer)
 
     mesh, where = STRATEGIES[strategy]
 

@@ -5,7 +5,7 @@ import torch
 import fsharp as fs
 from fsharp.testing import DebugPolicy
 from tests import modules
-from tests.modules import Block
+from tests.modules import Block, descend
 from tests.scheduling import every
 from tests.virtual_device import accelerator as accelerator
 from tests.virtual_device import comm as comm
@@ -19,9 +19,7 @@ def batches(count):
 
 def train(model, optimizer, data):
     for x, y in data:
-        model(x, y)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(x, y)["loss"], optimizer)
 
 
 @every(8, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), kind=modules.KINDS)

@@ -7,7 +7,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import processes, simulate
-from tests.modules import values
+from tests.modules import descend, values
 from tests.scheduling import STRATEGIES, assert_same
 
 DIM = 8
@@ -123,9 +123,7 @@ def test_it_trains():
         for _ in range(3):
             model.last.zero_grad()
             loss = model(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss, optimizer)
             losses.append(float(loss.detach()))
         return losses
 

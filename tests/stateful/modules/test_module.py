@@ -12,7 +12,7 @@ import fsharp as fs
 from fsharp.errors import LossError, ScheduleError, TreeError
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
-from tests.modules import ADAMW, Block, Net, alone, close, each_strategy, refused, train, values, wrap
+from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strategy, refused, train, values, wrap
 from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 
@@ -475,9 +475,7 @@ def test_it_goes_when_nobody_has_it(kind):
             optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
             for x, y in modules.batches(comm, 3):
                 loss = model(x, y)["loss"] if kind == "blocks" else model(torch.ones(2, 1, 3))[0].sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                descend(loss, optimizer)
                 del loss
             held = [weakref.ref(x) for x in (model, optimizer, model.__dict__["_fsharp"][0], model.step.scheduler)]
             del model, optimizer, net

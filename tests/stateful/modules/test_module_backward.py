@@ -9,7 +9,7 @@ import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import ADAMW, Block, close, each_strategy, refused, train, values, wrap
+from tests.modules import ADAMW, Block, close, descend, each_strategy, refused, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same
 
 # What its users do besides
@@ -123,9 +123,7 @@ def test_what_modules_return_and_fill(way, strategy):
         for i in range(3):
             out = model(torch.linspace(0, 1, 12).view(3, 4) + i)
             loss = {"object": lambda: out.hidden.square().sum(), "attribute": lambda: model.deep.aux}.get(way, lambda: out)()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss, optimizer)
 
     def make():
         with modules._seeds:

@@ -10,7 +10,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import Block, train, values, wrap
+from tests.modules import Block, descend, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
@@ -253,9 +253,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
     start = {name: value.clone() for name, value in start.items()}
     for _ in range(4):
         loss = plain(torch.ones(2, 3)).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         expected.append(loss.item())
 
     def rank_fn(comm):
@@ -265,9 +263,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
         optimizer, found = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1), []
         for _ in range(4):
             loss = model(torch.ones(2, 3)).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss, optimizer)
             found.append(loss.item())
         return found
 
@@ -388,9 +384,7 @@ def test_a_module_that_several_units_share(strategy):
 
     def steps(model, optimizer, data):
         for x, y in data:
-            model(x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(x, y), optimizer)
 
     def rank_fn(comm):
         model = fs.shard_module(

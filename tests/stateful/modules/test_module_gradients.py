@@ -11,7 +11,7 @@ import fsharp as fs
 from fsharp.errors import LayoutError, ScheduleError
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
-from tests.modules import DIM, VOCAB, Block, close, each_strategy, values, wrap
+from tests.modules import DIM, VOCAB, Block, close, descend, each_strategy, values, wrap
 from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -163,9 +163,7 @@ def test_optimizer_state_of_leaves_with_histories_of_their_own_travels():
 
         def steps(model, optimizer, part):
             for (x, y), (branch, with_block) in part:
-                model(x, y, branch, with_block).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                descend(model(x, y, branch, with_block), optimizer)
 
         model, optimizer = sharded(comm, "zero3")
         steps(model, optimizer, data[:3])
@@ -233,9 +231,7 @@ def test_autograd_grad_has_the_bits_of_backward(strategy, kind):
     def plain(comm):
         model, optimizer = wrap(comm, strategy, kind)
         for x, y in modules.batches(comm, 3):
-            model(x, y)["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(x, y)["loss"], optimizer)
         return values(model)
 
     for found, expected in zip(simulate(DP, lambda comm: mean_gradients(comm, strategy, kind)), simulate(DP, plain)):
@@ -317,9 +313,7 @@ def test_what_is_missing_costs_one_small_collective_along_each_axis(strategy):
         found = []
         for x, y in modules.batches(comm, 4, size=8 // comm.mesh.size):
             counting.calls.clear()
-            model(x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(x, y), optimizer)
             small = [call for call in counting.calls.elements() if call.op == "all_reduce" and call.nbytes < 40]
             found.append([sum(call.axis == axis for call in small) for axis in mesh.names])
         assert len(list(model.parameters())) == 23

@@ -11,7 +11,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import Block, close, train, values
+from tests.modules import Block, close, descend, train, values
 from tests.scheduling import DP, STRATEGIES, assert_same
 
 
@@ -317,9 +317,7 @@ def test_leaves_without_a_gradient_are_left_alone():
 
     def steps(model, optimizer):
         for which in "aabab":
-            model(torch.linspace(0, 1, 12).view(3, 4), which).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(torch.linspace(0, 1, 12).view(3, 4), which), optimizer)
 
     def rank_fn(comm):
         model = fs.shard_module(make(), mesh=comm, strategy=fs.ddp("dp"))

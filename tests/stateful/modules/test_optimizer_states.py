@@ -10,7 +10,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import simulate
 from tests import modules
-from tests.modules import close, train, values, wrap
+from tests.modules import close, descend, train, values, wrap
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
 from tests.stateful.modules.test_module_gradients import Choosy, sharded
 from tests.stateful.modules.test_module_optimizers import Lamb
@@ -122,9 +122,7 @@ def test_a_template_is_what_a_first_step_makes(name):
             if way == "loaded":
                 optimizer.load_state_dict(template)
             for _ in range(2):
-                model(torch.linspace(0, 1 + comm.rank, 5)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                descend(model(torch.linspace(0, 1 + comm.rank, 5)), optimizer)
             runs.append(values(model))
         saved = optimizer.state_dict()
         assert about(template["state"]) == about({name: saved["state"].get(name, {}) for name in template["state"]})
@@ -153,9 +151,7 @@ def test_parameters_without_a_gradient_have_no_state():
     def steps(model, optimizer, comm, part):
         for i, branch in part:
             x, y = (each.chunk(comm.mesh.size)[comm.rank] for each in data[i])
-            model(x, y, branch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(x, y, branch), optimizer)
 
     def save(comm):
         model, optimizer = sharded(comm, "zero3")
@@ -354,9 +350,7 @@ def test_state_by_parameter(strategy, optimizer):
 
     def run(model, optimizer, data):
         for x, y in data:
-            model(x, y)["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(x, y)["loss"], optimizer)
 
     def rank_fn(comm):
         model = wrap(comm, strategy)[0]

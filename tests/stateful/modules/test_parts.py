@@ -11,7 +11,7 @@ import fsharp as fs
 from fsharp.errors import FsharpError, LayoutError
 from fsharp.testing import simulate
 from tests import modules
-from tests.modules import batches, make, values, wrap
+from tests.modules import batches, descend, make, values, wrap
 from tests.scheduling import DP, every
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -229,9 +229,7 @@ def test_a_teacher_follows(strategy, way):
     def run(teacher, student, optimizer, data):
         seen, shadow = [], [p.detach().clone() for p in teacher.parameters()]
         for x, y in data:
-            student(x, y)["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(student(x, y)["loss"], optimizer)
             follow(teacher, student, shadow)
             with torch.no_grad():
                 seen.append(teacher(torch.arange(5)))

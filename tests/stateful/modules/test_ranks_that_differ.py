@@ -6,7 +6,7 @@ import torch
 import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests import modules
-from tests.modules import Block, batches, wrap
+from tests.modules import Block, batches, descend, wrap
 from tests.scheduling import DP, every
 
 
@@ -182,9 +182,7 @@ def test_what_is_loaded_or_written_is_not_overwritten_by_a_gather_under_way():
             x, zeros = torch.arange(8), {name: torch.zeros(p.full_shape) for name, p in model.named_parameters()}
             for load in (False, True):
                 for _ in range(2):
-                    torch.nn.functional.cross_entropy(model(x), x).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    descend(torch.nn.functional.cross_entropy(model(x), x), optimizer)
                 with torch.no_grad():
                     if load:
                         model.load_state_dict(zeros)

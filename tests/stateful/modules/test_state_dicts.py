@@ -12,7 +12,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, ScheduleError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import Block, close, train, values
+from tests.modules import Block, close, descend, train, values
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
 
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
@@ -403,9 +403,7 @@ def test_parameters_of_which_ranks_have_their_own(name):
         own = comm.mesh.coord("ep", comm.rank)
         model = fs.shard_module(Sparse(own), mesh=comm, strategy=strategy, units="experts")
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-        model(torch.ones(2, 3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(torch.ones(2, 3)), optimizer)
         saved[comm.rank] = copy.deepcopy(state_of(model, optimizer))
         comm.all_reduce(torch.zeros(1), "dp")
         comm.all_reduce(torch.zeros(1), "ep")

@@ -62,9 +62,7 @@ def test_a_module_has_the_same_bits(comm):
         model = fs.shard_module(modules.make().cuda(), mesh=comm, **options)
         optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
         for x, y in modules.batches(None, 5):
-            model(x.cuda(), y.cuda())["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            modules.descend(model(x.cuda(), y.cuda())["loss"], optimizer)
         with optimizer.averaged(), torch.no_grad():
             averages = dict(model.full_parameters())
         return dict(model.full_parameters()), averages

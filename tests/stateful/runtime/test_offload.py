@@ -119,9 +119,7 @@ def test_modules_have_the_same_bits(strategy, precision, tx):
                 found.append(dict(model.full_parameters()))
         x, y = modules.batches(comm, 1)[0]
         optimizer.load_state_dict(saved)
-        model(x, y)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        modules.descend(model(x, y)["loss"], optimizer)
         return [*found, dict(model.full_parameters())], [
             isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(model.train_state.opt)
         ]

@@ -12,7 +12,7 @@ from fsharp.testing import DebugPolicy, RaceError, RaceReport, check_races, simu
 from fsharp.testing.ordering import Access, replay
 from fsharp.testing.races import VirtualLanes
 from tests.gpt_like import loss_fn
-from tests.modules import Net
+from tests.modules import Net, descend
 from tests.scheduling import make_state, my_batches
 
 STRATEGIES = {
@@ -56,9 +56,7 @@ def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, **
             with model.accumulate():
                 for x, y in parts[:-1]:
                     model(x, y)["loss"].backward()
-            model(*parts[-1])["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(*parts[-1])["loss"], optimizer)
     return report
 
 

@@ -58,6 +58,7 @@ def check(strategy, policy, microbatches, precision, donate):
     for got, expected in zip(found, blocking(strategy, microbatches, precision), strict=True):
         assert_same_training(got, expected)
         assert got.num_recordings == 1
+    assert len({got.schedule.to_json() for got in found}) == 1
 
 
 @pytest.mark.parametrize("field", [2, 3, 4])

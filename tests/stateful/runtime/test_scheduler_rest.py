@@ -168,19 +168,6 @@ def test_what_leaves_a_step_is_not_in_the_arena(strategy):
         assert num_arenas <= 2  # none before the first schedule
 
 
-def test_gradients_kept_for_one_step_more():
-    def program(run):
-        state, step, seen, kept = make_state(run.comm, "zero3"), run.wrap(explicit), [], []
-        for batch in my_batches(run.comm, 6):
-            state, loss, grads, _ = step(state, batch)
-            kept = [*kept[-1:], buffers(grads)]
-            seen.append([loss, [[x.clone() for x in each] for each in kept]])
-            del grads, _
-        return seen, full_params(state, run.comm)
-
-    run_both(program)
-
-
 def test_a_view_of_a_gradient_that_is_held_beyond_its_step_is_refused():
     """The memory that it is in is others' then; a view cannot be moved, as the gradient itself is."""
 

@@ -17,7 +17,6 @@ from tests.scheduling import (
     HYBRID,
     ON_TWO_AXES,
     STRATEGIES,
-    assert_same,
     events,
     every,
     full_params,
@@ -136,22 +135,6 @@ def test_one_tree_as_two_arguments():
         return losses, full_params(state, run.comm)
 
     run_both(program)
-
-
-def test_two_models_in_turns():
-    """Two functions share the arena; neither is in the other's way."""
-
-    def program(run):
-        states = [make_state(run.comm, "zero3", params=make_params(i, layers=2 + i)) for i in range(2)]
-        steps = [run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)) for _ in range(2)]
-        losses = []
-        for i, batch in enumerate(my_batches(run.comm, 8)):
-            states[i // 3 % 2], metrics = steps[i // 3 % 2](states[i // 3 % 2], batch)
-            losses.append(metrics.loss)
-        return losses, [full_params(state, run.comm) for state in states]
-
-    (_, _), scheduled = run_both(program)
-    assert [each.num_recordings for each in scheduled] == [1, 1]
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -552,18 +535,3 @@ def test_the_first_gathers_of_a_step_are_made_once():
     counts, planned = simulate(DP, rank_fn)[0]
     assert counts[2] == counts[3] == planned.total()
     assert counts[1] == planned.total() + 1  # the first step gathered nothing for the second
-
-
-def test_the_same_on_all_ranks():
-    def rank_fn(comm):
-        state, step = (
-            make_state(comm, "zero3"),
-            fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss_fn, make_tx())),
-        )
-        for batch in my_batches(comm, 3):
-            state, metrics = step(state, batch)
-        return metrics.loss, full_params(state, comm), step.schedule.to_json()
-
-    results = simulate(DP, rank_fn)
-    assert_same(results[0][:2], results[1][:2])
-    assert results[0][2] == results[1][2]
