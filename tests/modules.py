@@ -14,8 +14,10 @@ from fsharp.testing import DebugPolicy
 from tests.scheduling import STRATEGIES
 
 VOCAB, DIM = 11, 6
-each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-
+each_strategy = pytest.mark.parametrize(
+    "strategy", ["zero1", "zero3", *(pytest.param(name, marks=pytest.mark.deep) for name in ("ddp", "zero2"))]
+)
+"""``test_module.test_as_the_module_alone`` has the others with every kind of model."""
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 _seeds = threading.Lock()  # simulated ranks share the global generator

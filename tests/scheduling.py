@@ -61,7 +61,7 @@ PRECISIONS = {
 }
 
 
-def every(n, **values):
+def every(n, /, **values):
     """Parametrize by every ``n``-th combination, in diagonals; ``make test-all`` has the others as well."""
     columns = [list(each) for each in values.values()]
     cases = []

@@ -50,7 +50,8 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("mxfp8", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_llama_of_transformer_engine_trains_as_the_unsharded_one(recipe: str) -> None:
     text = output(sys.executable, "examples/te_llama.py", "--steps", "4", "--recipe", recipe)
     losses = numbers(text, LOSSES)
@@ -72,6 +73,7 @@ def test_a_run_is_resumed_on_other_ranks_from_the_same_bits(tmp_path: Path) -> N
     assert apart < 2e-6
 
 
+@pytest.mark.deep
 def test_llama_updated_by_optax_trains_as_in_jax_alone() -> None:
     text = output(sys.executable, "examples/train_with_optax.py", "--steps", "4")
     losses = numbers(text, LOSSES)

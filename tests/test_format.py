@@ -16,7 +16,17 @@ from fsharp.errors import AgreementError, LayoutError, TreeError
 from fsharp.functional.formats.format import Format, Plane, format_named, plain, register_format
 from fsharp.testing import DebugPolicy, check_races, simulate
 from tests.gpt_like import loss_fn, make_params
-from tests.scheduling import STRATEGIES, assert_same, assert_same_training, make_layout, make_state, make_tx, my_batches, train
+from tests.scheduling import (
+    STRATEGIES,
+    assert_same,
+    assert_same_training,
+    every,
+    make_layout,
+    make_state,
+    make_tx,
+    my_batches,
+    train,
+)
 from tests.test_leaf_format import STORED as STORED_BY_LEAF
 
 
@@ -109,9 +119,12 @@ def test_what_is_no_format_is_refused():
         register_format(Format("halves", (Plane(torch.uint8, 2),), halves, joined))
 
 
-@either
-@pytest.mark.parametrize("policy", [None, {}, {"prefetch": 2, "bucket_nbytes": 2000}, {"release": "forward"}], ids=str)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+@every(
+    4,
+    stored=[STORED, STORED_BY_LEAF],
+    policy=[None, {}, {"prefetch": 2, "bucket_nbytes": 2000}, {"release": "forward"}],
+    strategy=["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"],
+)
 def test_training_has_the_bits_of_the_plain_format(stored, strategy, policy):
     def rank_fn(comm):
         found = [train(comm, strategy, policy, microbatches=2, precision=precision) for precision in (PLAIN, stored)]

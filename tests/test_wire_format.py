@@ -194,7 +194,7 @@ BY_AXIS = {
 }
 
 
-@every(6, strategy=ON_TWO_AXES, wire=BY_AXIS, compute=[None, torch.bfloat16])
+@every(11, strategy=ON_TWO_AXES, wire=BY_AXIS, compute=[None, torch.bfloat16])
 def test_a_wire_for_each_axis(strategy, wire, compute):
     mesh, how = STRATEGIES[strategy]
     precision = fs.Precision(compute=compute, main=torch.float32, wire=BY_AXIS[wire])
@@ -337,7 +337,7 @@ def test_modules(strategy):
     simulate(mesh, rank_fn)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
+@every(2, strategy=["zero1", "ddp", "hfsdp", "zero3"])
 def test_processes_have_the_bits_of_simulated_ranks(strategy):
     mesh, _ = STRATEGIES[strategy]
 

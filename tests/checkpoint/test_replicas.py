@@ -77,7 +77,7 @@ def restored(comm, folder, strategy, **options):
     return state
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_any_hosts_as_many_as_copies_may_be_lost(tmp_path, copies):
     root, cases = str(tmp_path), list(itertools.combinations(range(4), copies))
     kept = processes(FOUR, partial(keep, root=root, copies=copies))[0]

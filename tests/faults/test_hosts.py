@@ -13,9 +13,10 @@ from tests.faults.programs import make_groups, train
 
 LIMIT_S = 5.0
 MANY = 100_000  # steps: until the link is cut
-JOBS = [(2, "module"), (4, "blocking")]
-OTHERS = [(2, "scheduled"), (2, "blocking"), (4, "scheduled"), (4, "module")]
-each_job = pytest.mark.parametrize(("size", "way"), [*JOBS, *(pytest.param(*job, marks=pytest.mark.deep) for job in OTHERS)])
+OTHERS = [(2, "module"), (2, "scheduled"), (2, "blocking"), (4, "scheduled"), (4, "blocking")]
+each_job = pytest.mark.parametrize(
+    ("size", "way"), [(4, "module"), *(pytest.param(*job, marks=pytest.mark.deep) for job in OTHERS)]
+)
 
 
 @pytest.fixture(scope="module")

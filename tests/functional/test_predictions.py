@@ -9,6 +9,7 @@ import torch
 import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, loss_fn, make_batches, make_params
+from tests.scheduling import every
 
 MESHES = {1: fs.Mesh({"dp": 4}), 2: fs.Mesh({"outer": 2, "inner": 2})}
 MIXED = fs.Strategy(
@@ -34,8 +35,6 @@ PRECISIONS = {
     "float32 wire": fs.Precision(compute=torch.bfloat16, wire=torch.float32),
     "8 and 4 bits": fs.Precision(stored=fs.formats.mxint8, wire=fs.formats.mxint4),
 }
-each_strategy = pytest.mark.parametrize("name", STRATEGIES)
-each_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def setup(name, precision="float32", frozen=()):
@@ -54,9 +53,7 @@ def traffic_of_a_step(layout, params, microbatches, comm):
     return counting.calls
 
 
-@each_strategy
-@each_precision
-@pytest.mark.parametrize("frozen", [(), "layers.0"])
+@every(3, name=STRATEGIES, precision=PRECISIONS, frozen=[(), "layers.0"])
 def test_traffic_of_a_step(name, precision, frozen):
     mesh, layout, params = setup(name, precision, frozen)
     for microbatches in (1, 2):
@@ -86,8 +83,7 @@ def test_traffic_in_numbers():
         assert dict(fs.inspect.step_traffic(fs.plan(params, MESHES[1], STRATEGIES[name]))) == {**calls, loss: 1}
 
 
-@each_strategy
-@each_precision
+@every(2, name=STRATEGIES, precision=PRECISIONS)
 def test_bytes_at_rest(name, precision):
     mesh, layout, params = setup(name, precision, frozen="head.b")
     tx = fs.optim.adamw(1e-2)

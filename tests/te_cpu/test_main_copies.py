@@ -31,7 +31,7 @@ OMISSIONS = {  # recipe and what is left out: errors of the output and of the gr
 }
 
 
-@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("cuts", [pytest.param(cuts, marks=pytest.mark.deep) if i % 2 else cuts for i, cuts in enumerate(CUTS)])
 def test_write_back_has_the_bits_of_the_whole(cuts):
     def every_recipe(comm):
         return {

@@ -10,10 +10,9 @@ import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import Block, descend, train, values, wrap
+from tests.modules import Block, descend, each_strategy, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same
 
-each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 ONE = fs.Mesh({"dp": 1})
 
 

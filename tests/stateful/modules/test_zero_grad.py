@@ -7,8 +7,8 @@ import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.testing import processes, simulate
 from tests import modules
-from tests.modules import ADAMW, close, each_strategy, values, wrap
-from tests.scheduling import DP
+from tests.modules import ADAMW, close, values, wrap
+from tests.scheduling import DP, FLAT, every
 
 
 def after(model, optimizer, x, y):
@@ -118,8 +118,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@each_strategy
+@every(2, way=WAYS, strategy=FLAT)
 def test_as_in_torch(strategy, way):
     def rank_fn(comm):
         model, optimizer = wrap(comm, strategy)
@@ -167,9 +166,12 @@ def backward_again(model, optimizer, scaler, x, y):
 USED_UP = r"optimizer\.step\(\) has used up the gradients.*'embed\.weight'.*Call optimizer\.zero_grad\(\)"
 
 
-@pytest.mark.parametrize("left_out", [False, True], ids=["", "after a step that a scaler has left out"])
-@pytest.mark.parametrize("again", [step_again, step_after_a_forward, unscale_again, backward_again], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@every(
+    2,
+    left_out=[False, True],
+    again=[step_again, step_after_a_forward, unscale_again, backward_again],
+    strategy=["ddp", "zero3"],
+)
 def test_gradients_are_used_once(strategy, again, left_out):
     """Torch would use them again. After the error and zero_grad() all is as it was."""
 
@@ -222,8 +224,7 @@ def test_zero_grad_inside_of_a_backward_is_refused():
     simulate(DP, rank_fn)
 
 
-@pytest.mark.parametrize("zero_at", [(1,), (1, 3), (0, 2, 3, 4, 5)])
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@every(2, zero_at=[(1,), (1, 3), (0, 2, 3, 4, 5)], strategy=["ddp", "zero3"])
 def test_torch_optimizers_of_parts_use_gradients_again(strategy, zero_at):
     """A step under way sees what an optimizer has written, with its schedule and without, in forwards and evaluations."""
 

@@ -21,6 +21,7 @@ from tests.scheduling import (
     STRATEGIES,
     assert_close,
     events,
+    every,
     full_params,
     gathers,
     make_state,
@@ -78,8 +79,7 @@ ORDERS = {
 }
 
 
-@each_strategy
-@pytest.mark.parametrize("order", ORDERS)
+@every(2, order=ORDERS, strategy=["zero3", "hfsdp", "zero2"])
 def test_orders_that_change_from_step_to_step(order, strategy):
     choices, num = ORDERS[order]
     program = training(in_order, strategy, 6, lambda i: {"order": choices[i // 2 % len(choices)]}, microbatches=1)
@@ -214,9 +214,7 @@ USES = {
 ADDED_IN_ANOTHER_ORDER = {"inside itself": inside_itself, "forward and gather": both_ways}
 
 
-@each_strategy
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("use", USES)
+@every(2, use=USES, microbatches=[1, 2], strategy=["zero3", "hfsdp"])
 def test_ways_to_use_units(use, microbatches, strategy):
     run_both(training(USES[use], strategy, microbatches=microbatches), mesh_of(strategy))
 
@@ -250,14 +248,16 @@ def test_a_use_without_gradient_before_all_others():
     run_both(program)
 
 
-@pytest.mark.parametrize("policy", [{"prefetch": 2}, {"prefetch": 0}, {"release": "backward"}, {"bucket_nbytes": 1500}])
-@pytest.mark.parametrize("use", USES)
+@every(2, use=USES, policy=[{"prefetch": 2}, {"prefetch": 0}, {"release": "backward"}, {"bucket_nbytes": 1500}])
 def test_ways_to_use_units_under_other_policies(use, policy):
     run_both(training(USES[use], "zero3"), **policy)
 
 
-@each_strategy
-@pytest.mark.parametrize("frozen", [["embed"], ["layers.1"], ["embed", "layers.0"], ["layers.1", "head"], ["layers.0.w"]])
+@every(
+    2,
+    frozen=[["embed"], ["layers.1"], ["embed", "layers.0"], ["layers.1", "head"], ["layers.0.w"]],
+    strategy=["zero3", "hfsdp", "zero2"],
+)
 def test_frozen_units(frozen, strategy):
     """In front nothing flows back; in the middle gradients flow through."""
     program = training(loss_fn, strategy, microbatches=2, frozen=frozen)
@@ -321,9 +321,9 @@ def checkpointed(params, batch, comm, *, use_reentrant):
     return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
 
 
-@each_strategy
-@pytest.mark.parametrize("policy", [{}, {"prefetch": 2}, {"release": "backward"}])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@every(
+    2, use_reentrant=[False, True], policy=[{}, {"prefetch": 2}, {"release": "backward"}], strategy=["zero3", "hfsdp", "zero2"]
+)
 def test_activation_checkpointing(use_reentrant, policy, strategy):
     """Compared with no checkpointing: the blocking path cannot be run inside of a reentrant backward."""
     loss = partial(checkpointed, use_reentrant=use_reentrant)

@@ -8,6 +8,7 @@ import fsharp as fs
 from fsharp.stateful.transport.base import ProcessGroups, Summand
 from fsharp.stateful.transport.gloo import _CHUNK, _WORTH_A_MESSAGE, GlooTransport
 from fsharp.testing import processes
+from tests.scheduling import every
 
 CHUNK = _CHUNK // 4
 PARTS = [0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + CHUNK // 2, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7]
@@ -70,8 +71,7 @@ TOGETHER = [[3, 70], [WORTH, WORTH], [WORTH - 2, 1, WORTH], [2 * WORTH, 5, CHUNK
 """Sizes of parts: packed, and as messages of their own, of one chunk and of several."""
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@every(2, n=[1, 2, 3], wire=[torch.bfloat16, torch.float32])
 def test_buffers_that_go_together(n, wire):
     """One label for all of them, and each as if it had gone alone."""
 
@@ -117,7 +117,7 @@ def test_buffers_that_go_together(n, wire):
     assert processes(fs.Mesh({"dp": n}), rank_fn, timeout=60) == [([], [calls] * len(TOGETHER))] * n
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+@every(3, strategy=["zero3", "zero2", "zero1", "ddp"])
 def test_gradients_that_one_rank_keeps(strategy):
     """Its next ones rest elsewhere; what ranks send each other, here in parts of more than a chunk, has to be the same."""
 
