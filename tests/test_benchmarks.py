@@ -562,6 +562,7 @@ def test_partial_runs_do_not_touch_the_page(parts, tmp_path):
     assert not docs.exists()
 
 
+@pytest.mark.deep  # test_wire_format.py holds the bytes of a step
 def test_formats_send_the_bytes_that_are_said():
     """One block and the root: FSDP2 gathers a block twice and the root once, in two bytes an element, and reduces both."""
     names = ("float32, zero3", "mxint8, gradients mxint4, zero2")

@@ -172,7 +172,7 @@ def test_dp_sgd_trains_as_the_unsharded_loop(nproc: int, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("options", "kills"),
     [
-        (["--steps", "12"], 1),
+        pytest.param(["--steps", "12"], 1, marks=pytest.mark.deep),
         pytest.param(["--steps", "120", "--nproc", "3", "--seed", "5"], 20, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
     ],
 )

@@ -60,7 +60,7 @@ def test_training_has_the_bits_of_the_plain_wire(strategy, policy, compute):
     simulate(STRATEGIES[strategy][0], rank_fn)
 
 
-@every(5, strategy=STRATEGIES, policy=[name for name in POLICIES if name != "blocking"])
+@every(7, strategy=STRATEGIES, policy=[name for name in POLICIES if name != "blocking"])
 def test_rounded_gradients_have_the_same_bits_on_every_path(strategy, policy):
     def rank_fn(comm):
         blocking = train(comm, strategy, microbatches=2, precision=ROUNDED)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.testing import simulate
+from tests.scheduling import every
 
 STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": fs.zero3}
 DIM, PER_RANK = 5, 4
@@ -251,8 +252,7 @@ def plain_gradients(program, n, tree):
     return loss.detach(), optree.tree_map(lambda t: torch.zeros_like(t) if t.grad is None else t.grad, leaves)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("name", PROGRAMS)
+@every(2, name=PROGRAMS, n=[2, 3, 1])
 def test_gradients_are_those_of_plain_torch_and_the_same_bits_under_every_strategy(name, n):
     tree = make_tree()
     expected = plain_gradients(PROGRAMS[name], n, tree)
@@ -290,9 +290,7 @@ def maml_of_plain_torch(n, tree):
     return torch.func.grad(outer)(tree)
 
 
-@pytest.mark.parametrize("outer", ["value_and_grad", "torch.func.grad"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(2, strategy=STRATEGIES, n=[1, 2, 3], outer=["value_and_grad", "torch.func.grad"])
 def test_joint_maml_is_that_of_plain_torch_on_the_joint_batch(strategy, n, outer):
     tree, mesh = make_tree(), fs.Mesh({"dp": n})
     layout = fs.plan(tree, mesh, STRATEGIES[strategy]("dp"), units="*")

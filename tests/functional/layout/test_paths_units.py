@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharp.errors import PatternError, TreeError
+from fsharp.errors import PatternError
 from fsharp.functional.layout.paths import ancestors, assign, chosen, flatten, innermost, is_literal, matches, prefixes, selects
 from fsharp.functional.layout.units import cut, cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
@@ -179,15 +179,3 @@ def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
 def test_patterns_of_rules_that_do_not_fit(run, text):
     with pytest.raises(PatternError, match=re.escape(text)):
         run()
-
-
-@pytest.mark.parametrize(
-    ("tree", "text"),
-    [
-        ({"a.b": 1, "a": {"b": 2}}, r"the key 'a\.b' in the path \('a\.b',\) is empty or contains a dot"),
-        ({"0": 1, 0: 2}, "two leaves share the dotted path '0'"),
-    ],
-)
-def test_keys_that_make_paths_ambiguous(tree, text):
-    with pytest.raises(TreeError, match=text):
-        flatten(tree)

@@ -136,7 +136,7 @@ def looked_at(comm, strategy, **options):
 
 @pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")
 @every(
-    3, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
+    5, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
 )
 def test_a_forward_with_averages(strategy, kind, precision):
     def rank_fn(comm):

@@ -14,7 +14,7 @@ from fsharp.errors import LayoutError, MeshError, TreeError
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
 from tests.modules import close
-from tests.scheduling import assert_same
+from tests.scheduling import assert_same, every
 
 DIM, HIDDEN, VOCAB, EXPERTS = 6, 8, 11, 4
 GRID = fs.Mesh({"dp": 2, "tp": 2})
@@ -134,7 +134,7 @@ def mixture(comm, name):
     return model, data
 
 
-@pytest.mark.parametrize("name", PLACES)
+@every(2, name=PLACES)
 def test_experts_with_an_axis_of_their_own(name):
     """The same norms (of all experts), and the same parameters, as with all experts in one module."""
 

@@ -39,7 +39,7 @@ def train(model, optimizer, scaler, data, *, bad=(), parts=1, clip=None, zero="a
     return scales
 
 
-@every(4, strategy=STRATEGIES, parts=(1, 2), optimizer=("torch", "pair"))
+@every(5, strategy=STRATEGIES, parts=(1, 2), optimizer=("torch", "pair"))
 def test_the_same_bits_as_without(strategy, parts, optimizer):
     mesh = STRATEGIES[strategy][0]
 

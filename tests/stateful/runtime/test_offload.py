@@ -394,10 +394,7 @@ def test_what_keeps_its_own_state_or_addresses_is_refused():
 # ------------------------------------------------------------ streams
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize(
-    ("strategy", "precision"), [*product(("ddp", "zero1", "zero2", "zero3"), PRECISIONS), ("hfsdp", "bf16")]
-)
+@every(2, strategy=("ddp", "zero1", "zero2", "zero3"), precision=PRECISIONS, donate=[False, True])
 def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precision, donate):
     report = train_on_streams(strategy, precision=precision, donate=donate, steps=4, offload=True)
     assert report.races == []

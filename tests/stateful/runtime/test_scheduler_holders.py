@@ -20,7 +20,7 @@ from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.pending import is_pending
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
-from tests.scheduling import DP, STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches, run_both
+from tests.scheduling import DP, STRATEGIES, assert_same, every, full_params, make_state, make_tx, my_batches, run_both
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
 
@@ -34,8 +34,7 @@ def score(params, batch, comm):
         return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
 
 
-@pytest.mark.parametrize("way", ["wrapped", "plain"])
-@each_strategy
+@every(2, strategy=["ddp", "zero1", "zero3", "hfsdp"], way=["wrapped", "plain"])
 def test_old_parameters_are_used_after_an_update(strategy, way):
     def program(run):
         step = fs.train_step(loss_fn, make_tx())
@@ -208,8 +207,7 @@ def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(policy):
         assert blocking == scheduled
 
 
-@pytest.mark.parametrize("way", ["one function", "two functions"])
-@each_strategy
+@every(2, strategy=["ddp", "zero1", "zero3", "hfsdp"], way=["one function", "two functions"])
 def test_trees_with_the_same_names_and_other_shapes(strategy, way):
     """Large and small in turn, each in its own memory, whoever comes first."""
 
@@ -335,8 +333,7 @@ def test_buffers_that_are_not_contiguous(strategy):
     assert simulate(DP, rank_fn) == [True, True]
 
 
-@pytest.mark.parametrize("first", [0, 3, 5])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+@every(2, strategy=["zero1", "zero3", "hfsdp"], first=[0, 3, 5])
 def test_units_that_are_used_outside_of_a_function_take_no_memory_of_its_schedule(strategy, first):
     """Where there is what the next step has gathered ahead."""
 
@@ -425,8 +422,7 @@ def test_a_collective_that_has_failed_fails_again():
     assert [done.wait(), done.wait(), len(calls)] == [7, 7, 3]
 
 
-@pytest.mark.parametrize("engine", ["blocking", "eager", "planned"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@every(2, strategy=["ddp", "zero2", "zero3"], engine=["blocking", "eager", "planned"])
 def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
     """As it would change them for good where they rest in full, and nowhere else."""
 
@@ -508,9 +504,12 @@ def test_a_hessian_inside_of_a_unit(engine):
         torch.testing.assert_close(found, w.grad)
 
 
-@pytest.mark.parametrize("engine", ["blocking", "scheduled"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("way", ["an old state", "another learning rate", "a step twice"])
+@every(
+    2,
+    way=["an old state", "another learning rate", "a step twice"],
+    strategy=["ddp", "zero1", "zero3"],
+    engine=["blocking", "scheduled"],
+)
 def test_a_rank_that_updates_something_else(strategy, engine, way):
     """Where no values are compared, as under ddp, either."""
 

@@ -29,11 +29,6 @@ from tests.scheduling import (
     run_both,
 )
 
-DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("zero2", "hfsdp", "mixed", "late")]
-
-
-each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp", *DEEP])
-
 
 def mesh_of(strategy):
     return HYBRID if strategy in ON_TWO_AXES else DP
@@ -111,18 +106,11 @@ def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda p
     return fs.update(make_tx(), averaged, state, comm=comm, donate=donate), metrics.loss, grads, reduced
 
 
-@each_strategy
-@pytest.mark.parametrize(
-    ("which", "policy"),
-    [
-        ("rest", {}),
-        ("final", {}),
-        ("one buffer", {}),
-        ("rest", {"gather_at_start": False}),
-        ("rest", {"sum_late": False}),
-        ("rest", {"keep_gradients": True}),
-    ],
-    ids=str,
+@every(
+    4,
+    strategy=STRATEGIES,
+    policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}],
+    which=["rest", "final", "one buffer"],
 )
 def test_gradients_stay_what_they_are_for_as_long_as_they_are_kept(strategy, policy, which):
     """What was noted of them at the time is the same at the end. After a step that keeps none the arena has them again."""
@@ -218,8 +206,7 @@ def test_gradients_of_two_losses(strategy, drop):
     run_late(program, strategy)
 
 
-@each_strategy
-@pytest.mark.parametrize("drop", [False, True])
+@every(4, strategy=STRATEGIES, drop=[False, True])
 def test_only_the_first_of_two_gradients_is_kept_beyond_the_step(strategy, drop):
     """It is in the arena, and what the unit had last is not."""
 

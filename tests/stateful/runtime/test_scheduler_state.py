@@ -75,9 +75,7 @@ def distill(student, teacher, batch, comm):
     return F.cross_entropy(logits(student, batch["x"], comm), target)
 
 
-@each_strategy
-@pytest.mark.parametrize("way", ["argument", "closed over"])
-@pytest.mark.parametrize("other", [2, 3])
+@every(3, strategy=STRATEGIES, way=["argument", "closed over"], other=[2, 3])
 def test_a_teacher(strategy, way, other):
     """Units of two trees have the same names; they are told apart, whether they are arguments or not."""
 
@@ -204,8 +202,7 @@ def explicit(state, batch, comm, *, change=lambda grads: None, microbatches=1, d
     return fs.update(make_tx(), averaged, state, comm=comm, donate=donate), metrics, grads, reduced, averaged
 
 
-@each_strategy
-@pytest.mark.parametrize("microbatches", [1, 2])
+@every(4, strategy=STRATEGIES, microbatches=[1, 2])
 def test_gradients_that_the_caller_keeps_are_not_overwritten(strategy, microbatches):
     """All of those of every step are looked at after the last one only."""
 
@@ -220,8 +217,7 @@ def test_gradients_that_the_caller_keeps_are_not_overwritten(strategy, microbatc
     assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
 
 
-@each_strategy
-@pytest.mark.parametrize("place", ["first", "last", "all"])
+@every(5, strategy=STRATEGIES, place=["first", "last", "all"])
 def test_gradients_changed_in_place_before_they_are_reduced(strategy, place):
     """What the schedule has reduced already, on its way, is then not what the caller wants."""
 
@@ -290,8 +286,7 @@ def test_a_state_that_is_not_donated_stays(strategy):
     run_both(program, mesh_of(strategy))
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@each_strategy
+@every(4, strategy=STRATEGIES, donate=[False, True])
 def test_parameters_read_right_after_the_step(strategy, donate):
     """While they are on their way from the optimizer's place to where they rest."""
 
@@ -442,9 +437,7 @@ def test_parameters_changed_within_a_step_are_refused():
 # Failures
 
 
-@each_strategy
-@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
-@pytest.mark.parametrize("when", [0, 2])
+@every(6, strategy=STRATEGIES, where=["forward", "backward", "loss"], when=[0, 2])
 def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strategy, where, when):
     """On all ranks alike, in the first step or in one that follows the plan; the old one says that it is closed."""
 
