@@ -457,12 +457,6 @@ def test_lists_tuples_and_none_go_through(tmp_path):
     fs.checkpoint.to_dcp(found, tmp_path / "part", subtree="optim")
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_torch_loads_an_optimizer_that_fsharp_has_trained(tmp_path, kind):
-    want = trained_by_fsharp(tmp_path, kind)
-    assert_same_state(loaded_by_torch(tmp_path, kind, build(), no_dist=True), want)
-
-
 def test_lists_tuples_and_none_of_a_tree_that_fsharp_saves(tmp_path):
     """As DCP saves them: a list or tuple of values is one object; DCP looks into lists with dicts or tensors."""
     tree = {"a": [1, (2.5, None, ["x"])], "b": None, "c": (), "d": [{"e": (1, 2)}, {"e": None}], "w": [torch.ones(2), None, 3]}

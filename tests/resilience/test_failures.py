@@ -109,7 +109,9 @@ def test_a_rank_that_is_stopped_is_named_within_the_limit(tmp_path):
     found = ended(tmp_path, 0)
     assert re.search(r"ranks \[1\] have not come|with rank 1 in", found["error"]), found
     assert found["seconds"] < 2 * LIMIT_S + 2
-    assert "rank 0 of 2, in step 6; its last collective:" in (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
+    assert "rank 0 of 2, in step 6; its last collective:" in said
+    assert "rank 0 has waited" in said, "a warning before the limit"
 
 
 def test_a_signal_to_one_process_saves_and_ends_all_of_them(tmp_path):

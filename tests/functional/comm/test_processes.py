@@ -74,37 +74,6 @@ def test_ranks_that_take_two_trees_of_equal_shapes_in_another_order(strategy):
         assert "tree 2 at update 0" in text, text
 
 
-@pytest.mark.parametrize(
-    ("field", "make"),
-    [
-        ("tx", lambda rank: fs.optim.adamw(1e-3 if rank else 2e-3)),
-        ("tx", lambda rank: fs.optim.chain(fs.optim.clip_by_global_norm(1.0 + (rank == 2)), fs.optim.adamw(1e-3))),
-    ],
-)
-def test_ranks_with_different_optimizers(field, make):
-    def rank_fn(comm):
-        params = make_params()
-        sharded = fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm)
-        fs.init_state(make(comm.rank), sharded, comm=comm)
-
-    results = caught(rank_fn)
-    assert len({text for _, text, _ in results}) == 1
-    assert f"  {field}  rank" in results[0][1]
-
-
-def test_an_error_on_one_rank_is_raised_on_all():
-    def rank_fn(comm):
-        params = make_params()
-        layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
-        if comm.rank == 1:
-            params["embed"] = params["embed"].double()
-        fs.shard(params, layout, comm)
-
-    results = caught(rank_fn)
-    assert [kind for kind, *_ in results] == ["AgreementError"] * 3
-    assert all("failed on rank 1" in text and "'embed'  got float64[11, 6]" in text for _, text, _ in results)
-
-
 def test_a_mesh_that_does_not_fit_the_world():
     def rank_fn(comm):
         fs.connect(fs.Mesh({"outer": 2, "inner": 2}), device_type="cpu")

@@ -1,11 +1,6 @@
 """Ranks in processes that die, stop or take part in something else: others hear of it in time, with rank, step and op."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -21,82 +16,6 @@ from fsharp.functional.comm.watch import RankStatuses, Watch
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches
-
-LIMIT_S = 3.0
-
-PROGRAM = """
-    import datetime, os, signal, sys, time
-    import torch.distributed as dist
-    import fsharp as fs
-    from tests.gpt_like import loss_fn
-    from tests.scheduling import make_state, make_tx, my_batches
-
-    rank, fate, way, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    open(f"{{folder}}/ready {{rank}}", "w").close()
-    while not os.path.exists(f"{{folder}}/ready {{1 - rank}}"):  # the limit is for what comes then
-        time.sleep(0.01)
-    limit = datetime.timedelta(seconds={limit})
-    dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=rank, world_size=2, timeout=limit)
-    comm = fs.connect(fs.Mesh({{"dp": 2}}), device_type="cpu")
-    state, step = make_state(comm, "zero3"), fs.train_step(loss_fn, make_tx())
-    call = fs.Scheduler(comm)(step) if way == "scheduled" else lambda state, batch: step(state, batch, comm)
-    for i, batch in enumerate(my_batches(comm, 6)):
-        if way == "new scheduler" and i == 2:
-            call = fs.Scheduler(comm)(step)
-        if rank == 1 and i == (2 if way == "new scheduler" else 3):
-            os.kill(os.getpid(), signal.SIGKILL if fate == "dies" else signal.SIGSTOP)
-        since = time.monotonic()
-        try:
-            state, _ = call(state, batch)
-        except Exception as error:
-            print(f"{{type(error).__name__}} after {{time.monotonic() - since:.1f}} s: {{error}}", flush=True)
-            os._exit(0)
-    print("no error", flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("fate", "way"),
-    [
-        ("dies", "scheduled"),
-        pytest.param("dies", "new scheduler", marks=pytest.mark.deep),
-        ("stops", "scheduled"),
-        pytest.param("dies", "blocking", marks=pytest.mark.deep),
-        pytest.param("stops", "blocking", marks=pytest.mark.deep),
-    ],
-)
-def test_a_rank_that_is_gone_is_named_with_step_and_op(fate, way, tmp_path):
-    code = textwrap.dedent(PROGRAM).format(limit=LIMIT_S)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), fate, way, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        for rank in range(2)
-    ]
-    try:
-        out, err = running[0].communicate(timeout=50)
-    finally:
-        for process in running:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-    assert out.startswith("CommError after "), out + err
-    assert "gather" in out
-    if way == "scheduled":
-        assert re.search("step #[23] after [23] updates, microbatch [01]: tree 2 at update [23], gather", out), (
-            out
-        )  # what a step needs first is gathered by the one before
-    seconds = float(out.split()[2])
-    if fate == "dies":
-        assert "could not exchange data with rank 1" in out
-        assert seconds < LIMIT_S
-    else:
-        assert "ranks [1] have not come" in out
-        assert seconds < 3 * LIMIT_S
-        assert "rank 0 has waited" in err  # a warning before the limit
 
 
 def attempt(call):

@@ -74,16 +74,6 @@ TORCH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TORCH)
-@pytest.mark.parametrize("donate", [False, True])
-def test_rules_are_those_of_torch(name, donate):
-    tx, make_optimizer = TORCH[name]
-    ours, _ = run(tx, n=3, donate=donate)
-    theirs = run_torch(make_optimizer)
-    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
-    assert not torch.equal(ours["a"]["w"], draw(0)["a"]["w"])
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd, momentum"])
 @pytest.mark.parametrize("other", [{"w": torch.ones(7)}, {"w": torch.ones(70), "more": {"w": torch.ones(70)}}])
 def test_a_state_of_other_parameters_is_refused(name, other):
@@ -153,12 +143,12 @@ def test_no_bit_depends_on_the_cut(name, dtype):
             assert torch.equal(a, b), (n, strategy.__name__, donate, path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", TORCH)
-def test_rules_are_those_of_torch_in_16_bits(name, dtype):
-    """Five steps, each of which rounds parameters up to 4 and a momentum; torch's own kernel for SGD does not move them."""
+def test_rules_are_those_of_torch(name, dtype):
+    """Five steps, each of which rounds parameters up to 4 and a momentum; torch's kernel for SGD in 16 bits moves none."""
     tx, make_optimizer = TORCH[name]
-    ours, _ = run(tx, n=2, dtype=dtype)
+    ours, _ = run(tx, n=3, dtype=dtype, donate=dtype is torch.float32)
     theirs = run_torch(make_optimizer)
     bound = 10 * 4 * torch.finfo(dtype).eps
     optree.tree_map(lambda a, b: torch.testing.assert_close(a.float(), b, rtol=0, atol=bound), ours, theirs)
