@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
-from fsharp.testing import DebugPolicy
+from fsharp.testing import DebugPolicy, simulate
 from tests.scheduling import STRATEGIES
 
 VOCAB, DIM = 11, 6
@@ -20,7 +20,7 @@ each_strategy = pytest.mark.parametrize(
 """``test_module.test_as_the_module_alone`` has the others with every kind of model."""
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
-_seeds = threading.Lock()  # simulated ranks share the global generator
+_seeds = threading.RLock()  # simulated ranks share the global generator
 
 
 class Block(nn.Module):
@@ -164,6 +164,29 @@ def alone(kind, steps, **options):
 
 def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def seeded(make):
+    """``make()`` with the same random numbers whenever it is called, on whichever rank."""
+    with _seeds:
+        torch.manual_seed(0)
+        return make()
+
+
+def assert_trains_as_alone(strategy, steps, made=make, *, optimizer=torch.optim.AdamW, settings=ADAMW, count=4, **options):
+    """``steps(model, optimizer, data)`` on ranks, and on the module alone with the data of all: the same to rounding."""
+    mesh, how = STRATEGIES[strategy]
+
+    def rank_fn(comm):
+        model = fs.shard_module(seeded(made), mesh=comm, strategy=how, policy=DebugPolicy(poison=True), **options)
+        own = fs.ShardedOptimizer(model.parameters(), optimizer, **settings)
+        steps(model, own, batches(comm, count, size=8 // comm.mesh.size))
+        return values(model)
+
+    whole = seeded(made)
+    steps(whole, optimizer(whole.parameters(), **settings), batches(None, count))
+    for mine in simulate(mesh, rank_fn):
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
 
 
 # What is refused

@@ -57,9 +57,7 @@ class Coder(Net):
 
 
 def make():
-    with modules._seeds:
-        torch.manual_seed(0)
-        return Coder()
+    return modules.seeded(Coder)
 
 
 METHODS = ["encode", "decode", "whole", "first"]
@@ -207,24 +205,8 @@ class Passes(Net):
 def test_a_root_that_returns_what_a_unit_returns(strategy):
     """A backward comes to the unit before it comes to the root around it."""
 
-    def make():
-        with modules._seeds:
-            torch.manual_seed(0)
-            return Passes()
-
     def steps(model, optimizer, data):
         for x, y in data:
             descend(model(model(x), y), optimizer)
 
-    mesh, where = STRATEGIES[strategy]
-
-    def rank_fn(comm):
-        model = fs.shard_module(make(), mesh=comm, strategy=where, units=[Block], policy=DebugPolicy(poison=True))
-        data = modules.batches(comm, 3, size=8 // comm.mesh.size)
-        steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP), data)
-        return values(model)
-
-    model = make()
-    steps(model, torch.optim.AdamW(model.parameters(), **STEP), modules.batches(None, 3))
-    for mine in simulate(mesh, rank_fn):
-        close(mine, {name: p.detach() for name, p in model.named_parameters()})
+    modules.assert_trains_as_alone(strategy, steps, Passes, settings=STEP, count=3, units=[Block])

@@ -9,31 +9,10 @@ import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import ADAMW, Block, close, descend, each_strategy, refused, train, values, wrap
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.modules import Block, close, descend, each_strategy, refused, train, values, wrap
+from tests.scheduling import DP, assert_same
 
 # What its users do besides
-
-
-def both(use, strategy, *, steps=2, optimizer=torch.optim.AdamW):
-    """``use(model, x, y)``, which ends with gradients, on a sharded model and on the module alone: the same parameters."""
-
-    def rank_fn(comm):
-        model, opt = wrap(comm, strategy, optimizer=optimizer)
-        for x, y in modules.batches(comm, steps):
-            use(model, x, y)
-            opt.step()
-            opt.zero_grad()
-        return values(model)
-
-    whole = modules.make()
-    opt = optimizer(whole.parameters(), **ADAMW)
-    for x, y in modules.batches(None, steps):
-        use(whole, x, y)
-        opt.step()
-        opt.zero_grad()
-    for mine in simulate(DP, rank_fn):
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
 
 
 def two_losses(model, x, y):
@@ -55,19 +34,19 @@ def of_inputs_first(model, x, y):
     model(x, y)["loss"].backward()
 
 
-def zeroed_in_between(model, x, y):
-    loss = model(x, y)["loss"]
-    model.zero_grad()
-    loss.backward()
-
-
-USES = [two_losses, one_graph_twice, of_inputs_first, zeroed_in_between]
+USES = [two_losses, one_graph_twice, of_inputs_first]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @each_strategy
 def test_backward_passes(use, strategy):
-    both(use, strategy)
+    def steps(model, optimizer, data):
+        for x, y in data:
+            use(model, x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    modules.assert_trains_as_alone(strategy, steps, count=2, units=[Block])
 
 
 class Carrier:
@@ -119,28 +98,14 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("way", ["object", "weight", "list", "attribute"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_what_modules_return_and_fill(way, strategy):
-    def steps(model, optimizer):
+    def steps(model, optimizer, data):
         for i in range(3):
             out = model(torch.linspace(0, 1, 12).view(3, 4) + i)
             loss = {"object": lambda: out.hidden.square().sum(), "attribute": lambda: model.deep.aux}.get(way, lambda: out)()
             descend(loss, optimizer)
 
-    def make():
-        with modules._seeds:
-            torch.manual_seed(0)
-            return Wide(way)
-
-    def rank_fn(comm):
-        model = fs.shard_module(
-            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Deep], policy=DebugPolicy(poison=True)
-        )
-        steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
-        return values(model)
-
-    whole = make()
-    steps(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
-    for mine in simulate(DP, rank_fn):
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+    made = lambda: Wide(way)  # noqa: E731
+    modules.assert_trains_as_alone(strategy, steps, made, optimizer=torch.optim.SGD, settings={"lr": 0.1}, units=[Deep])
 
 
 class Fails(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError, TreeError
-from fsharp.testing import DebugPolicy, simulate
+from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, descend, each_strategy, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same
@@ -376,23 +376,8 @@ class Shares(nn.Module):
 def test_a_module_that_several_units_share(strategy):
     """Its parameter is gathered with the root when a half that has it too is called."""
 
-    def make():
-        with modules._seeds:
-            torch.manual_seed(0)
-            return Shares()
-
     def steps(model, optimizer, data):
         for x, y in data:
             descend(model(x, y), optimizer)
 
-    def rank_fn(comm):
-        model = fs.shard_module(
-            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Half], policy=DebugPolicy(poison=True)
-        )
-        steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5), modules.batches(comm, 4))
-        return values(model)
-
-    whole = make()
-    steps(whole, torch.optim.SGD(whole.parameters(), lr=0.5), modules.batches(None, 4))
-    for found in simulate(DP, rank_fn):
-        modules.close(found, {name: p.detach() for name, p in whole.named_parameters()})
+    modules.assert_trains_as_alone(strategy, steps, Shares, optimizer=torch.optim.SGD, settings={"lr": 0.5}, units=[Half])

@@ -310,24 +310,11 @@ def test_leaves_without_a_gradient_are_left_alone():
         def forward(self, x, which):
             return getattr(self, which)(x).square().sum()
 
-    def make():
-        with modules._seeds:
-            torch.manual_seed(0)
-            return Two()
-
-    def steps(model, optimizer):
+    def steps(model, optimizer, data):
         for which in "aabab":
             descend(model(torch.linspace(0, 1, 12).view(3, 4), which), optimizer)
 
-    def rank_fn(comm):
-        model = fs.shard_module(make(), mesh=comm, strategy=fs.ddp("dp"))
-        steps(model, fs.ShardedOptimizer(model.parameters(), Lamb))
-        return values(model)
-
-    whole = make()
-    steps(whole, Lamb(whole.parameters()))
-    for mine in simulate(DP, rank_fn):
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+    modules.assert_trains_as_alone("ddp", steps, Two, optimizer=Lamb, settings={})
 
 
 # State dicts say where they are from

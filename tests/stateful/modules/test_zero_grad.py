@@ -120,18 +120,11 @@ WAYS = [
 
 @every(2, way=WAYS, strategy=FLAT)
 def test_as_in_torch(strategy, way):
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy)
-        for x, y in modules.batches(comm, 5):
+    def steps(model, optimizer, data):
+        for x, y in data:
             way(model, optimizer, x, y)
-        return values(model)
 
-    whole = modules.make()
-    optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW)
-    for x, y in modules.batches(None, 5):
-        way(whole, optimizer, x, y)
-    for mine in simulate(DP, rank_fn):
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+    modules.assert_trains_as_alone(strategy, steps, count=5, units=[modules.Block])
 
 
 @pytest.mark.parametrize("way", [between_two_backwards, left_out], ids=lambda way: way.__name__)
