@@ -20,42 +20,11 @@ class Wrong:
 
 
 RESULTS = {
-    "Layout",
-    "TrainState",
-    "Loss",
-    "Metrics",
-    "ShardedModule",
-    "Part",
-    "ShardedParameter",
-    "Scheduled",
-    "Sharded",
-    "Checkpoint",
-    "PerRank",
-    "RefreshNbytes",
-    "Call",
-    "LeafSharding",
-    "TreeSharding",
-    "Timeline",
-    "TimeSpan",
-    "Place",
-    "Placement",
-    "Dtypes",
-    "Group",
-    "Leaf",
-    "Span",
-    "UnitLayout",
-    "NonFinite",
-    "StepTimes",
-    "Event",
-    "Program",
-    "UnitFacts",
-    "Schedule",
-    "RaceError",
-    "RaceReport",
-    "Comm",
-    "LossFn",
-    "Transform",
-}
+    "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "Part", "ShardedParameter", "Scheduled", "Sharded",
+    "Checkpoint", "PerRank", "RefreshNbytes", "Call", "LeafSharding", "TreeSharding", "Timeline", "TimeSpan", "Place",
+    "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "StepTimes", "Event", "Program", "UnitFacts",
+    "Schedule", "RaceError", "RaceReport", "Comm", "LossFn", "Transform",
+}  # fmt: skip
 """Public names that are no functions of users: what the library returns, and types of annotations."""
 
 OWN_WORDS = {"Mesh", "Policy", "DebugPolicy", "Precision", "Rows", "fold_in", "seeded", "sharding", "map_units"}

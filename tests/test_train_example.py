@@ -16,17 +16,9 @@ ROOT = Path(__file__).parents[1]
 TINY = ["--steps", "60", "--dim", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch", "4"]
 TINY += ["--eval-bytes", "2048", "--sample-bytes", "8", "--exact-clip"]
 KEYS = {
-    "val_bits_per_byte",
-    "bigram_bits_per_byte",
-    "tokens_per_s",
-    "bytes_at_rest",
-    "bytes_unsharded",
-    "strategy",
-    "world_size",
-    "steps",
-    "num_params",
-    "train_seconds",
-}
+    "val_bits_per_byte", "bigram_bits_per_byte", "tokens_per_s", "bytes_at_rest", "bytes_unsharded", "strategy",
+    "world_size", "steps", "num_params", "train_seconds",
+}  # fmt: skip
 
 
 def cli(*options: str) -> subprocess.CompletedProcess[str]:

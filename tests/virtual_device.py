@@ -26,16 +26,9 @@ from tests.virtual_streams import Illegal, Streams, VirtualEvent, VirtualGraph, 
 CUDA = torch.device("cuda", 0)
 _ON, _OFF = torch.device("cpu", 0), torch.device("cpu", 1)  # how ops are told a side
 _WAIT = {
-    "_local_scalar_dense",
-    "equal",
-    "is_nonzero",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "bincount",
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
     "allclose",
-}
+}  # fmt: skip
 _COPY = {"copy_", "_to_copy", "_foreach_copy_", "set_"}
 _TO_HOST = {"tolist", "numpy", "__array__", "__dlpack__"}
 _here = threading.local()

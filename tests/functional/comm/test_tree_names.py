@@ -112,15 +112,10 @@ def at_once(comm):
 
 
 PROGRAMS = [
-    ema_on_one_rank,
-    older_state_on_one_rank,
-    two_models_in_opposite_order,
-    two_successors_of_one_state,
-    two_copies_in_opposite_order,
-    copies_by_replace_and_by_a_mapping_in_opposite_order,
-    gradients_of_two_models_in_opposite_order,
-    two_loads_in_opposite_order,
-]
+    ema_on_one_rank, older_state_on_one_rank, two_models_in_opposite_order, two_successors_of_one_state,
+    two_copies_in_opposite_order, copies_by_replace_and_by_a_mapping_in_opposite_order,
+    gradients_of_two_models_in_opposite_order, two_loads_in_opposite_order,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda fn: fn.__name__)

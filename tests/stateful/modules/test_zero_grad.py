@@ -104,18 +104,10 @@ def writes_between_two_backwards(model, optimizer, x, y):
 
 
 WAYS = [
-    after,
-    at_the_start,
-    before_the_backward,
-    by_hand,
-    between_two_backwards,
-    between_two_of_one_graph,
-    between_backwards_of_other_units,
-    after_a_gradient_by_autograd,
-    left_out,
-    writes_around_a_backward,
+    after, at_the_start, before_the_backward, by_hand, between_two_backwards, between_two_of_one_graph,
+    between_backwards_of_other_units, after_a_gradient_by_autograd, left_out, writes_around_a_backward,
     writes_between_two_backwards,
-]
+]  # fmt: skip
 
 
 @every(2, way=WAYS, strategy=FLAT)
