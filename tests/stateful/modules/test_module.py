@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import LossError, ScheduleError, TreeError
+from fsharp.errors import LossError, ScheduleError
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
 from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strategy, refused, train, values, wrap
-from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 
 @every(3, kind=modules.KINDS, strategy=STRATEGIES)
@@ -114,65 +114,6 @@ def test_optimizers_with_groups_and_a_schedule(name, strategy):
         close(mine, {name: p.detach() for name, p in model.named_parameters()})
 
 
-@every(2, strategy=FLAT, kind=(torch.optim.AdamW, torch.optim.SGD, None), groups=(False, True))
-def test_training_goes_on_with_the_state_of_an_optimizer(strategy, kind, groups):
-    def make(model):
-        if kind is None:
-            return fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
-        by_bias = [[p for n, p in model.named_parameters() if n.endswith("bias") is way] for way in (True, False)]
-        params = [{"params": each} for each in by_bias] if groups else model.parameters()
-        return fs.ShardedOptimizer(params, kind, **({"momentum": 0.9} if kind is torch.optim.SGD else {}), lr=1e-2)
-
-    def rank_fn(comm):
-        data = modules.batches(comm, 4)
-        straight, _ = wrap(comm, strategy)
-        train(straight, make(straight), data)
-        model, _ = wrap(comm, strategy)
-        optimizer = make(model)
-        train(model, optimizer, data[:2])
-        saved, whole = optimizer.state_dict(), values(model)
-        again, _ = wrap(comm, strategy)
-        with again.unsharded(write=True), torch.no_grad():
-            for name, parameter in again.named_parameters():
-                parameter.copy_(whole[name])
-        optimizer = make(again)
-        optimizer.load_state_dict(saved)
-        train(again, optimizer, data[2:])
-        return values(straight), values(again)
-
-    for expected, mine in simulate(DP, rank_fn):
-        assert_same(mine, expected)
-
-
-@pytest.mark.parametrize("within", [True, False])
-@each_strategy
-def test_backward_passes_add_up(strategy, within):
-    """In ``accumulate()`` or not, as one backward of the sum; and forwards may all come before the backward."""
-
-    def rank_fn(comm):
-        (one, optimizer), (other, second) = wrap(comm, strategy), wrap(comm, strategy)
-        grads = []
-        for (x1, y1), (x2, y2) in zip(modules.batches(comm, 4)[::2], modules.batches(comm, 4)[1::2]):
-            if within:
-                with one.accumulate():
-                    one(x1, y1)["loss"].backward()
-            else:
-                one(x1, y1)["loss"].backward()
-            one(x2, y2)["loss"].backward()
-            first, last = other(x1, y1)["loss"], other(x2, y2)["loss"]
-            (first + last).backward()
-            grads.append([[p.grad.local.clone() for p in model.parameters()] for model in (one, other)])
-            for each in (optimizer, second):
-                each.step()
-                each.zero_grad()
-        return grads, values(one), values(other)
-
-    for grads, mine, others in simulate(DP, rank_fn):
-        for a, b in grads:
-            close(a, b)
-        close(mine, others)
-
-
 def test_no_step_without_gradients():
     def rank_fn(comm):
         model, optimizer = wrap(comm, "zero3")
@@ -195,24 +136,6 @@ def test_no_step_without_gradients():
         assert any(not torch.equal(values(model)[name], each) for name, each in before.items())
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)
-
-
-@each_strategy
-def test_clipping(strategy):
-    def rank_fn(comm):
-        model, _ = wrap(comm, strategy)
-        [(x, y)] = modules.batches(comm, 1)
-        model(x, y)["loss"].backward()
-        norm = model.clip_grad_norm_(0.1)
-        return norm, fs.optim.global_norm(model.__dict__["_fsharp"][0].step.means.tree, comm=comm)
-
-    model = modules.make()
-    [(x, y)] = modules.batches(None, 1)
-    model(x, y)["loss"].backward()
-    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    for norm, after in simulate(DP, rank_fn):
-        close(norm, expected)
-        close(after, torch.tensor(0.1))
 
 
 @each_strategy
@@ -291,22 +214,6 @@ def test_blocks_are_gathered_while_the_ones_before_compute(kind):
     assert all(waits[schedule.ops.index(op)] > op.at for op in gathers)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_lower_precision(strategy):
-    """bfloat16 to compute, float32 for the optimizer: as near to float32 as bfloat16 is."""
-
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32))
-        seen = []
-        model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-        train(model, optimizer, modules.batches(comm, 3))
-        return values(model), set(seen)
-
-    for mine, seen in simulate(DP, rank_fn):
-        assert seen == {torch.bfloat16}
-        torch.testing.assert_close(mine, alone("plain", 3)[1], rtol=0.1, atol=0.03)
-
-
 # Crossing over
 
 
@@ -373,45 +280,6 @@ def test_unsharded(strategy):
     for before, after in simulate(DP, rank_fn):
         changed = {"head.weight": before["head.weight"] * 2, "layers.1.gain": torch.full((), 3.0)}
         assert_same(after, {**before, **changed})
-
-
-class Gain(nn.Module):
-    """Has a parameter and initializes it."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(modules.DIM))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        nn.init.normal_(self.gain)
-
-    def forward(self, x):
-        return x * self.gain
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_module_on_the_meta_device(strategy):
-    """Values depend on the key alone, not on the mesh, the strategy or the units."""
-
-    def rank_fn(comm, strategy, units, key=3):
-        with torch.device("meta"):
-            net = nn.Sequential(nn.Linear(5, modules.DIM), Gain(), nn.Linear(modules.DIM, 3, bias=False))
-        model = fs.shard_module(net, mesh=comm, strategy=strategy, units=units, key=key)
-        return values(model)
-
-    [expected] = simulate(fs.Mesh({"dp": 1}), lambda comm: rank_fn(comm, fs.ddp("dp"), None))
-    for mine in simulate(fs.Mesh({"dp": 3}), lambda comm: rank_fn(comm, getattr(fs, strategy)("dp"), [nn.Linear])):
-        assert_same(mine, expected)
-    [other] = simulate(fs.Mesh({"dp": 1}), lambda comm: rank_fn(comm, fs.ddp("dp"), None, key=4))
-    assert all(not torch.equal(other[name], each) and each.std() > 0 for name, each in expected.items())
-
-
-def test_a_module_on_the_meta_device_that_nothing_initializes():
-    with torch.device("meta"):
-        net = Net()
-    with pytest.raises(TreeError, match=r"that nothing initializes\.\n  \(root\)    Net: calls\n  layers\.0  Block: gain"):
-        fs.shard_module(net, mesh=fs.SingleComm())
 
 
 def test_an_error_in_a_forward_leaves_the_module_as_it_was():
