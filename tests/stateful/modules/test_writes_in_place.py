@@ -63,37 +63,6 @@ def test_evaluations_see_writes(strategy, write, precision, trained):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_teacher_that_follows_by_a_loop(strategy):
-    """An average of a student's parameters, by the loop that everybody writes, over what each rank has."""
-
-    def follow(teacher, student):
-        with torch.no_grad():
-            for p, q in zip(teacher.parameters(), student.parameters(), strict=True):
-                a, b = (p.local, q.local) if isinstance(teacher, fs.ShardedModule) else (p, q)
-                a.lerp_(b, 0.5)
-
-    def run(teacher, student, optimizer, data):
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            student(x, y)["loss"].backward()
-            optimizer.step()
-            follow(teacher, student)
-            losses.append(evaluated(teacher, x, y))
-        return torch.stack(losses)
-
-    def rank_fn(comm):
-        student, optimizer = wrap(comm, strategy)
-        teacher, _ = wrap(comm, strategy)
-        return comm.all_reduce(run(teacher, student, optimizer, batches(comm, 3)), "dp") / 2
-
-    plain = modules.make()
-    expected = run(modules.make(), plain, torch.optim.AdamW(plain.parameters(), **modules.ADAMW), batches(None, 3))
-    for found in simulate(DP, rank_fn):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_whole_tensors_are_written_by_each_rank_to_its_part(strategy):
     """By elementwise functions, lists of tensors, and ``load_state_dict`` of a module in the model."""
     torch.manual_seed(0)
