@@ -14,7 +14,7 @@ from fsharp.errors import TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import close, values
-from tests.scheduling import DP, STRATEGIES
+from tests.scheduling import DP, STRATEGIES, every
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 
@@ -114,9 +114,7 @@ def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, c
     """Loss, parameters after some steps, and an evaluation between them are those of the module alone."""
 
     def make():
-        with modules._seeds:
-            torch.manual_seed(0)
-            model = Outer(door, use)
+        model = modules.seeded(lambda: Outer(door, use))
         change(model)
         return model
 
@@ -179,8 +177,7 @@ def test_a_weight_in_an_object_of_another_class_is_refused(name):
     simulate(fs.Mesh({"dp": 1}), rank_fn)
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("way", ["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
+@every(2, view=VIEWS, way=["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
 def test_views_of_a_weight(way, view):
     """Returned, or left elsewhere and used by another unit and in the loss."""
 
@@ -221,9 +218,12 @@ def test_views_of_a_weight(way, view):
     same_as_torch(door, use, lambda model, out: out[0] + seen(model, (None, out[1]), out[2]).square().mean(), change=change)
 
 
-@pytest.mark.parametrize("also", [False, True])
-@pytest.mark.parametrize("way", ["attribute", "list", "dict", "set", "buffer", "given list", "given dict in a list", "root"])
-@each_strategy
+@every(
+    2,
+    way=["attribute", "list", "dict", "set", "buffer", "given list", "given dict in a list", "root"],
+    also=[False, True],
+    strategy=["ddp", "zero3"],
+)
 def test_activations_left_elsewhere(way, also, strategy):
     """From the middle of a unit: a backward may come to nothing else of it."""
 
