@@ -273,7 +273,7 @@ def test_bfloat16_leaves_and_numbers_and_empty_leaves():
 
 
 def test_wrong_use():
-    with pytest.raises(TreeError, match=r"Pass fs\.from_optax"):
+    with pytest.raises(TreeError, match=r"Pass fs\.optim\.from_optax"):
         fs.train_step(loss_fn, optax.sgd(0.1))
     with pytest.raises(TreeError, match=r"expected an optax\.GradientTransformation, got float"):
         fs.optim.from_optax(0.1)
