@@ -228,6 +228,7 @@ def test_tracker_follows_resized_storages():
         assert (tracker.nbytes(), tracker.peak_nbytes) == (4000, 4000)
 
 
+@pytest.mark.deep
 def test_tracker_counts_the_parts_of_a_dtensor_and_nothing_that_is_fake(two_ranks):
     for (counted, nbytes), _ in two_ranks:
         assert nbytes == 8192
@@ -478,6 +479,7 @@ def test_the_gpu_benchmark_on_a_gpu(tmp_path):
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.deep
 def test_the_report_writes_everything_and_ends_in_a_line_of_figures(parts, tmp_path, capsys):
     docs, out = tmp_path / "benchmarks.md", tmp_path / "results" / "cpu.json"
     docs.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -555,6 +557,7 @@ def test_calls_are_those_of_the_main_thread_and_of_python_alone():
     assert both[0] - both[1] == 1
 
 
+@pytest.mark.deep
 def test_partial_runs_do_not_touch_the_page(parts, tmp_path):
     docs = tmp_path / "benchmarks.md"
     options = replace(SMALL_OPTIONS, out=tmp_path / "cpu.json", docs=docs, only=("steps",))

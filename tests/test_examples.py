@@ -194,6 +194,7 @@ def test_an_example_that_fails_says_why_once(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.deep
 def test_nothing_is_started_on_a_bad_option() -> None:
     done = start(sys.executable, "examples/train_cnn.py", "--strategy", "zero4")
     assert (done.returncode, done.stdout) == (2, "")

@@ -166,6 +166,7 @@ def test_launcher_starts_nothing_on_a_bad_option(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.deep
 def test_failing_worker_fails_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = cli(*TINY, "--out", str(tmp_path / "file"))  # only rank 0 writes, the other one waits for it

@@ -53,15 +53,15 @@ each_way = pytest.mark.parametrize("functions", [False, True], ids=["module", "f
 
 
 def examples(number, count):
-    """Programs drawn by a seed: ``count`` of them, and five times as many of each seed that is for the deep run."""
-    return lambda test: seed(number)(settings(max_examples=count if number < 4 else 5 * count)(test))
+    """Programs drawn by a seed: ``count`` of them, and eight times as many in the deep run."""
+    return lambda test: seed(number)(settings(max_examples=count * (1 if settings.default.max_examples <= 60 else 8))(test))
 
 
 @each_way
 @pytest.mark.parametrize("number", SEEDS)
 @pytest.mark.timeout(900)
 def test_programs(functions, number):
-    @examples(number, 25)
+    @examples(number, 16)
     @given(user_programs(functions=functions))
     def run(program):
         for text in check(program, functions=functions):
@@ -147,7 +147,7 @@ def test_a_rank_that_evaluates_in_another_order(functions, number):
 def test_programs_on_virtual_streams(functions, number):
     """The collectives of one rank as copies on streams of their own, which a race checker watches."""
 
-    @examples(number, 5)
+    @examples(number, 4)
     @given(user_programs(functions=functions))
     def run(program):
         for text in check(replace(program, ranks=1), functions=functions, watched=True):

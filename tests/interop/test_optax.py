@@ -106,7 +106,7 @@ def difference(found, expected):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
-@every(17, name=TRANSFORMATIONS, world=WORLDS)
+@every(25, name=TRANSFORMATIONS, world=WORLDS)
 def test_the_same_as_unsharded(name, world):
     mesh, strategy = WORLDS[world]
     tx = TRANSFORMATIONS[name]()

@@ -18,6 +18,7 @@ from fsharp.stateful.schedule.emit import Buckets, emitted
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from tests.random_programs import GATHER, REDUCE, policies, programs
+from tests.scheduling import every
 
 
 def live_at(items, position):
@@ -301,8 +302,7 @@ def test_a_window_ends_with_the_step_and_not_before():
 # What it costs to find a place
 
 
-@pytest.mark.parametrize("kind", ["equal", "random"])
-@pytest.mark.parametrize("microbatches", [1, 4])
+@every(2, kind=["equal", "random"], microbatches=[4, 1])
 def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches, monkeypatch):
     """Those of a search, with the neighbours that each is compared with: stacks of what lives long are none of them."""
     looked = Counter()
