@@ -16,7 +16,10 @@ from fsharp.stateful.units.resting import storage_over as window_on
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
 from tests.scheduling import assert_same, full_params, make_state, make_tx, my_batches, run_both
-from tests.stateful.runtime.test_scheduler_rest import buffers, copied, each_strategy, explicit, in_arena, mesh_of, score
+from tests.stateful.runtime.test_scheduler_rest import buffers, copied, explicit, in_arena, mesh_of, score
+
+DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("zero2", "hfsdp", "mixed", "late")]
+each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp", *DEEP])
 
 # Parameters that look like those of before
 
