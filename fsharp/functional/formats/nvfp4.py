@@ -103,5 +103,5 @@ nvfp4 = register_format(
 
 The error is at most 1/5 of the value, 1/22 of the largest magnitude of its block, or 1/356,000 of the largest magnitude of the
 tensor, whichever is largest. A block with an infinity or NaN has NaN as its scale: its infinities and NaN are kept, its
-finite values become zero. Gradients have no tensor's scale that ranks agree on: :data:`mxfp4` is for these.
+finite values become zero. Gradients have no tensor's scale that ranks agree on: :data:`~fsharp.formats.mxfp4` is for these.
 """
