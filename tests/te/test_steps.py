@@ -113,7 +113,9 @@ def test_training_on_more_ranks_has_the_bits_of_the_whole_model(sizes):
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
 @pytest.mark.parametrize(
-    "sizes", [{"dp": 1}, {"dp": 2}, pytest.param({"outer": 2, "inner": 2}, marks=pytest.mark.deep)], ids=str
+    "sizes",
+    [{"dp": 2}, *(pytest.param(sizes, marks=pytest.mark.deep) for sizes in ({"dp": 1}, {"outer": 2, "inner": 2}))],
+    ids=str,
 )
 def test_training_under_every_strategy_has_the_bits_of_the_whole_model(sizes, names):
     found = on_ranks(sizes, differences, cases={"Linear": Case(TWO)}, names=names)

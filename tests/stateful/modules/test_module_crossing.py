@@ -29,7 +29,7 @@ def pointers(tree):
     return {leaf.data_ptr() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()}
 
 
-@every(2, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True))
+@every(3, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True))
 def test_there_and_back_is_the_same_training(strategy, precision, scheduled):
     """Two steps as a module, two as functions, two as a module: the bits of six steps."""
 

@@ -14,7 +14,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, OptionError, PatternError, TreeError
 from fsharp.stateful.modules.values.casts import cast
 from fsharp.testing import DebugPolicy, simulate
-from tests.scheduling import assert_same
+from tests.scheduling import assert_same, every
 
 LOW, HIGH = torch.bfloat16, torch.float32
 MIXED = fs.Precision(LOW, HIGH, accumulate=HIGH)
@@ -132,9 +132,7 @@ def shard(comm, strategy, *, frozen=False, precision=RULES, units=("embed", Bloc
     return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@every(2, ranks=[2, 3, 1], strategy=["ddp", "zero1", "zero3"], frozen=[False, True])
 def test_the_bits_of_casts_by_hand(ranks, strategy, frozen):
     def rank_fn(comm):
         model, optimizer = shard(comm, strategy, frozen=frozen)
