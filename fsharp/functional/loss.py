@@ -151,9 +151,10 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
             check_shared("average()", node)
         if node.scale == "mean":
             raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
-        check_values("average()", [node])
+    nodes = units_of(grads)
+    check_values("average()", nodes)
     if donate:
-        check_not_lent("average()", units_of(grads))
+        check_not_lent("average()", nodes)
     total = Loss(*totals(sums_of(loss, comm), comm))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
     return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)

@@ -26,7 +26,7 @@ from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
-from fsharp.stateful.units.gradient import GradientBuffer
+from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
 from fsharp.stateful.units.host import HostCopies, Offload
 from fsharp.stateful.units.pending import pending
 from fsharp.stateful.units.registry import UnitRegistry
@@ -53,7 +53,8 @@ class IssuedGradients:
         gradient = unit.gradient
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, ())
-        gradient.settle()
+        if gradient.phase is GradientPhase.NONE:
+            gradient.settle()
         tensors = gradient.rest.show()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
@@ -244,11 +245,11 @@ class Tracer(Engine):
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
-        step, lanes = self.current(), self.lanes
+        step, lanes, rank = self.current(), self.lanes, self.rank
         update_gathers, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
-            update_gather = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate)
+            update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.moves:
                 node = pending(node, update_gather.wait, lanes)  # no cycle that would keep its memory

@@ -77,7 +77,7 @@ class GradientBuffer:
         """A new gradient: whatever rests is of the one before. The schedule has room for it at ``place``, once it is opened."""
         if self.is_under_way:
             self.join()
-        if self.rest.in_arena and self.rest.shown:
+        if self.rest.shown:
             self.copy_out()
         if place is not None or self._own.is_held:  # what a step without a schedule has rested in is given back
             self._own.release()
@@ -113,7 +113,11 @@ class GradientBuffer:
 
     def copy_out(self) -> None:
         """Give what callers hold of the arena memory of its own."""
-        if self.rest.in_arena and self.rest.is_held and not self.rest.copy_out():
+        if not self.rest.in_arena or not self.rest.shown:
+            return
+        if not self.rest.is_held:
+            self.rest.shown.clear()
+        elif not self.rest.copy_out():
             gc.collect()
             if self.rest.is_held:
                 raise ScheduleError(
