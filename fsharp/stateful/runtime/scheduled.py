@@ -185,17 +185,15 @@ class Scheduled:
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
 
-    def end_local_call(self, why: str) -> None:
-        """Keep why the call had nothing to schedule, and count the call no longer: one rank alone may have made it."""
-        self.num_calls -= 1
-        self._note("local", why)
-
     def end_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
-        """Keep how a call went, for :meth:`status`, and what it has emitted, if it has followed no schedule."""
-        self._note(kind, why)
-        self._emitted = emitted
+        """Keep how a call went, for :meth:`status`, and what it has emitted, if it has followed no schedule.
 
-    def _note(self, kind: str, why: str) -> None:
+        A local call is not counted: one rank alone may have made it.
+        """
+        if kind == "local":
+            self.num_calls -= 1
+        else:
+            self._emitted = emitted
         self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def note_next(self, following: "Scheduled") -> None:

@@ -297,7 +297,7 @@ class Scheduler(PassingComm, Tracer):
                 unit.gradient.copy_out()
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_step()
-            scheduled.end_local_call("nothing was gathered, reduced or updated, so that there is nothing to schedule")
+            scheduled.end_call("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
             self.registry.unbind()
             return
         self._functions.end_call(scheduled)

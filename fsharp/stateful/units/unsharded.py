@@ -131,9 +131,6 @@ class UnshardedBuffer:
 
     def begin_step(self, step: int) -> None:
         """Serve the step of this number, with what the step before has gathered: a backward of that one is refused."""
-        self._renew(step)
-
-    def _renew(self, step: int) -> None:
         self._withdrawn = []
         self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % RELEASED
         if self.full is not None and self.where is not None:
@@ -153,7 +150,7 @@ class UnshardedBuffer:
         self._sources, self.is_carried, self.is_held = [], False, False
         if self.filled_from != self._last_filled_from or step != self._step:  # what was saved of other values is refused
             self._last_filled_from = self.filled_from
-            self._renew(step)
+            self.begin_step(step)
         elif self.full is not None and self.where is not None:
             self.full.set_version(self._version)
         if self.where is None and self.full is not None:
