@@ -203,6 +203,10 @@ class Executor:
         """Something that happens now, and in which step it does."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
+    def copy(self, bound: BoundOp) -> None:
+        """Begin the copies of a unit's state, and count their bytes."""
+        self.host_nbytes += self.moves.pop(bound.op.unit).run(self.lanes, bound.key)
+
     def drain(self) -> None:
         """Finish all reductions that have begun."""
         self.lanes.join_all("gather", "reduce")
@@ -410,10 +414,7 @@ def _accumulate(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _copy(executor: Executor, bound: BoundOp) -> Action:
-    def start() -> None:
-        executor.host_nbytes += executor.moves.pop(bound.op.unit).run(executor.lanes, bound.key)
-
-    on_lane = executor.on_lane(bound, start)
+    on_lane = executor.on_lane(bound, partial(executor.copy, bound))
 
     def action() -> None:
         move = executor.moves.get(bound.op.unit)
