@@ -1,7 +1,6 @@
 """Updates that travel as encoded differences: the same bits on every path, predicted bytes, and an error that does not grow."""
 
 import re
-from collections import Counter
 
 import optree
 import pytest
@@ -25,7 +24,7 @@ from tests.scheduling import (
     my_batches,
     train,
 )
-from tests.stateful.runtime.test_scheduler_equivalence import assert_as_planned, measure
+from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
 from tests.test_format import BLOCKS, HALVES
 from tests.test_leaf_format import STORED as STORED_BY_LEAF
 
@@ -109,19 +108,7 @@ def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update,
 
 @every(3, strategy=WIDER, microbatches=[1, 3], update=FORMATS)
 def test_a_step_makes_the_predicted_calls(strategy, microbatches, update):
-    mesh, how = WIDER[strategy]
-    precision = of(FORMATS[update], torch.bfloat16)
-    expected = fs.inspect.step_traffic(make_layout(mesh, how, precision=precision), microbatches=microbatches)
-
-    def rank_fn(comm):
-        counting, tx = fs.collectives.CountingComm(comm), fs.optim.adamw(1e-2)
-        state = make_state(comm, strategy, tx=tx, precision=precision)
-        fs.train_step(loss_fn, tx, microbatches=microbatches)(state, my_batches(comm, 1, size=12)[0], counting)
-        return Counter(counting.calls), measure(comm, strategy, microbatches, precision)
-
-    for calls, scheduled in simulate(mesh, rank_fn):
-        assert calls == expected
-        assert_as_planned(scheduled, mesh)
+    assert_as_predicted(strategy, microbatches, of(FORMATS[update], torch.bfloat16))
 
 
 def test_updates_in_four_bits_send_an_eighth_of_the_bytes():

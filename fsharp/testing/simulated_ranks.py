@@ -187,7 +187,7 @@ class ThreadComm:
 
 
 class CallFacts(NamedTuple):
-    """What a rank says of its call; what ranks that meet have to agree in."""
+    """Describe one rank's call of a collective. The ranks of a group have to make equal calls."""
 
     op: str
     axis: str
@@ -273,7 +273,7 @@ class _Rank:
 
 
 class _World:
-    """Where ranks meet: each says what it calls, and waits until its group has."""
+    """The state that all simulated ranks share. A rank notes its call of a collective here, and waits for its group's calls."""
 
     def __init__(self, mesh: Mesh, timeout: float, seed: int | None) -> None:
         self.mesh, self.timeout = mesh, timeout

@@ -118,14 +118,14 @@ _made: dict[str, list[tuple["_Hooks", Format]]] = {}
 
 
 class _Made(NamedTuple):
-    """What the first hook has made of some rows.
+    """The result of ``fsdp_pre_all_gather`` for one rank's rows of a parameter.
 
     Attributes:
-        inputs: what is gathered.
-        tensors: those in the metadata.
-        rest: the metadata without them.
-        asked: what the hook reduced over the mesh, and had no answer for yet; None if it had all answers.
-        answers: shape and dtype of each of the answers that it got.
+        inputs: tensors that are gathered.
+        tensors: tensors in the metadata.
+        rest: the metadata without its tensors.
+        asked: a tensor that the hook wants reduced over ranks, and whose maximum is not known yet; None if all are known.
+        answers: shape and dtype of each maximum that the hook was given.
     """
 
     inputs: tuple[torch.Tensor, ...]

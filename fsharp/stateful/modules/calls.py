@@ -61,7 +61,7 @@ class ParameterEntries:
 
     @property
     def values(self) -> list[tuple[int, Any]]:
-        """What each entry holds, with the position of its leaf."""
+        """Return the value of each entry, with the position of its leaf."""
         return [(i, places[name]) for i, places, name in self._entries]
 
     def swap(self, tensors: Sequence[Any]) -> list[Any]:

@@ -73,7 +73,10 @@ class ModuleStep:
             self.run.outdate()
 
     def recover(self) -> None:
-        """After an error begin anew, as all ranks do. Abandon the step of a backward that has failed: autograd does not."""
+        """Make the scheduler usable again after an error, as all ranks do.
+
+        If a backward pass failed, its step is abandoned first: autograd calls nothing of this module after a failure.
+        """
         if self._pass not in (-1, torch._C._current_graph_task_id()) and self.run is not None:
             try:
                 with self._guarded():

@@ -58,5 +58,5 @@ def own_formats(
 
 
 def _last(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
-    """What the last pattern that selects a path stands for."""
+    """Return the value of the last pattern that matches a path, or ``default``."""
     return next((each for pattern, each in reversed([*by_pattern.items()]) if matches(pattern, path)), default)

@@ -195,12 +195,12 @@ class Executor:
         return joined if after and lanes.has_streams else action
 
     def label(self, units: Iterable[UnitState], what: str) -> str:
-        """What ranks compare before they take part in a collective of these units. ``what`` is of :func:`described`."""
+        """Return the label of a collective of these units, which ranks compare first. ``what`` comes from :func:`described`."""
         names = dict.fromkeys([unit.label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units])
         return self.named(f"{''.join(names)}{what}")
 
     def named(self, what: str) -> str:
-        """Something that happens now, and in which step it does."""
+        """Return ``what``, with the present step and microbatch in front."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
     def copy(self, bound: BoundOp) -> None:

@@ -149,6 +149,23 @@ def assert_as_planned(measured, mesh):
     assert measured.peak_nbytes == measured.schedule.bound
 
 
+def assert_as_predicted(strategy, microbatches, precision):
+    """A blocking step makes the calls of ``step_traffic``, a scheduled one those of its schedule. Return the former."""
+    mesh, how = STRATEGIES[strategy]
+    expected = fs.inspect.step_traffic(make_layout(mesh, how, precision=precision), microbatches=microbatches)
+
+    def rank_fn(comm):
+        counting, tx = fs.collectives.CountingComm(comm), fs.optim.adamw(1e-2)
+        state = make_state(comm, strategy, tx=tx, precision=precision)
+        fs.train_step(loss_fn, tx, microbatches=microbatches)(state, my_batches(comm, 1, size=12)[0], counting)
+        return Counter(counting.calls), measure(comm, strategy, microbatches, precision)
+
+    for calls, scheduled in simulate(mesh, rank_fn):
+        assert calls == expected
+        assert_as_planned(scheduled, mesh)
+    return expected
+
+
 @every(4, microbatches=(1, 2), precision=("float32", "float32 wire"), strategy=STRATEGIES)
 def test_traffic_and_memory_are_those_planned(strategy, precision, microbatches):
     mesh = STRATEGIES[strategy][0]
