@@ -7,21 +7,22 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
 
-from fsharp.errors import CommError, OptionError
+from fsharp.errors import AgreementError, CommError, OptionError
 from fsharp.functional.comm.process_group import destroy
 from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
 
-_PROCESS = f"from {__name__} import _main; _main()"
+_PROCESS = f"import sys; from {__name__} import _run_rank; _run_rank(sys.argv[1])"
 """The program of each process. With ``-m`` Python would warn: the package has imported this file before the file is run."""
 
 
@@ -61,8 +62,8 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
         try:
             elastic_launch(on_this_machine(nproc), sys.executable)("-u", "-c", _PROCESS, folder)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise CommError(f"launch(): rank {rank} of {nproc} failed: {_account(failure)}") from None
+            rank, account = _first_failure(Path(folder), error.failures)
+            raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}") from None
         finally:
             logging.disable(disabled)
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
@@ -98,28 +99,40 @@ def _own_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _account(failure: Any) -> str:
-    """Return the traceback of a process that failed, or its exit status."""
-    message = failure.message
-    if isinstance(message, dict):
-        return f"{message['message']}\n{message['extraInfo']['py_callstack'].rstrip()}"
-    return f"exit status {failure.exitcode}" if failure.exitcode > 0 else str(message)
+def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]:
+    """Return the rank that failed first, and its traceback or exit status.
+
+    An error of a rank's own comes first, then a process that ended without an error, then an error about another rank, and
+    at last a process that the agent has ended. The agent itself has only times in whole seconds.
+    """
+
+    def noted(pattern: str) -> list[tuple[int, str]]:
+        notes = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+        return [(int(path.name.rpartition("-")[2]), path.read_text("utf-8")) for path in notes]
+
+    own, heard = noted("own-error-*"), noted("heard-error-*")
+    silent = [(rank, _ending(failures[rank])) for rank in failures if rank not in dict(own + heard)]
+    by_agent = [each for each in silent if failures[each[0]].exitcode == -signal.SIGTERM]
+    return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent][0]
+
+
+def _ending(failure: Any) -> str:
+    """Return how a process ended that raised no error."""
+    return f"exit status {failure.exitcode}" if failure.exitcode > 0 else str(failure.message)
 
 
 def _run_rank(folder: str) -> None:
-    """Call the function that :func:`launch` has left in a folder, and leave the result there."""
-    with Path(folder, "call").open("rb") as call:
-        sys.path[:] = pickle.load(call)
-        fn, args = pickle.load(call)
+    """Call the function that :func:`launch` has put in a folder, and put the result, or the error, there."""
+    rank = os.environ["RANK"]
     try:
-        result = fn(*args)
-        Path(folder, f"result-{os.environ['RANK']}").write_bytes(cloudpickle.dumps(result))
+        with Path(folder, "call").open("rb") as call:
+            sys.path[:] = pickle.load(call)
+            fn, args = pickle.load(call)
+        Path(folder, f"result-{rank}").write_bytes(cloudpickle.dumps(fn(*args)))
+    except Exception as error:
+        whose = "heard" if isinstance(error, CommError | AgreementError) else "own"
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before others hear by destroy()
+        raise
     finally:
         destroy()
-
-
-def _main() -> None:
-    """Run a rank in a process that torch's agent has started: an error goes to the file that the agent reads."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    record(_run_rank)(sys.argv[1])

@@ -1,7 +1,9 @@
 """launch: a function in processes of its own, its results, and what is said of one that fails."""
 
+import atexit
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -43,21 +45,20 @@ def test_steps_travel_and_no_process_prints(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("how", ["raises", "exits"])
+@pytest.mark.parametrize("how", ["raises", "raises and ends last", "exits"])
 def test_a_rank_that_fails_is_named_and_the_others_end(how):
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))
         if comm.rank == 1:
             if how == "exits":
                 os._exit(3)
+            if how == "raises and ends last":
+                atexit.register(time.sleep, 3)
             raise ValueError("no such thing")
         comm.all_reduce(torch.ones(1), "dp")
 
-    expected = (
-        "(?s)rank 1 of 2 failed: ValueError: no such thing.*in rank_fn"
-        if how == "raises"
-        else "rank 1 of 2 failed: exit status 3"
-    )
+    ending = "exit status 3" if how == "exits" else "ValueError: no such thing.*in rank_fn"
+    expected = f"(?s)rank 1 of 2 failed: {ending}"
     with pytest.raises(CommError, match=expected):
         fs.launch(rank_fn, 2)
 
