@@ -48,8 +48,9 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        raised_at = time.time()  # before another rank can have heard of it
         hook.tell(error, where())
-        _write_error_file(error, is_own=hook.is_own)
+        _write_error_file(error, raised_at, is_own=hook.is_own)
         raise  # the hook stays: it prints the error if nobody handles it
     except BaseException:
         sys.excepthook = hook.before
@@ -135,13 +136,13 @@ def _noted(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def _write_error_file(error: Exception, *, is_own: bool) -> None:
+def _write_error_file(error: Exception, raised_at: float, *, is_own: bool) -> None:
     """Write torchrun's error file as its ErrorHandler does. torchrun takes the earliest, in whole seconds, for the cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     trace = "".join(traceback.format_exception(error)) if is_own else _said(error)
-    extra = {"py_callstack": trace, "timestamp": str(int(time.time()) + (not is_own))}
+    extra = {"py_callstack": trace, "timestamp": str(int(raised_at) + (not is_own))}
     message = {"message": f"{type(error).__name__}: {_said(error)}", "extraInfo": extra}
     with suppress(OSError):  # the error itself is what has to be heard
         Path(path).write_text(json.dumps({"message": message}))
