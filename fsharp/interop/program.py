@@ -340,8 +340,8 @@ def _constants(closed: ClosedJaxpr) -> Iterator[str]:
 
     def within(value: Any) -> Iterator[str]:
         if isinstance(value, ClosedJaxpr):
-            yield from _constants(value)
-        elif isinstance(value, Jaxpr):
+            yield from within(list(value.consts))
+        if isinstance(value, ClosedJaxpr | Jaxpr):  # from JAX 0.11 on a jaxpr is both
             for equation in value.eqns:
                 for each in equation.params.values():
                     yield from within(each)
@@ -351,8 +351,7 @@ def _constants(closed: ClosedJaxpr) -> Iterator[str]:
         elif hasattr(value, "tobytes") or isinstance(value, jax.Array):
             yield exact_text(as_data(value))
 
-    yield from within(list(closed.consts))
-    yield from within(closed.jaxpr)
+    yield from within(closed)
 
 
 def as_data(x: Any) -> Any:

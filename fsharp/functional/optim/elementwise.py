@@ -126,9 +126,11 @@ def adamw(
             p, g, m, v = lists
             taken = count if isinstance(count, torch.Tensor) else torch.full((), float(count), device=p[0].device)
             steps = [taken] * len(p)
+            lr = rate * scale
             torch._fused_adamw_(
                 p, g, m, v, [], steps,
-                lr=rate * scale, beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+                lr=lr.float() if isinstance(lr, torch.Tensor) else lr,  # the CUDA kernel reads float32
+                beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
 
         _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
