@@ -353,6 +353,7 @@ def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         return
     from torch.distributed.device_mesh import init_device_mesh
 
+    torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         yield fs.ProcessGroupComm(init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)))

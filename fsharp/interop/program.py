@@ -227,15 +227,17 @@ class Program:
         self, kind: str, keys: tuple[Key, ...], flats: Sequence[Sequence[Any]], plain: Sequence[Any], reduced: Sequence[Any]
     ) -> tuple[Any, dict[Key, RankReduction]]:
         """Run up to the next pending reductions, given the results of earlier ones; return results and pending reductions."""
-        with self._lock:  # only the first of several threads compiles
-            if (kind, keys) not in self._compiled:
-                pending: dict[Key, RankReduction] = {}
-                compiled = jax.jit(partial(self._compute, kind, keys, pending))
-                result = compiled(flats, plain, reduced)
-                self._compiled[kind, keys] = compiled, pending
-                return result, pending
-        compiled, pending = self._compiled[kind, keys]
-        return compiled(flats, plain, reduced), pending
+        device = next((x.device for arrays in flats for x in arrays if x.size), None)
+        with jax.default_device(device):  # for results that depend on no argument, such as the zeros of a new state
+            with self._lock:  # only the first of several threads compiles
+                if (kind, keys) not in self._compiled:
+                    pending: dict[Key, RankReduction] = {}
+                    compiled = jax.jit(partial(self._compute, kind, keys, pending))
+                    result = compiled(flats, plain, reduced)
+                    self._compiled[kind, keys] = compiled, pending
+                    return result, pending
+                compiled, pending = self._compiled[kind, keys]
+            return compiled(flats, plain, reduced), pending
 
     def _compute(
         self,
@@ -365,7 +367,7 @@ def _arrays(tree: Any) -> list[Any]:
 
 def _like(tree: Any, arrays: Sequence[Any]) -> Any:
     rest = iter(arrays)
-    return map_units(lambda node: node.replace([as_tensor(next(rest)) for _ in node.groups]), tree)
+    return map_units(lambda node: node.replace([as_tensor(next(rest)).to(b.device) for b in node.buffers]), tree)
 
 
 def _reduced(pending: Mapping[Key, RankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:

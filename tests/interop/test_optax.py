@@ -210,6 +210,18 @@ def test_jax_is_given_no_memory_of_gradients(monkeypatch):
     assert not {x.data_ptr() for node in fs.layouts.units_of(grads) for x in node.buffers} & set(given)
 
 
+def test_state_is_made_where_the_parameters_are(monkeypatch):
+    """Zeros depend on no argument: JAX would have them on its default device, such as a GPU that has no part in this."""
+    places = set()
+    monkeypatch.setattr("fsharp.interop.program.as_tensor", lambda x: places.update(x.devices()) or as_tensor(x))
+    tx, comm = fs.optim.from_optax(optax.adam(1e-2)), fs.SingleComm()
+    first, second, *_ = jax.devices("cpu")
+    with jax.default_device(second):
+        layout, state = begin(comm, fs.zero3("dp"), tx)
+        fs.update(tx, fs.shard(grads_at(0), layout, comm, place="optim"), state, comm=comm)
+    assert places == {first}
+
+
 def test_ranks_that_set_another_number_are_told():
     tx = fs.optim.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
 
