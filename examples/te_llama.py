@@ -1,7 +1,10 @@
 """Train a small Llama of TransformerEngine's modules in FP8 under ZeRO-3, on GPUs, or on a CPU by a stand-in for its kernels.
 
-python examples/te_llama.py                                             two processes
+python examples/te_llama.py                                             two processes; without two GPUs, on the CPU
+torchrun --nproc-per-node 1 examples/te_llama.py                        on a GPU
 torchrun --nproc-per-node 4 examples/te_llama.py --recipe mxfp8         blocks of 32 values, as on Blackwell
+
+Each process has a GPU of its own, or all of them are on the CPU.
 """
 
 import importlib
@@ -37,12 +40,12 @@ class Options:
     steps: int = 30
     """Steps of the optimizer."""
     recipe: Literal["current", "block", "mxfp8", "nvfp4"] = "current"
-    """How TransformerEngine scales. Without a GPU it runs on the architecture that has this recipe."""
+    """How TransformerEngine scales. Hopper has the first two; without a GPU the architecture is one that has the recipe."""
 
 
-def transformer_engine(recipe):
+def transformer_engine(recipe, device):
     """TransformerEngine, a recipe of it, and a context for the architecture that a stand-in is to have."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         te, architecture = importlib.import_module("transformer_engine.pytorch"), nullcontext()
     else:
         sys.path.append(str(Path(__file__).parents[1]))
@@ -123,9 +126,9 @@ def train_unsharded(te, recipe, device, batches):
 
 
 def main(options):
-    te, recipe, architecture = transformer_engine(options.recipe)
+    comm = fs.connect(fs.Mesh({"dp": int(os.environ["WORLD_SIZE"])}))  # over NCCL, if there is a GPU for each process
+    te, recipe, architecture = transformer_engine(options.recipe, comm.device)
     with architecture:
-        comm = fs.connect(fs.Mesh({"dp": int(os.environ["WORLD_SIZE"])}))
         precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
         model = build(te, recipe, comm.device)
         model = fs.shard_module(model, mesh=comm, strategy=fs.zero3("dp"), units=[Block], precision=precision)

@@ -1,13 +1,13 @@
 """Omissions of TransformerEngine's protocol for sharded weights, planted: training differs from that of the whole model."""
 
 import pytest
-import torch
 
 import fsharp as fs
 from fsharp.functional.formats import te as formats
 from fsharp.stateful.units.full import FullUnit
 from tests import te_cpu
 from tests.te.training import (
+    ABOUT,
     FEW,
     OUTSIDE,
     RECIPES,
@@ -26,7 +26,7 @@ from tests.te.training import (
 
 
 def layers():
-    return [linear(2 * WIDTH), te.Linear(2 * WIDTH, WIDTH, params_dtype=torch.bfloat16, device="cpu"), linear()]
+    return [linear(2 * WIDTH), te.Linear(2 * WIDTH, WIDTH, **ABOUT), linear()]
 
 
 CASE = Case(layers)

@@ -8,6 +8,7 @@ import torch
 import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
+    ABOUT,
     FEW,
     RATE,
     RECIPES,
@@ -51,7 +52,7 @@ def freeze(model):
     model.layers[1].weight.requires_grad_(False)
 
 
-TWO = lambda: [linear(2 * WIDTH), te.Linear(2 * WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu")]  # noqa: E731
+TWO = lambda: [linear(2 * WIDTH), te.Linear(2 * WIDTH, WIDTH, bias=False, **ABOUT)]  # noqa: E731
 THREE = lambda: [linear(), linear(), linear()]  # noqa: E731
 STEPS = {
     "microbatches": Case(TWO, microbatches=3),
@@ -75,7 +76,7 @@ DOORS = {
 
 def other(*widths, **options):
     """Layers of these widths."""
-    return [te.Linear(a, b, params_dtype=torch.bfloat16, device="cpu", **options) for a, b in pairwise(widths)]
+    return [te.Linear(a, b, **ABOUT, **options) for a, b in pairwise(widths)]
 
 
 WHOLE = {"atoms": {"**": fs.layouts.Whole()}}

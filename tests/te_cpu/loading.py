@@ -8,7 +8,10 @@ import importlib.util
 import os
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
+
+import torch
 
 from . import (  # noqa: F401  (most of these files register what is modelled)
     activations,
@@ -31,6 +34,16 @@ IMPORT_ENVIRONMENT = {
     "NVTE_RELEASE_BUILD": "0",
     "NVTE_TORCH_COMPILE": "0",  # elementwise functions run as they are, without Inductor
 }
+
+
+def is_needed():
+    """Return whether there is no GPU, or no compiled module for one beside TransformerEngine's Python."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None or not torch.cuda.is_available():
+        return True
+    package = Path(spec.origin).parent
+    folders = package.parent, package, package / "wheel_lib"  # where TransformerEngine itself looks
+    return not any(file for folder in folders for file in folder.glob("transformer_engine_torch*.so"))
 
 
 def load(capability=None):

@@ -30,6 +30,8 @@ from fsharp.tracebacks import api_boundary
 
 _PART = 32
 """Values: a multiple in which parts of buffers are cut, so that the bytes of several parts lie one behind the other."""
+_BLOCK_ROWS = 128
+"""Rows of a block of block scaling."""
 
 
 class Kind:
@@ -279,11 +281,15 @@ class _Tensors:
     def _room(self, part: LeafPart) -> Sequence[torch.Tensor]:
         """Return memory for the bytes of a part.
 
-        The kernel of block scaling also writes around the part: it gets memory of the whole leaf.
+        The kernel of block scaling also writes around the part, inside of the blocks that the part touches: it gets memory for
+        all rows of these blocks.
         """
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
-        return [torch.empty(prod(part.shape), dtype=torch.uint8, device=part.scales.device)[part.first : part.last]]
+        blocks = _BLOCK_ROWS * part.shape[-1]
+        start, stop = part.first // blocks * blocks, min(-(-part.last // blocks) * blocks, prod(part.shape))
+        around = torch.empty(stop - start, dtype=torch.uint8, device=part.scales.device)
+        return [around[part.first - start : part.last - start]]
 
 
 def _quantizer_of(recipe: Any) -> Any:

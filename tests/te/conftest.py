@@ -1,0 +1,1 @@
+from tests.te_cpu.conftest import stand_in as stand_in
