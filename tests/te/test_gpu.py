@@ -47,6 +47,7 @@ from tests.te.training import (
 )
 
 HOPPER, MESH = (9, 0), fs.Mesh({"dp": 1})
+PLACE = torch.device(DEVICE, 0) if IS_ON_GPU else torch.device(DEVICE)
 OF_HOPPER = ("current", "block")
 CASES = {"Linear": Case(TWO)} | MODULES
 POLICY = DebugPolicy(trivial_axes=True, poison=True)
@@ -89,7 +90,7 @@ def comm(request):
 
 
 def alone():
-    return fs.SingleComm(MESH, device=torch.device(DEVICE, 0) if IS_ON_GPU else DEVICE)
+    return fs.SingleComm(MESH, device=PLACE)
 
 
 @pytest.mark.parametrize("name", [*OF_HOPPER, *DELAYED])
@@ -107,7 +108,7 @@ class ThroughHost:
     """A Comm of tensors on a GPU by one of host memory, so that ranks may share the GPU: NCCL has one for each of them."""
 
     def __init__(self, host):
-        self.host, self.mesh, self.rank, self.device = host, host.mesh, host.rank, torch.device(DEVICE)
+        self.host, self.mesh, self.rank, self.device = host, host.mesh, host.rank, PLACE
 
     def all_gather(self, x, axis, *, label=""):
         return self.host.all_gather(x.cpu(), axis, label=label).to(x.device)

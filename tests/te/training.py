@@ -6,6 +6,7 @@ TransformerEngine computes on a GPU where it can, else on a CPU by the stand-in 
 import copy
 import importlib
 import math
+import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from tests import te_cpu
 
 IS_ON_GPU = not te_cpu.is_needed()
 DEVICE = "cuda" if IS_ON_GPU else "cpu"
+if IS_ON_GPU:
+    os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # elementwise functions run as they are: to compile them takes minutes
 with warnings.catch_warnings(action="ignore"):
     te = importlib.import_module("transformer_engine.pytorch") if IS_ON_GPU else te_cpu.load()
 from transformer_engine.common import recipe as recipes  # noqa: E402
