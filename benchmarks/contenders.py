@@ -144,7 +144,7 @@ class FsharpContender:
         self,
         name: str,
         params: Any,
-        loss_fn: fs.LossFn,
+        loss_fn: Callable[..., Any],
         comm: fs.Comm,
         strategy: fs.Strategy,
         *,

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import tyro
 
 Part = Literal[
-    "steps", "small", "alternating", "optax", "prediction", "compile", "host", "calls", "memory", "rss", "checkpoint"
+    "steps", "small", "alternating", "optax", "prediction", "tune", "compile", "host", "calls", "memory", "rss", "checkpoint"
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 

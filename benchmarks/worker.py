@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import fsharp as fs
-from benchmarks import alternating, calls, checkpoint, host, interop, memory, prediction, small, steps, units
+from benchmarks import alternating, calls, checkpoint, host, interop, memory, prediction, small, steps, tuning, units
 from benchmarks.options import Options, parse
 
 
@@ -34,6 +34,7 @@ def run(part: str, options: Options, comm: fs.Comm) -> dict[str, Any]:
         "alternating": alternating.measure,
         "optax": interop.measure,
         "prediction": prediction.measure,
+        "tune": tuning.measure,
         "compile": units.measure,
         "host": host.measure,
         "calls": calls.measure,

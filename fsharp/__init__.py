@@ -74,7 +74,6 @@ from fsharp.functional.reshard.reshard import reshard as reshard
 from fsharp.functional.state import TrainState as TrainState
 from fsharp.functional.state import init_state as init_state
 from fsharp.functional.state import update as update
-from fsharp.functional.train import LossFn as LossFn
 from fsharp.functional.train import train_step as train_step
 from fsharp.functional.train import value_and_grad as value_and_grad
 from fsharp.resilience.launching import launch as launch
@@ -82,6 +81,7 @@ from fsharp.stateful.modules.module import ShardedModule as ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer as ShardedOptimizer
 from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
 from fsharp.stateful.modules.shard import shard_module as shard_module
+from fsharp.stateful.planning.tune import tune as tune
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
 from fsharp.stateful.schedule.policy import Policy as Policy
 

@@ -28,3 +28,5 @@ from fsharp.stateful.inspect.timeline import Timeline as Timeline
 from fsharp.stateful.inspect.timeline import TimeSpan as TimeSpan
 from fsharp.stateful.inspect.trace import Trace as Trace
 from fsharp.stateful.inspect.trace import compare as compare
+from fsharp.stateful.planning.tune import Candidate as Candidate
+from fsharp.stateful.planning.tune import Choice as Choice

@@ -1,5 +1,6 @@
 """Schedules as data: what a step does, what compiles and verifies schedules, and the functions that follow them."""
 
+from fsharp.stateful.planning.plan_step import plan_step as plan_step
 from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
 from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.schedule.compile import compile_schedule as compile_schedule

@@ -23,7 +23,7 @@ RESULTS = {
     "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "Part", "ShardedParameter", "Scheduled", "Sharded",
     "Checkpoint", "PerRank", "RefreshNbytes", "Call", "LeafSharding", "TreeSharding", "Timeline", "TimeSpan", "Place",
     "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "StepTimes", "Event", "Program", "UnitFacts",
-    "Schedule", "RaceError", "RaceReport", "Comm", "LossFn", "Transform",
+    "Schedule", "RaceError", "RaceReport", "Candidate", "Choice", "Comm", "Transform",
 }  # fmt: skip
 """Public names that are no functions of users: what the library returns, and types of annotations."""
 

@@ -1,0 +1,162 @@
+"""plan_step gives the schedule that a scheduler follows; tune chooses the fastest candidate that fits into memory."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.errors import LayoutError, PatternError, ScheduleError
+from fsharp.functional.layout.sharded import tree_nbytes
+from fsharp.schedules import plan_step
+from fsharp.stateful.planning.tune import POLICIES as TRIED
+from fsharp.testing import DebugPolicy, processes
+from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.scheduling import DP, HYBRID, POLICIES, PRECISIONS, STRATEGIES
+
+ORDER = ("embed", "layers.*", "head")
+FROZEN = {
+    "nothing": (),
+    "embed": ("embed",),
+    "a layer": ("layers.1",),
+    "a leaf": ("layers.*.b",),
+    "all but a layer": ORDER[::2],
+}
+CASES = [
+    *((strategy, DebugPolicy(**options), "float32", 1, "nothing") for strategy in STRATEGIES for options in POLICIES.values()),
+    *((strategy, fs.Policy(), precision, 2, "nothing") for strategy in STRATEGIES for precision in PRECISIONS),
+    *((strategy, fs.Policy(), "bfloat16", 1, frozen) for strategy in ("ddp", "zero1", "zero3", "hfsdp") for frozen in FROZEN),
+]
+
+
+def followed_and_planned(comm, strategy, policy, precision, microbatches, frozen):
+    """The schedule that a run follows, the one that is planned, and the bytes of the run's state."""
+    params = make_params(layers=3)
+    options = {"units": "layers.*", "precision": PRECISIONS[precision], "frozen": FROZEN[frozen]}
+    layout = fs.plan(params, comm.mesh, STRATEGIES[strategy][1], **options)
+    tx = fs.optim.adamw(1e-2)
+    state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+    step = fs.Scheduler(comm, policy=policy)(fs.train_step(loss_fn, tx, microbatches=microbatches))
+    for batch in make_batches(2, 16 * microbatches):
+        state, _ = step(state, batch)
+    planned = plan_step(layout, policy, order=ORDER, microbatches=microbatches, backend="gloo")
+    return step.schedule, planned, {name: tree_nbytes(getattr(state, name)) for name in ("params", "main", "opt")}, layout
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.deep), 4], ids=["all", "every 4th"])
+@pytest.mark.parametrize("mesh", [DP, HYBRID], ids=str)
+def test_the_planned_schedule_is_the_one_that_a_scheduler_follows(mesh, every):
+    cases = [case for case in CASES if STRATEGIES[case[0]][0] == mesh][::every]
+
+    def rank_fn(comm):
+        for case in cases:
+            followed, planned, held, layout = followed_and_planned(comm, *case)
+            assert planned == followed, f"{case}:\n{fs.inspect.table(planned)}\n\n{fs.inspect.table(followed)}"
+            expected = (layout.nbytes("params"), layout.nbytes("main"), 2 * layout.nbytes("optim"))
+            assert (held["params"], held["main"], held["opt"]) == expected, case
+        return len(cases)
+
+    assert processes(mesh, rank_fn) == [len(cases)] * mesh.size
+
+
+def test_an_order_that_does_not_name_each_unit_once_is_refused():
+    layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
+    with pytest.raises(LayoutError, match=r"order says nothing of unit 'embed'"):
+        plan_step(layout, order=("layers.*", "head"))
+    with pytest.raises(LayoutError, match=r"order selects unit 'layers.0' twice"):
+        plan_step(layout, order=("embed", "layers.0", "layers.*", "head"))
+    with pytest.raises(PatternError, match=r"'blocks.\*' matches nothing"):
+        plan_step(layout, order=("embed", "blocks.*", "head"))
+
+
+HARDWARE = fs.inspect.Hardware(
+    compute={"**": (1e-3, 2e-3), "head": (3e-3, 6e-3)},
+    bandwidth={"dp": 2e5, "outer": 1e5, "inner": 1e6},
+    latency=1e-4,
+    update_s=1e-3,
+)
+NAMES = ("ddp", "zero1", "zero2", "zero3")
+LAYOUTS = {name: fs.plan(make_params(), fs.Mesh({"dp": 4}), STRATEGIES[name][1], units="layers.*") for name in NAMES} | {
+    name: fs.plan(make_params(), HYBRID, STRATEGIES[name][1], units="layers.*") for name in ("hsdp", "hfsdp")
+}
+
+
+@cache
+def arena_and_seconds(name, how, microbatches):
+    schedule = plan_step(LAYOUTS[name], TRIED[how], order=ORDER, microbatches=microbatches)
+    return schedule.arena, seconds_of(schedule, LAYOUTS[name])
+
+
+def seconds_of(schedule, layout):
+    """Seconds of a step whose rank updates its part of the parameters."""
+    everything = fs.plan(make_params(), fs.Mesh({"dp": 1}), fs.ddp("dp"), units="layers.*").num_params
+    update_s = HARDWARE.update_s * layout.nbytes("optim") / 4 / everything
+    return fs.inspect.predict(schedule, replace(HARDWARE, update_s=update_s)).step_s
+
+
+@settings(max_examples=12)
+@given(budget=st.integers(2_000, 7_000), activations=st.integers(0, 500), microbatches=st.integers(1, 2))
+def test_the_choice_is_the_fastest_candidate_that_fits(budget, activations, microbatches):
+    options = {"order": ORDER, "microbatches": microbatches}
+    found = {}
+    for name, layout in LAYOUTS.items():
+        for how, policy in TRIED.items():
+            arena, seconds = arena_and_seconds(name, how, microbatches)
+            state, kept = layout.nbytes("main") + 2 * layout.nbytes("optim"), activations * len(layout.units)
+            work = max(state, kept) if policy.offload else state + kept
+            peak = layout.nbytes("params") + arena + work
+            if peak <= budget:
+                found[name, how] = seconds
+    if not found:
+        with pytest.raises(ScheduleError, match="no candidate fits into the budget"):
+            fs.tune(LAYOUTS, HARDWARE, budget=budget, activations=activations, **options)
+        return
+    choice = fs.tune(LAYOUTS, HARDWARE, budget=budget, activations=activations, **options)
+    best, *others = choice.candidates
+    assert best.step_s == min(found.values()) == found[best.layout, best.policy]
+    assert best.peak_nbytes <= budget
+    assert choice.layout is LAYOUTS[best.layout]
+    assert choice.policy == TRIED[best.policy]
+    assert seconds_of(choice.schedule, choice.layout) == best.step_s
+    assert {(x.layout, x.policy) for x in choice.candidates if x.peak_nbytes <= budget} == set(found)
+    assert len(choice.candidates) == len(LAYOUTS) * len(TRIED)
+    assert not best.lost
+    assert all(x.lost for x in others)
+
+
+def test_each_candidate_says_why_it_lost():
+    choice = fs.tune(LAYOUTS, HARDWARE, budget=4_500, order=ORDER)
+    lost = {(x.layout, x.policy): x.lost for x in choice.candidates}
+    assert "and the budget is 4.39 KiB" in lost["ddp", "prefetch 1"]
+    assert any(text.endswith("% slower") for text in lost.values())
+    lines = str(choice).splitlines()
+    assert len(lines) == len(choice.candidates) + 1
+    assert lines[1].endswith("chosen")
+    rows = json.loads(choice.to_json())
+    assert [row["step_s"] for row in rows] == [x.step_s if math.isfinite(x.step_s) else None for x in choice.candidates]
+    assert rows[0] == asdict(choice.candidates[0])
+
+
+def test_activations_are_by_unit_and_offloaded_state_makes_room_for_them():
+    options = {"activations": {"layers.*": 5_000}, "order": ORDER, "budget": 1e6}
+    choice = fs.tune({"zero1": LAYOUTS["zero1"]}, HARDWARE, **options)
+    found = {x.policy: x for x in choice.candidates}
+    assert {x.memory["activations"] for x in found.values()} == {10_000}
+    state = found["offload"].memory["main"] + found["offload"].memory["optimizer"]
+    assert found["prefetch 1"].peak_nbytes - found["offload"].peak_nbytes == state > 0
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ScheduleError, match="expected layouts for one number of ranks, got no layout"):
+        fs.tune({}, HARDWARE, budget=1e9)
+    two = {**LAYOUTS, "other": fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")}
+    with pytest.raises(ScheduleError, match=r"one number of ranks, got .*other: Mesh\(dp=2\)"):
+        fs.tune(two, HARDWARE, budget=1e9)
+    with pytest.raises(PatternError, match=r"tune\(activations=\)"):
+        fs.tune(LAYOUTS, HARDWARE, budget=1e9, activations={"blocks.*": 1.0})
+    with pytest.raises(ScheduleError, match=r"smallest +[\d.]+ KiB: zero3"):
+        fs.tune(LAYOUTS, HARDWARE, budget=1e3)
