@@ -8,6 +8,7 @@ import threading
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import optree
@@ -31,6 +32,7 @@ from benchmarks import (
     small,
     stats,
     steps,
+    tuning,
     units,
     wire,
 )
@@ -94,6 +96,7 @@ def fsharp_alone():
             "alternating": alternating,
             "optax": interop,
             "prediction": prediction,
+            "tune": tuning,
             "checkpoint": checkpoint,
         }
         return {name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in modules.items()}
@@ -311,6 +314,17 @@ def test_parts_of_two_ranks(fsharp_alone):
     assert predicted["error"] == max(abs(x) for name, x in errors.items() if name != predicted["fitted"])
     assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in predicted["shapes"].values())
     assert predicted["shapes"] == fsharp_alone[1]["prediction"]["shapes"]
+    tuned = found["tune"]
+    assert tuned == fsharp_alone[1]["tune"]
+    assert set(tuned["shapes"]) == set(tuning.shapes(SMALL_OPTIONS))
+    for each in tuned["shapes"].values():
+        assert {(row["layout"], row["policy"]) for row in each["rows"]} == set(product(tuning.STRATEGIES, tuning.POLICIES))
+        predicted_s = [row["predicted_s"] for row in each["rows"]]
+        assert predicted_s == sorted(predicted_s)
+        assert each["regret"] == each["rows"][0]["measured_s"] / min(row["measured_s"] for row in each["rows"]) - 1 >= 0
+        assert -1 <= each["rank_correlation"] <= 1
+    assert report.is_met("tune_rank_correlation", 0.95)
+    assert not report.is_met("tune_regret", 0.06)
 
 
 def test_compute_is_scaled_to_the_step_without_communication():
@@ -522,6 +536,7 @@ def test_the_figures_are_those_of_the_rounds():
         "alternating": {name: {"rounds": rounds} for name, rounds in zip(("two models", "two losses"), turns, strict=True)},
         "optax": {"rounds": [{interop.OWN: 2.0, interop.OPTAX: 2.5}]},
         "prediction": {"error": 0.07},
+        "tune": {"regret": 0.02, "rank_correlation": 0.93},
         "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "calls": {"calls": {"FSDP2": 900.0, "fsharp zero3": 150.0, "fsharp zero3, module": 310.0}},
@@ -531,7 +546,7 @@ def test_the_figures_are_those_of_the_rounds():
             "rss": {"fsharp": {"async, first": 30}, "DCP": {"async, first": 20}},
         },
     }
-    expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 1.75, 0.3, 150.0, 310.0, 900.0, 0.75]
+    expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 0.02, 0.93, 1.75, 0.3, 150.0, 310.0, 900.0, 0.75]
     expected += [0.8, 0.5, 0.25, 0.6, 1.25, 0.1, 1.5]
     assert report.summary(parts) == dict(zip(report.MEANING, expected, strict=True))
     assert report.summary({"steps": parts["steps"]}).keys() < report.MEANING.keys()
