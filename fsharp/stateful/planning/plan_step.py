@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
-import torch
-
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.layout.layout import Layout
@@ -18,7 +16,6 @@ from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
 from fsharp.stateful.units.facts import facts_of
-from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.type_checks import options_checked
 
@@ -93,8 +90,7 @@ def _in_order(layout: Layout, order: Sequence[str]) -> list[str]:
 def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
     """Return a unit with a gradient, and with ``buffers`` of optimizer state in host memory unless that is None."""
     unit = UnitState(name or "(root)", layout[name], trivial=False)
-    if unit.layout.trainable:
-        unit.gradient = GradientBuffer(unit.layout, transport, torch.device("meta"))
+    unit.train(transport, None)
     if buffers is not None:
         alone = Layout(layout.mesh, (layout[name],), layout.spec)
         unit.offload(alone.nbytes("main") + buffers * alone.nbytes("optim"))

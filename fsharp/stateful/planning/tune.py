@@ -26,7 +26,7 @@ POLICIES: Mapping[str, Policy] = {
     "prefetch 2": Policy(prefetch=2),
     "gathered once": Policy(release="backward"),
     "gathered twice": Policy(release="forward"),
-    "offload": Policy(offload=True),
+    "state on the host": Policy(offload=True),
 }
 """The policies that :func:`tune` tries by default."""
 
@@ -116,15 +116,16 @@ def tune(
     >>> import torch, fsharp as fs
     >>> shapes = {"layers": [torch.empty(512, 512, device="meta") for _ in range(8)]}
     >>> mesh = fs.Mesh({"dp": 8})
-    >>> layouts = {name: fs.plan(shapes, mesh, getattr(fs, name)("dp"), units="layers.*") for name in ("ddp", "zero2", "zero3")}
+    >>> strategies = fs.ddp, fs.zero2, fs.zero3
+    >>> layouts = {each.__name__: fs.plan(shapes, mesh, each("dp"), units="layers.*") for each in strategies}
     >>> hardware = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=10e9, latency=2e-5)
     >>> choice = fs.tune(layouts, hardware, budget=20e6)
     >>> choice.name, choice.candidates[-1].lost
-    ('zero3', '40.00 MiB, and the budget is 19.07 MiB')
+    ('zero3', '24.00 MiB, and the budget is 19.07 MiB')
 
     Args:
         layouts: by a name of your choice.
-        hardware: seconds of each unit and the bandwidth of each axis that some mesh has: see :class:`fs.inspect.Hardware`.
+        hardware: seconds of each unit and the bandwidth of each axis that some mesh has: see :class:`~fsharp.inspect.Hardware`.
             Its ``update_s`` is for all parameters on one rank: a rank that has a part of them takes that part of the seconds.
         budget: bytes that one rank may take.
         policies: by a name of your choice.

@@ -146,8 +146,8 @@ def test_activations_are_by_unit_and_offloaded_state_makes_room_for_them():
     choice = fs.tune({"zero1": LAYOUTS["zero1"]}, HARDWARE, **options)
     found = {x.policy: x for x in choice.candidates}
     assert {x.memory["activations"] for x in found.values()} == {10_000}
-    state = found["offload"].memory["main"] + found["offload"].memory["optimizer"]
-    assert found["prefetch 1"].peak_nbytes - found["offload"].peak_nbytes == state > 0
+    state = found["state on the host"].memory["main"] + found["state on the host"].memory["optimizer"]
+    assert found["prefetch 1"].peak_nbytes - found["state on the host"].peak_nbytes == state > 0
 
 
 def test_what_cannot_be_compared_is_refused():
