@@ -78,11 +78,14 @@ class ModuleContender:
 
 
 class ShardedContender(ModuleContender):
-    """A module under ``fs.ShardedModule``, with the same optimizer."""
+    """A module under ``fs.ShardedModule``, with the same optimizer; ``options`` are those of ``fs.shard_module``."""
 
-    def __init__(self, name: str, module: torch.nn.Module, comm: fs.Comm, strategy: fs.Strategy, units: Any) -> None:
+    def __init__(
+        self, name: str, module: torch.nn.Module, comm: fs.Comm, strategy: fs.Strategy, units: Any, **options: Any
+    ) -> None:
         self.name, self.is_global, self.synced = name, False, True
-        self.sharded = fs.shard_module(module, mesh=comm, strategy=strategy, units=units)
+        self.sharded = fs.shard_module(module, mesh=comm, strategy=strategy, units=units, **options)
+        self.scheduler = self.sharded.step.scheduler
         self.module = self.sharded
         self.optimizer: Any = fs.ShardedOptimizer(self.sharded.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
 
@@ -179,10 +182,10 @@ class FsharpContender:
         return fs.inspect.tree_nbytes(self.state.opt)
 
 
-def adamw() -> fs.optim.Transform:
+def adamw(**options: Any) -> fs.optim.Transform:
     """What ``torch.optim.AdamW(fused=True, **ADAMW)`` does, over shards."""
     b1, b2 = ADAMW["betas"]
-    return fs.optim.adamw(ADAMW["lr"], b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+    return fs.optim.adamw(ADAMW["lr"], b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"], **options)
 
 
 def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.Policy | None) -> Callable[..., Any]:

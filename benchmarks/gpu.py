@@ -5,40 +5,57 @@ fsharp run them, FSDP2 copies instead. What is measured is therefore the host an
 """
 
 import gc
+import gzip
 import json
+import platform
+import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import fsharp as fs
 from benchmarks import contenders as c
 from benchmarks import llama
+from benchmarks.gpu_contenders import OURS, WARMUP, Row, Trains, Unavailable, rows
+from benchmarks.gpu_page import compare, summary, tables
 from benchmarks.overlap import GATHER, REDUCE, overlap
-from benchmarks.report import Table, commit, on_terminal, ranged
-from benchmarks.stats import ratio, times, turn
-from benchmarks.steps import LossMismatch
-from fsharp.testing import DebugPolicy
+from benchmarks.report import commit, on_terminal
+from benchmarks.stats import turn
 
-SHAPES = {"large": llama.LARGE, "small": llama.SMALL}
-BASE = "FSDP2"
-OURS = "fsharp zero3"
-SKIPPED = "fsharp zero3, axis skipped"
-MEGATRON = "megatron-fsdp"
-FIRST, LOOSE = 6, 2e-2
-"""Over how many steps losses are compared, and their largest relative difference: contenders round in different places."""
+R = TypeVar("R")
+
+
+class Model(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        shape: its sizes.
+        together: whether all contenders are in memory at a time, and take turns. Otherwise each has its rounds by itself.
+        seconds: its share of the time, in parts.
+    """
+
+    shape: llama.Shape
+    together: bool
+    seconds: float
+
+
+MODELS = {"large": Model(llama.LARGE, False, 2), "small": Model(llama.SMALL, True, 1)}
+LEAST = 2
+"""Rounds that a contender has though the time is over."""
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
+"""FLOP/s of dense products in bfloat16, by what the device's name contains; from NVIDIA's data sheets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +64,18 @@ class Options:
 
     models: tuple[Literal["large", "small"], ...] = ("large", "small")
     """``large`` keeps the device busy; ``small`` is bound by the host."""
-    rounds: int = 20
+    rounds: int = 6
     """Times that each contender has its turn."""
-    steps: int = 5
+    steps: int = 3
     """Steps in a turn."""
-    warmup: int = 5
+    warmup: int = 4
     """Steps that each contender makes before."""
+    seconds: float = 170.0
+    """When these are over, contenders that have not begun are left out, and all rounds but two. What is left out is named."""
+    trace: bool = False
+    """Write the trace of fsharp's step next to the result, ``gpu-<date>-<model>.trace.json.gz``."""
     out: Path = Path("benchmarks/results")
     """Folder of the result, ``gpu-<date>.json``."""
-
-
-class Unavailable(Exception):
-    """A contender that cannot run here, and why."""
 
 
 class Device:
@@ -83,186 +100,152 @@ class Device:
         return torch.cuda.max_memory_allocated()
 
 
-Builder = Callable[[], c.Contender]
-
-
-def builders(shape: llama.Shape, mesh: DeviceMesh) -> dict[str, Builder]:
-    """What makes each contender.
-
-    All but "bfloat16 throughout" keep float32 parameters for the optimizer, compute in bfloat16 and reduce in float32.
-    """
-    kind = mesh.device_type
-    ours = partial(_ours, shape, mesh)
-    half = torch.bfloat16
-    return {
-        "bfloat16 throughout": lambda: c.ModuleContender("bfloat16 throughout", llama.build(shape, device=kind, dtype=half)),
-        "autocast": lambda: c.ModuleContender("autocast", Autocast(llama.build(shape, device=kind), kind)),
-        BASE: lambda: _fsdp2(shape, mesh),
-        MEGATRON: lambda: _megatron(shape),
-        OURS: lambda: ours(OURS, DebugPolicy(trivial_axes=True)),
-        SKIPPED: lambda: ours(SKIPPED, fs.Policy()),
-    }
-
-
-class Autocast(torch.nn.Module):
-    """Plain PyTorch: float32 parameters, cast where they are used."""
-
-    def __init__(self, module: torch.nn.Module, kind: str) -> None:
-        super().__init__()
-        self.module, self.kind = module, kind
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        with torch.autocast(self.kind, torch.bfloat16):
-            return self.module(inputs, targets)
-
-
-def _fsdp2(shape: llama.Shape, mesh: DeviceMesh) -> c.Contender:
-    module = llama.build(shape, device=mesh.device_type)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module.embed, mesh=mesh, mp_policy=policy)
-    for layer in module.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    return c.ModuleContender(BASE, module)
-
-
-def _megatron(shape: llama.Shape) -> c.Contender:
-    try:
-        import megatron_fsdp as mf
-    except ImportError as error:
-        raise Unavailable(f"not installed: {error}") from None
-    precision = mf.MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
-    module = mf.fully_shard_model(
-        module=llama.build(shape, device="cuda", dtype=torch.bfloat16),
-        fsdp_unit_modules=[llama.Embed, llama.Block, llama.Head],
-        mixed_precision_policy=precision,
-    )
-    contender = c.ModuleContender(MEGATRON, module)
-    mf.fully_shard_optimizer(contender.optimizer)  # in place
-    return contender
-
-
-def _ours(shape: llama.Shape, mesh: DeviceMesh, name: str, policy: fs.Policy) -> c.FsharpContender:
-    params = llama.tree_of(llama.build(shape, device=mesh.device_type))
-    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32)
-    loss_fn, comm = partial(llama.loss, heads=shape.heads), fs.ProcessGroupComm(mesh)
-    return c.FsharpContender(name, params, loss_fn, comm, fs.zero3("dp"), policy=policy, precision=precision)
-
-
 # ---------------------------------------------------------------- measuring
 
 
-def measure(
-    options: Options, shape: llama.Shape, mesh: DeviceMesh, say: Callable[[str], None], device: Device = Device()
-) -> dict[str, Any]:
-    """Memory of each contender alone, then times of all in turn, then a profile of fsharp's step."""
-    batches = llama.batches(shape, device=device.kind)
-    memory: dict[str, dict[str, int]] = {}
-    absent: dict[str, str] = {}
-    made = builders(shape, mesh)
-    for name, build in made.items():
+class Bench:
+    """Measurements of one model.
+
+    Args:
+        model: what is trained.
+        options: how long, and how often.
+        mesh: of one rank.
+        say: is told what has been done.
+        device: is asked for time and memory.
+
+    Attributes:
+        found: figures by contender. ``rounds`` has for each round and name ``step``: seconds a step, of several between two
+            synchronizations; and ``host``: seconds until the host has issued a step, of one that starts on an idle device.
+            ``absent`` has the reason of each contender that has failed, or was left out.
+    """
+
+    def __init__(
+        self, model: Model, options: Options, mesh: DeviceMesh, say: Callable[[str], None], device: Device = Device()
+    ) -> None:
+        self.model, self.options, self.say, self.device = model, options, say, device
+        self.batches = llama.batches(model.shape, device=device.kind)
+        self.rows = rows(model.shape, mesh, self.batches[0])
+        self.live: dict[str, Trains] = {}
+        self.losses: dict[str, list[float | None]] = {}
+        with torch.device("meta"):
+            num_params = sum(p.numel() for p in llama.Llama(model.shape).parameters())
+        self.found: dict[str, Any] = {
+            "num_params": num_params,
+            "tokens": model.shape.batch * model.shape.time,
+            "flops": llama.step_flops(model.shape),
+            "peers": {row.name: row.peer for row in self.rows},
+            "rounds": [],
+            "memory": {},
+            "absent": {},
+            "losses": {},
+            "overlap": {},
+        }
+
+    def measure(self, *, last: bool, until: float, save: Callable[[], None]) -> None:
+        """Memory and times of all contenders, or of those that come last; ``save`` is called when there is more to save."""
+        todo = [row for row in self.rows if row.is_last is last]
+        groups = [todo] if self.model.together and not last else [[row] for row in todo]
+        for i, group in enumerate(groups):
+            for row in group:
+                if self._is_late(row.name, until):
+                    continue
+                self._try(row.name, partial(self._begin, row))
+            self._rounds(until=_now() + (until - _now()) / (len(groups) - i))
+            self.live.clear()
+            save()
+
+    def profile(self, *, until: float, trace: Path | None, save: Callable[[], None]) -> None:
+        """Overlap of contenders' collectives, each built again: a profiler, once used, may slow down what comes after it."""
+        todo = [row for row in self.rows if row.is_profiled and row.name in self.found["memory"]]
+        for row in sorted(todo, key=lambda row: row.name != OURS):
+            if self._is_late(f"{row.name}, profiled", until):
+                continue
+            found = self._try(f"{row.name}, profiled", lambda row=row: self._profile(row, trace if row.name == OURS else None))
+            if found is not None:
+                self.found["overlap"][row.name] = found
+            save()
+
+    def _is_late(self, name: str, until: float) -> bool:
+        if is_late := _now() > until:
+            self.found["absent"][name] = f"left out: the time of --seconds {self.options.seconds:g} was over"
+        return is_late
+
+    def _try(self, name: str, do: Callable[[], R]) -> R | None:
+        """Return what ``do`` returns, or None if it fails. Nothing here asks the device, which may have become unusable."""
         try:
-            memory[name] = peak_memory(build, batches, device)
+            return do()
         except Exception as error:
-            if name != MEGATRON:
-                raise  # of that one, another version's interface or one that refuses a single rank is no reason to stop
-            absent[name] = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"[:200]
-        say(f"memory: {name}")
-    found = [build() for name, build in made.items() if name in memory]
-    rounds, losses = interleaved(found, batches, options, say, device)
-    difference = compare(losses)
-    del found
-    device.empty()
-    with torch.device("meta"):
-        num_params = sum(p.numel() for p in llama.Llama(shape).parameters())
-    return {
-        "num_params": num_params,
-        "rounds": rounds,
-        "memory": memory,
-        "absent": absent,
-        "losses": losses,
-        "largest_relative_difference_of_first_losses": difference,
-        "overlap": profile(_ours(shape, mesh, OURS, DebugPolicy(trivial_axes=True)), batches, device),
-    }
+            reason = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
+            if not isinstance(error, Unavailable):
+                traceback.print_exc()
+        self.found["absent"][name] = " ".join(reason.split())[:300]
+        self.live.pop(name, None)
+        return None
 
+    def _begin(self, row: Row) -> None:
+        """First steps, and the bytes that are allocated at most over these, and after them."""
+        self.device.empty()
+        before = self.device.allocated()
+        self.device.reset_peak()
+        contender = row.build()
+        done = getattr(contender, "done", 0)
+        self.losses[row.name] = [None] * done
+        self.device.empty()
+        if not done:
+            self.device.reset_peak()
+        self.live[row.name] = contender
+        self._steps(row.name, max(self.options.warmup - done, 1))
+        self.found["memory"][row.name] = {"peak": self.device.peak() - before, "rest": self.device.allocated() - before}
+        self.say(row.name)
 
-def peak_memory(build: Builder, batches: Sequence[c.Batch], device: Device) -> dict[str, int]:
-    """Bytes allocated at most over some steps, with nothing else alive; and after them."""
-    device.empty()
-    before = device.allocated()
-    contender = build()
-    device.empty()
-    device.reset_peak()
-    for i in range(4):
-        contender.step(batches[i % len(batches)])
-    device.wait()
-    result = {"peak": device.peak() - before, "rest": device.allocated() - before}
-    del contender
-    device.empty()
-    return result
-
-
-def interleaved(
-    found: Sequence[c.Contender],
-    batches: Sequence[c.Batch],
-    options: Options,
-    say: Callable[[str], None],
-    device: Device,
-) -> tuple[list[dict[str, dict[str, float]]], dict[str, list[float]]]:
-    """All contenders in turn.
-
-    Returns:
-        For each round and name, ``step``: seconds a step, of several between two synchronizations; and ``host``: seconds
-        until the host has issued a step, of one that starts on an idle device. And the losses.
-    """
-    losses: dict[str, list[torch.Tensor]] = {each.name: [] for each in found}
-    by_name = {each.name: each for each in found}
-
-    def steps(name: str, count: int) -> tuple[float, float]:
+    def _steps(self, name: str, count: int) -> tuple[float, float]:
         """Seconds until issued, and until done."""
-        mine, contender = losses[name], by_name[name]
-        todo = [batches[(len(mine) + i) % len(batches)] for i in range(count)]
-        device.wait()
-        began = time.perf_counter()
-        for batch in todo:
-            mine.append(contender.step(batch))
-        issued = time.perf_counter() - began
-        device.wait()
-        return issued, time.perf_counter() - began
+        losses, contender = self.losses[name], self.live[name]
+        numbers = range(len(losses), len(losses) + count)
+        todo = [self.batches[0 if i < WARMUP else i % len(self.batches)] for i in numbers]
+        self.device.wait()
+        began = _now()
+        new = [contender.step(batch) for batch in todo]
+        issued = _now() - began
+        self.device.wait()
+        done = _now() - began
+        losses += [float(x) for x in new]
+        return issued, done
 
-    gc.collect()
-    gc.freeze()  # what is alive now stays: no need to look at it each time
-    rounds = []
-    try:
-        for name in by_name:
-            steps(name, options.warmup)
-        for i in range(options.rounds):
-            row = {}
-            for name in turn(list(by_name), i):
-                gc.collect()
-                steps(name, 1)  # what the one before has left in caches is gone
-                issued, _ = steps(name, 1)
-                row[name] = {"step": steps(name, options.steps)[1] / options.steps, "host": issued}
-            rounds.append({name: row[name] for name in by_name})
-            say(f"round {i + 1}/{options.rounds}")
-    finally:
-        gc.unfreeze()
-    return rounds, {name: torch.stack([x.double() for x in mine]).tolist() for name, mine in losses.items()}
+    def _rounds(self, until: float) -> None:
+        gc.collect()
+        gc.freeze()  # what is alive now stays: no need to look at it each time
+        try:
+            for i in range(self.options.rounds):
+                if not self.live or (i >= LEAST and _now() > until):
+                    break
+                for name in turn(list(self.live), i):
+                    figures = self._try(name, partial(self._turn, name))
+                    if figures is not None:
+                        if i == len(self.found["rounds"]):
+                            self.found["rounds"].append({})
+                        self.found["rounds"][i][name] = figures
+        finally:
+            gc.unfreeze()
+        for name in self.live:
+            self.found["losses"][name] = self.losses[name]
+            self.say(f"{name}: {sum(name in row for row in self.found['rounds'])} rounds")
+        self.found |= compare(self.found["losses"], self.found["peers"])
+
+    def _turn(self, name: str) -> dict[str, float]:
+        gc.collect()
+        if len(self.live) > 1:
+            self._steps(name, 1)  # what the one before has left in caches is gone
+        issued, _ = self._steps(name, 1)
+        return {"step": self._steps(name, self.options.steps)[1] / self.options.steps, "host": issued}
+
+    def _profile(self, row: Row, trace: Path | None) -> dict[str, Any]:
+        self.device.empty()
+        return profile(row.build(), self.batches[:3], self.device, trace)
 
 
-def compare(losses: dict[str, list[float]]) -> float:
-    """The largest relative difference from FSDP2's first losses.
-
-    Raises:
-        LossMismatch: one that rounding does not explain.
-    """
-    expected = losses[BASE][:FIRST]
-    worst = {name: max(abs(a - b) / abs(b) for a, b in zip(mine, expected)) for name, mine in losses.items()}
-    off = {name: x for name, x in worst.items() if not x <= LOOSE}
-    if off:
-        raise LossMismatch(f"losses differ from those of {BASE} by more than {LOOSE:g}: {off}")
-    return max(worst.values())
+def _now() -> float:
+    return time.perf_counter()
 
 
 # ---------------------------------------------------------------- profile
@@ -274,10 +257,10 @@ def mark(transport: Any) -> None:
         setattr(transport, name, torch.profiler.record_function(label)(getattr(transport, name)))
 
 
-def profile(contender: c.FsharpContender, batches: Sequence[c.Batch], device: Device) -> dict[str, Any]:
-    """Trace one step and count the gathers that overlap compute."""
-    assert contender.scheduler is not None
-    mark(contender.scheduler.transport)
+def profile(contender: Any, batches: Sequence[c.Batch], device: Device, trace: Path | None = None) -> dict[str, Any]:
+    """Trace one step, and count the gathers and reductions that overlap compute. The trace is written to ``trace``."""
+    if hasattr(contender, "scheduler"):
+        mark(contender.scheduler.transport)
     for batch in batches:
         contender.step(batch)
     device.wait()
@@ -290,85 +273,92 @@ def profile(contender: c.FsharpContender, batches: Sequence[c.Batch], device: De
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
         path = Path(folder, "trace.json")
         found.export_chrome_trace(str(path))
+        if trace is not None:
+            with path.open("rb") as whole, gzip.open(trace, "wb") as packed:
+                shutil.copyfileobj(whole, packed)
         return overlap(json.loads(path.read_text())["traceEvents"])
 
 
-# ---------------------------------------------------------------- report
+# ---------------------------------------------------------------- the run
 
 
-def tables(models: dict[str, Any]) -> list[Table]:
-    """One for each model, and one of the overlap."""
-    result = []
-    for name, part in models.items():
-        kinds = {kind: [{n: x[kind] for n, x in row.items()} for row in part["rounds"]] for kind in ("step", "host")}
-        rows = []
-        for who, nbytes in part["memory"].items():
-            row = [who]
-            for kind in ("step", "host"):
-                row += [ranged(times(kinds[kind], who), 1e3, "{:.2f}"), f"{ratio(kinds[kind], who, BASE).median:.3f}"]
-            peak = nbytes["peak"]
-            rows.append((*row, f"{peak / 1e6:,.0f}", f"{peak / part['memory'][BASE]['peak']:.3f}"))
-        rows += [(who, why, *[""] * 5) for who, why in part["absent"].items()]
-        header = ("", "ms a step", "of FSDP2's", "ms until issued", "of FSDP2's", "peak, MB", "of FSDP2's")
-        result.append(Table(f"{name}: {part['num_params']:,} parameters", header, rows))
-    rows = []
-    for name, part in models.items():
-        for phase, x in part["overlap"].items():
-            hidden = f"{x['hidden_us'] / x['gather_us']:.0%}" if x["gather_us"] else ""
-            rows.append((f"{name}, {phase}", str(x["num_gathers"]), str(x["num_overlapping"]), hidden))
-    result.append(Table(f"Gathers of {OURS} beside compute", ("", "gathers", "overlapping", "of their time"), rows))
-    return result
+def run(
+    options: Options, mesh: DeviceMesh, where: dict[str, Any], path: Path, say: Callable[[str], None], device: Device = Device()
+) -> dict[str, Any]:
+    """Measure all models, and write what has been measured after each contender.
+
+    What may leave the device unusable comes last: the profiles, then the graphs.
+    """
+    began, benches = _now(), dict[str, Bench]()
+    results: dict[str, Any] = {**where, "options": {"rounds": options.rounds, "steps": options.steps}, "models": {}}
+
+    def save() -> None:
+        results["seconds"] = round(_now() - began, 1)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+    parts = [(kind, name) for kind in ("rounds", "profile", "last") for name in options.models]
+    shares = {"rounds": 40.0, "profile": 13.0, "last": 4.0}
+    for i, (kind, name) in enumerate(parts):
+        if name not in benches:
+            benches[name] = Bench(MODELS[name], options, mesh, lambda text, name=name: say(f"{name}: {text}"), device)
+            results["models"][name] = benches[name].found
+        left = [shares[k] * MODELS[n].seconds for k, n in parts[i:]]
+        until = _now() + (began + options.seconds - _now()) * left[0] / sum(left)
+        if kind == "profile":
+            trace = path.with_name(f"{path.stem}-{name}.trace.json.gz") if options.trace else None
+            benches[name].profile(until=until, trace=trace, save=save)
+        else:
+            benches[name].measure(last=kind == "last", until=until, save=save)
+        say(f"{name}: {kind} done, {_now() - began:.0f} s in all")
+    save()
+    return results
+
+
+def environment() -> dict[str, Any]:
+    """What figures depend on."""
+    gpu = torch.cuda.get_device_name()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "gpu": gpu,
+        "peak_flops": next((peak for name, peak in PEAKS.items() if name in gpu), None),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report; the exit status."""
+    """Measure and report; the exit status, which is 1 where losses differ."""
     options = tyro.cli(Options, args=argv, prog="python -m benchmarks.gpu")
     if not torch.cuda.is_available():
         print("error: this needs a CUDA device", file=sys.stderr)
         return 2
     console = Console(highlight=False, soft_wrap=True)
     torch.cuda.set_device(0)
+    where = environment()
+    path = options.out / f"gpu-{where['date'][:10]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-            models = {}
-            for name in options.models:
-                models[name] = measure(options, SHAPES[name], mesh, partial(_say, console, name))
+            return report(run(options, mesh, where, path, partial(console.print, markup=False)), path)
         finally:
             dist.destroy_process_group()
-    now = datetime.now(UTC)
-    where = {
-        "date": now.strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
-    path = options.out / f"gpu-{now:%Y-%m-%d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**where, "models": models}, indent=1) + "\n")
-    for table in tables(models):
-        Console(highlight=False, width=140).print(on_terminal(table))
-    console.print(f"written: {path}", markup=False)
-    print(json.dumps(summary(models)), flush=True)
-    return 0
 
 
-def summary(models: dict[str, Any]) -> dict[str, float]:
-    """Ratios of fsharp's zero3 to FSDP2, for the last line."""
-    result = {}
-    for name, part in models.items():
-        for kind in ("step", "host"):
-            rounds = [{n: x[kind] for n, x in row.items()} for row in part["rounds"]]
-            result[f"{name}_{kind}_ratio_vs_fsdp2"] = round(ratio(rounds, OURS, BASE).median, 4)
-        result[f"{name}_peak_ratio_vs_fsdp2"] = round(part["memory"][OURS]["peak"] / part["memory"][BASE]["peak"], 4)
-    return result
-
-
-def _say(console: Console, model: str, text: str) -> None:
-    console.print(f"{model}: {text}", markup=False)
+def report(results: dict[str, Any], path: Path) -> int:
+    """Print tables, the losses that differ, and a last line of JSON; the exit status."""
+    for table in tables(results):
+        Console(highlight=False, width=200).print(on_terminal(table))
+    print(f"written: {path}")
+    off = {name: part["mismatch"] for name, part in results["models"].items() if part.get("mismatch")}
+    for name, found in off.items():
+        print(f"error: {name}: losses differ from those of the peer: {found}", file=sys.stderr)
+    print(json.dumps(summary(results)), flush=True)
+    return 1 if off else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A Llama-like model for the GPU, written twice: modules that own parameters and pure functions that both ways call."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ class Shape:
     batch: int
 
 
-LARGE = Shape(vocab=32_000, dim=1024, hidden=2816, layers=24, heads=16, time=2048, batch=4)
-"""374 million parameters."""
+LARGE = Shape(vocab=32_000, dim=2048, hidden=5632, layers=24, heads=16, time=2048, batch=4)
+"""1.36 billion parameters: the device is busy for longer than the host takes to issue a step."""
 SMALL = Shape(vocab=1024, dim=128, hidden=384, layers=32, heads=4, time=64, batch=1)
 """The host cannot issue its kernels as fast as the device runs them."""
 
@@ -47,15 +47,15 @@ class Weights(nn.Module):
 
 
 class Block(Weights):
-    """Calls :func:`block`."""
+    """Calls ``function``, which is :func:`block` or what a compiler has made of it."""
 
     def __init__(self, shape: Shape) -> None:
         d, h = shape.dim, shape.hidden
         super().__init__(norm1=(d,), qkv=(3 * d, d), out=(d, d), norm2=(d,), gate=(h, d), up=(h, d), down=(d, h))
-        self.heads = shape.heads
+        self.heads, self.function = shape.heads, block
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return block(self.tree(), x, (cos, sin), self.heads)
+        return self.function(self.tree(), x, (cos, sin), self.heads)
 
 
 class Embed(Weights):
@@ -79,13 +79,18 @@ class Head(Weights):
 
 
 class Llama(nn.Module):
-    """Embedding, blocks, head; the forward gives the mean cross-entropy."""
+    """Embedding, blocks, head; the forward gives the mean cross-entropy.
 
-    def __init__(self, shape: Shape) -> None:
+    Args:
+        shape: sizes.
+        make_block: makes a block, called with the sizes.
+    """
+
+    def __init__(self, shape: Shape, make_block: Callable[[Shape], nn.Module] = Block) -> None:
         super().__init__()
         self.shape = shape
         self.embed = Embed(shape)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(make_block(shape) for _ in range(shape.layers))
         self.head = Head(shape)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -100,6 +105,12 @@ def build(shape: Shape, *, device: str, dtype: torch.dtype = torch.float32) -> L
     """The module with the same initial values each time."""
     with torch.device(device):
         module = Llama(shape).to(dtype)
+    initialize(module, device)
+    return module
+
+
+def initialize(module: nn.Module, device: str) -> None:
+    """Fill matrices with the same normal values each time, and vectors with ones."""
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -108,7 +119,6 @@ def build(shape: Shape, *, device: str, dtype: torch.dtype = torch.float32) -> L
             else:  # drawn in float32 and rounded: the same for every dtype
                 values = torch.empty(parameter.shape, device=device).normal_(0, 0.02, generator=generator)
                 parameter.copy_(values)
-    return module
 
 
 def tree_of(module: Llama) -> dict[str, Any]:
@@ -141,13 +151,18 @@ def embed(p: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
 
 def block(p: Mapping[str, torch.Tensor], x: torch.Tensor, turns: Turns, heads: int) -> torch.Tensor:
     """Causal attention with rotary positions, and SwiGLU."""
-    b, t, d = x.shape
-    h = F.linear(F.rms_norm(x, (d,), p["norm1"]), p["qkv"])
-    q, k, v = h.view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4)
-    attended = F.scaled_dot_product_attention(rotate(q, turns), rotate(k, turns), v, is_causal=True)
-    x = x + F.linear(attended.transpose(1, 2).reshape(b, t, d), p["out"])
+    d = x.shape[-1]
+    x = x + F.linear(attend(F.linear(F.rms_norm(x, (d,), p["norm1"]), p["qkv"]), turns, heads), p["out"])
     h = F.rms_norm(x, (d,), p["norm2"])
     return x + F.linear(F.silu(F.linear(h, p["gate"])) * F.linear(h, p["up"]), p["down"])
+
+
+def attend(qkv: torch.Tensor, turns: Turns, heads: int) -> torch.Tensor:
+    """Causal attention: ``[batch, time, 3 * dim]`` to ``[batch, time, dim]``."""
+    b, t, width = qkv.shape
+    q, k, v = qkv.view(b, t, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(rotate(q, turns), rotate(k, turns), v, is_causal=True)
+    return attended.transpose(1, 2).reshape(b, t, width // 3)
 
 
 def head(p: Mapping[str, torch.Tensor], x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -156,13 +171,24 @@ def head(p: Mapping[str, torch.Tensor], x: torch.Tensor, targets: torch.Tensor) 
     return F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
 
-def loss(params: Any, batch: Any, comm: fs.Comm, *, heads: int) -> torch.Tensor:
-    """The model over sharded parameters: ``fs.train_step`` takes it."""
+def loss(params: Any, batch: Any, comm: fs.Comm, *, heads: int, function: Callable[..., torch.Tensor] = block) -> torch.Tensor:
+    """The model over sharded parameters: ``fs.train_step`` takes it. ``function`` is as in :class:`Block`."""
     x = fs.forward(embed, params["embed"], batch["inputs"], comm=comm)
     turns = rotary(x.shape[1], x.shape[2] // heads, x)
     for layer in params["layers"]:
-        x = fs.forward(block, layer, x, turns, heads, comm=comm)
+        x = fs.forward(function, layer, x, turns, heads, comm=comm)
     return fs.forward(head, params["head"], x, batch["targets"], comm=comm)
+
+
+def step_flops(shape: Shape) -> float:
+    """Return the floating-point operations of a step's matrix products: forward, and twice as many backward.
+
+    For each token ``6 * weights + 6 * layers * time * dim``: weights are all but the embedding's, which is looked up, and a
+    token attends to half of its sequence.
+    """
+    d, h = shape.dim, shape.hidden
+    weights = shape.layers * (4 * d * d + 3 * d * h) + shape.vocab * d
+    return shape.batch * shape.time * 6.0 * (weights + shape.layers * shape.time * d)
 
 
 def batches(shape: Shape, *, device: str, count: int = 4) -> list[dict[str, torch.Tensor]]:

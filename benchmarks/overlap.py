@@ -1,8 +1,10 @@
-"""How many gathers overlap compute, from the trace of one training step. Works on the events of a trace file; no torch.
+"""How many gathers and reductions overlap compute, from the trace of one training step.
 
-The host marks what it issues for a gather or a reduction. Whatever the device runs is tied to the moment when the host
-issued it by a correlation id. So it does not matter on which stream a gather runs, or whether NCCL makes it a kernel or, at
-world size 1, a copy.
+Works on the events of a trace file; no torch.
+
+The host marks what it issues for a gather or a reduction: fsharp by the benchmark's marks, FSDP2 by its own. Whatever the
+device runs is tied to the moment when the host issued it by a correlation id. So it does not matter on which stream a gather
+runs, or whether NCCL makes it a kernel or, at world size 1, a copy.
 """
 
 from bisect import bisect_right
@@ -12,6 +14,9 @@ from typing import Any
 
 GATHER, REDUCE = "fsharp: gather", "fsharp: reduce"
 """Names of the host's marks."""
+GATHERS = (GATHER, "FSDP::pre_forward", "FSDP::pre_backward", "FSDP::all_gather")
+"""What names of marks of gathers begin with. At world size 1 FSDP2 copies parameters in its hooks, which have marks."""
+REDUCTIONS = (REDUCE, "FSDP::post_backward_reduce")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -20,61 +25,62 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Gathers that were issued in one phase of a step.
+class Overlap:
+    """Gathers or reductions, and how much of them ran beside compute.
 
     Attributes:
-        num_gathers: those that ran on the device.
+        num: those that ran on the device.
         num_overlapping: those of them that ran while some kernel of the compute did.
-        gather_us: time of all.
+        us: time of all.
         hidden_us: how much of that was beside compute.
     """
 
-    num_gathers: int = 0
+    num: int = 0
     num_overlapping: int = 0
-    gather_us: float = 0.0
+    us: float = 0.0
     hidden_us: float = 0.0
 
 
 def overlap(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Gathers by phase: ``forward``, ``backward``, and ``after`` it (for the next step).
+    """Gathers by phase, ``forward``, ``backward``, and ``after`` it (for the next step); and all ``reductions``.
 
     Args:
         events: ``traceEvents`` of what ``torch.profiler`` exports, of one step.
     """
     complete = [e for e in events if e.get("ph") == "X"]
-    gathers, reductions = _marks(complete, GATHER), _marks(complete, REDUCE)
+    gathers, reductions = _marks(complete, GATHERS), _marks(complete, REDUCTIONS)
     launched = {
         e["args"]["correlation"]: float(e["ts"])
         for e in complete
         if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})
     }
-    parts: dict[int, list[Interval]] = {}
+    gathered: dict[int, list[Interval]] = {}
+    reduced: dict[int, list[Interval]] = {}
     compute: list[Interval] = []
     for e in complete:
         if e.get("cat") not in _DEVICE:
             continue
         interval = (float(e["ts"]), float(e["ts"]) + float(e["dur"]))
         at = launched.get(e.get("args", {}).get("correlation"))
-        mark = None if at is None else _within(gathers, at)
-        if mark is not None:
-            parts.setdefault(mark, []).append(interval)
-        elif e["cat"] == "kernel" and (at is None or _within(reductions, at) is None):
+        gather, reduction = (None, None) if at is None else (_within(gathers, at), _within(reductions, at))
+        if gather is not None:
+            gathered.setdefault(gather, []).append(interval)
+        elif reduction is not None:
+            reduced.setdefault(reduction, []).append(interval)
+        elif e["cat"] == "kernel":
             compute.append(interval)
     busy = merged(compute)
     begin, end = _backward(complete)
-    rows: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": [], "after": []}
-    for mark, intervals in sorted(parts.items()):
+    rows: dict[str, list[list[Interval]]] = {"forward": [], "backward": [], "after": [], "reductions": list(reduced.values())}
+    for mark, intervals in sorted(gathered.items()):
         issued = gathers[mark][0]
-        phase = "forward" if issued < begin else "backward" if issued < end else "after"
-        own = merged(intervals)
-        rows[phase].append((length(own), length(common(own, busy))))
-    return {
-        phase: asdict(
-            Phase(len(found), sum(hidden > 0 for _, hidden in found), sum(t for t, _ in found), sum(h for _, h in found))
-        )
-        for phase, found in rows.items()
-    }
+        rows["forward" if issued < begin else "backward" if issued < end else "after"].append(intervals)
+    return {name: asdict(_overlap([merged(x) for x in found], busy)) for name, found in rows.items()}
+
+
+def _overlap(found: Sequence[Sequence[Interval]], busy: Sequence[Interval]) -> Overlap:
+    hidden = [length(common(each, busy)) for each in found]
+    return Overlap(len(found), sum(x > 0 for x in hidden), sum(length(each) for each in found), sum(hidden))
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -115,10 +121,15 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def _marks(events: Iterable[Mapping[str, Any]], name: str) -> list[Interval]:
+def _marks(events: Iterable[Mapping[str, Any]], names: tuple[str, ...]) -> list[Interval]:
+    """Intervals of the host's marks, without those that lie within another one."""
     # The device's side of a mark, "gpu_user_annotation", has the same name.
-    found = [e for e in events if e.get("name") == name and e.get("cat") in ("user_annotation", "cpu_op")]
-    return sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found)
+    found = [e for e in events if e.get("cat") in ("user_annotation", "cpu_op") and str(e.get("name")).startswith(names)]
+    result: list[Interval] = []
+    for start, stop in sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found):
+        if not result or start >= result[-1][1]:
+            result.append((start, stop))
+    return result
 
 
 def _within(marks: Sequence[Interval], at: float) -> int | None:

@@ -23,6 +23,8 @@ from benchmarks import (
     checkpoint,
     gpt,
     gpu,
+    gpu_contenders,
+    gpu_page,
     host,
     interop,
     llama,
@@ -40,10 +42,15 @@ from benchmarks import contenders as c
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
 from fsharp.testing import DebugPolicy, processes, simulate
+from tests import gpt_like
+from tests.te_cpu import ranks
+from tests.virtual_device import accelerator as accelerator
+from tests.virtual_device import comm as comm
 
 ROOT = Path(__file__).parents[1]
 TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)
 MB = 1_000_000
+LLAMA = llama.Shape(vocab=32, dim=32, hidden=64, layers=2, heads=2, time=16, batch=2)
 
 
 SMALL_OPTIONS = Options(
@@ -109,9 +116,9 @@ def silent(text):
 
 
 @pytest.fixture(scope="module")
-def one_rank():
+def one_rank(tmp_path_factory):
     """What needs a process group of one process: the part ``host``, and the GPU's benchmark on the CPU."""
-    shape = llama.Shape(vocab=16, dim=16, hidden=24, layers=2, heads=2, time=8, batch=2)
+    path = tmp_path_factory.mktemp("gpu") / "gpu-now.json"
 
     def run(comm):
         from torch.distributed.device_mesh import init_device_mesh
@@ -119,10 +126,13 @@ def one_rank():
         warnings.simplefilter("ignore")
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        options = gpu.Options(rounds=2, steps=1, warmup=1)
-        return (host.measure(SMALL_OPTIONS, comm, silent), gpu.measure(options, shape, mesh, silent, NoDevice()))
+        gpu.MODELS = {"large": gpu.Model(LLAMA, False, 2), "small": gpu.Model(LLAMA, True, 1)}
+        torch.compile = lambda function, **_: function
+        options = gpu.Options(rounds=2, steps=1, trace=True)
+        return host.measure(SMALL_OPTIONS, comm, silent), gpu.run(options, mesh, WHERE, path, silent, NoDevice())
 
-    return processes(fs.Mesh({"dp": 1}), run)[0]
+    [(host_part, found)] = ranks.processes(fs.Mesh({"dp": 1}), run, timeout=110)
+    return host_part, found, path
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +168,7 @@ def test_module_and_functions_give_the_same_loss_and_gradients():
 
 @pytest.mark.parametrize(
     ("model", "shape"),
-    [(gpt, TINY), (llama, llama.Shape(vocab=16, dim=16, hidden=24, layers=2, heads=2, time=8, batch=2))],
+    [(gpt, TINY), (llama, LLAMA)],
     ids=["gpt", "llama"],
 )
 def test_a_module_and_its_shards_give_the_same_loss_and_gradients(model, shape):
@@ -177,8 +187,18 @@ def test_a_module_and_its_shards_give_the_same_loss_and_gradients(model, shape):
 def test_models_have_the_sizes_that_the_docs_say():
     with torch.device("meta"):
         sizes = [sum(p.numel() for p in made.parameters()) for made in (gpt.GPT(gpt.Shape()), llama.Llama(llama.LARGE))]
-    assert sizes == [10_867_584, 373_867_520]
-    assert "10.9M" in (ROOT / "docs/benchmarks.md").read_text()
+    assert sizes == [10_867_584, 1_364_297_728]
+    assert all(size in (ROOT / "docs/benchmarks.md").read_text() for size in ("10.9M", "1.36 billion"))
+
+
+def test_the_operations_of_a_step_are_those_of_its_products():
+    """A matrix product of ``[m, k]`` and ``[k, n]`` is ``2 m k n``, and comes thrice; half of attention is never needed."""
+    shape = LLAMA
+    with torch.device("meta"):
+        matrices = [p.numel() for name, p in llama.Llama(shape).named_parameters() if p.ndim == 2 and "embed" not in name]
+    tokens = shape.batch * shape.time
+    attention = 2 * shape.batch * 2 * shape.time * shape.time * shape.dim * shape.layers / 2
+    assert llama.step_flops(shape) == 3 * (2 * tokens * sum(matrices) + attention)
 
 
 def test_options_have_the_default_shape():
@@ -376,8 +396,23 @@ def test_losses_that_differ_are_refused():
         steps.compare_losses({"a": [2.0], "b": [2.0], "alone": [3.0]}, alone=["alone"])
     with pytest.raises(steps.LossMismatch, match="b: nan"):
         steps.compare_losses({"a": [2.0], "b": [float("nan")]})
-    with pytest.raises(steps.LossMismatch, match="off"):
-        gpu.compare({gpu.BASE: [1.0], "off": [1.1]})
+
+
+def test_first_losses_are_compared_with_those_of_the_peer():
+    losses = {
+        "a": [1.0, 2.0],
+        "b": [1.01, 2.0],
+        "late": [None, 2.02],
+        "off": [1.1, 2.0],
+        "nan": [1.0, float("nan")],
+        "x": [5.0],
+        "later": [None] * gpu_page.FIRST + [9.0],
+    }
+    found = gpu_page.compare(losses, dict.fromkeys(losses, "a") | {"x": "left out"})
+    assert found["difference_of_losses"] == pytest.approx(
+        {"a": 0, "b": 0.01, "late": 0.01, "off": 0.1, "nan": float("nan")}, nan_ok=True
+    )
+    assert set(found["mismatch"]) == {"off", "nan"}
 
 
 # ---------------------------------------------------------------- overlap
@@ -414,6 +449,10 @@ def test_gathers_that_overlap_compute_are_counted_by_phase():
         event("kernel", "ncclDevKernel_AllGather", 220, 10, correlation=6, stream=9),
         event("cuda_runtime", "cudaLaunchKernel", 70, 1, correlation=7),
         event("kernel", "gemm", 215, 30, correlation=7, stream=7),
+        # A reduction beside a kernel.
+        event("user_annotation", REDUCE, 75, 2),
+        event("cuda_runtime", "cudaLaunchKernel", 76, 1, correlation=9),
+        event("kernel", "ncclDevKernel_ReduceScatter", 235, 10, correlation=9, stream=10),
         # After it, one that runs no kernel at all, and one that does.
         event("user_annotation", GATHER, 95, 2),
         event("user_annotation", GATHER, 98, 2),
@@ -421,9 +460,30 @@ def test_gathers_that_overlap_compute_are_counted_by_phase():
         event("gpu_memcpy", "Memcpy DtoD", 300, 5, correlation=8, stream=9),
     ]
     found = overlap(events)
-    assert found["forward"] == {"num_gathers": 2, "num_overlapping": 1, "gather_us": 30.0, "hidden_us": 10.0}
-    assert found["backward"] == {"num_gathers": 2, "num_overlapping": 1, "gather_us": 20.0, "hidden_us": 10.0}
-    assert found["after"] == {"num_gathers": 1, "num_overlapping": 0, "gather_us": 5.0, "hidden_us": 0.0}
+    assert found["forward"] == {"num": 2, "num_overlapping": 1, "us": 30.0, "hidden_us": 10.0}
+    assert found["backward"] == {"num": 2, "num_overlapping": 1, "us": 20.0, "hidden_us": 10.0}
+    assert found["after"] == {"num": 1, "num_overlapping": 0, "us": 5.0, "hidden_us": 0.0}
+    assert found["reductions"] == {"num": 2, "num_overlapping": 1, "us": 30.0, "hidden_us": 10.0}
+
+
+def test_the_marks_of_fsdp2_count_once():
+    """Those that lie within another one are a part of that; what they launch may come behind the inner one."""
+    events = [
+        event("user_annotation", "FSDP::pre_forward (layers.0)", 0, 10),
+        event("user_annotation", "FSDP::all_gather (layers.0)", 1, 2),
+        event("cuda_runtime", "cudaMemcpyAsync", 2, 1, correlation=1),
+        event("gpu_memcpy", "Memcpy DtoD", 100, 10, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 6, 1, correlation=2),
+        event("kernel", "copy", 110, 10, correlation=2),
+        event("user_annotation", "FSDP::post_backward_reduce", 20, 5),
+        event("cuda_runtime", "cudaMemcpyAsync", 21, 1, correlation=3),
+        event("gpu_memcpy", "Memcpy DtoD", 130, 10, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 30, 1, correlation=4),
+        event("kernel", "gemm", 135, 10, correlation=4),
+    ]
+    found = overlap(events)
+    assert found["forward"] == {"num": 1, "num_overlapping": 0, "us": 20.0, "hidden_us": 0.0}
+    assert found["reductions"] == {"num": 1, "num_overlapping": 1, "us": 10.0, "hidden_us": 5.0}
 
 
 def test_unions_and_intersections():
@@ -448,6 +508,26 @@ def test_a_profile_on_the_cpu_has_the_marks():
     assert names.count(REDUCE) == TINY.layers + 2
 
 
+WHERE = {
+    "date": "2026-01-01 00:00 UTC",
+    "commit": "abc",
+    "gpu": "none",
+    "peak_flops": 1e12,
+    "python": "3",
+    "torch": torch.__version__,
+    "cuda": "13",
+    "nccl": "2",
+}
+PROFILED = (
+    gpu_contenders.BASE,
+    gpu_contenders.NEWER,
+    gpu_contenders.OURS,
+    gpu_contenders.MODULE,
+    gpu_contenders.FP8_BASE,
+    gpu_contenders.FP8,
+)
+
+
 class NoDevice(gpu.Device):
     """The CPU in place of a GPU, so that everything but its counters runs."""
 
@@ -469,25 +549,136 @@ class NoDevice(gpu.Device):
         return MB
 
 
-def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(one_rank):
-    part = one_rank[1]
-    assert set(part["absent"]) == {gpu.MEGATRON}
-    assert [set(row) for row in part["rounds"]] == [set(part["memory"])] * 2
-    tables = gpu.tables({"small": part})
-    assert [table.title.split(":")[0] for table in tables] == ["small", "Gathers of fsharp zero3 beside compute"]
-    assert all(len(row) == len(table.header) for table in tables for row in table.rows)
-    assert set(gpu.summary({"small": part})) == {f"small_{kind}_ratio_vs_fsdp2" for kind in ("step", "host", "peak")}
+def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(one_rank, capsys):
+    """Blocks are not compiled here, TransformerEngine's kernels are stand-ins, and there are no CUDA graphs."""
+    _, found, path = one_rank
+    assert json.loads(path.read_text()) == found
+    names = set(found["models"]["large"]["peers"])
+    for name, part in found["models"].items():
+        lacking = {gpu_contenders.MEGATRON, gpu_contenders.GRAPH}
+        if not hasattr(torch.distributed.fsdp.FSDPModule, gpu_contenders.SETTERS[0]):
+            lacking.add(gpu_contenders.NEWER)
+        assert set(part["absent"]) == lacking, part["absent"]
+        assert "CUDA graphs need a CUDA device" in part["absent"][gpu_contenders.GRAPH]
+        assert set(part["memory"]) == set(part["losses"]) == names - lacking
+        assert [set(row) for row in part["rounds"]] == [names - lacking] * 2
+        assert part["mismatch"] == {}
+        assert set(part["overlap"]) == {row for row in PROFILED if row not in lacking}
+        assert path.with_name(f"gpu-now-{name}.trace.json.gz").exists()
+    assert gpu.report(found, path) == 0
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {
+        f"{name}_{prefix}{kind}_ratio_vs_fsdp2"
+        for name in found["models"]
+        for prefix in ("", "module_", "compiled_", "fp8_")
+        for kind in ("step", "host", "peak")
+    }
+    made = gpu_page.tables(found)
+    assert [table.title.split(":")[0].split(",")[0] for table in made] == [
+        "large",
+        "small",
+        "Gathers and reductions beside compute",
+        "Not measured",
+    ]
+    assert all(len(row) == len(table.header) for table in made for row in table.rows)
+
+
+class Plain:
+    """Trains nothing: its losses are 1, 1/2, 1/3 ..., times a factor; it fails at a step."""
+
+    def __init__(self, name, factor=1.0, fails_at=0):
+        self.name, self.factor, self.fails_at, self.count = name, factor, fails_at, 0
+
+    def step(self, batch):
+        self.count += 1
+        if self.count == self.fails_at:
+            raise RuntimeError("out of memory")
+        return torch.tensor(self.factor / self.count)
+
+
+def refuse():
+    raise OSError("undefined symbol")
+
+
+def stand_ins(shape, mesh, batch):
+    makers = {
+        gpu_contenders.BASE: lambda: Plain(gpu_contenders.BASE),
+        "not there": refuse,
+        "fails at once": lambda: Plain("fails at once", fails_at=1),
+        "fails in the second round": lambda: Plain("fails in the second round", fails_at=9),
+        "off": lambda: Plain("off", factor=1.1),
+        gpu_contenders.OURS: lambda: Plain(gpu_contenders.OURS),
+    }
+    return [gpu_contenders.Row(name, make) for name, make in makers.items()]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_contender_that_fails_costs_nobody_elses_figures(monkeypatch, tmp_path, capsys, together):
+    monkeypatch.setattr(gpu, "rows", stand_ins)
+    monkeypatch.setattr(gpu, "MODELS", {"small": gpu.Model(LLAMA, together, 1)})
+    options = gpu.Options(models=("small",), rounds=3, steps=2, warmup=3 if together else 4)
+    found = gpu.run(options, None, WHERE, tmp_path / "gpu-now.json", silent, NoDevice())
+    part = found["models"]["small"]
+    assert part["absent"] == {
+        "not there": "OSError: undefined symbol",
+        "fails at once": "RuntimeError: out of memory",
+        "fails in the second round": "RuntimeError: out of memory",
+    }
+    whole = {gpu_contenders.BASE, "off", gpu_contenders.OURS}
+    assert [set(row) for row in part["rounds"]] == [whole | {"fails in the second round"}, whole, whole]
+    assert part["mismatch"] == {"off": pytest.approx(0.1)}
+    assert json.loads((tmp_path / "gpu-now.json").read_text()) == found
+    assert gpu.report(found, tmp_path / "gpu-now.json") == 1
+    shown = capsys.readouterr()
+    assert "'off': 0.1" in shown.err
+    assert "small_step_ratio_vs_fsdp2" in shown.out.splitlines()[-1]
+
+
+def test_what_there_is_no_time_for_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "rows", stand_ins)
+    monkeypatch.setattr(gpu, "MODELS", {"small": gpu.Model(LLAMA, True, 1)})
+    now = [0.0]
+    monkeypatch.setattr(gpu, "_now", lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
+    options = gpu.Options(models=("small",), rounds=50, steps=1, warmup=1, seconds=10)
+    found = gpu.run(options, None, WHERE, tmp_path / "gpu-now.json", silent, NoDevice())
+    part = found["models"]["small"]
+    assert len(part["rounds"]) == gpu.LEAST
+    late = {name for name, why in part["absent"].items() if why == "left out: the time of --seconds 10 was over"}
+    assert gpu_contenders.OURS in late
+    assert gpu_contenders.BASE in part["rounds"][0]
+
+
+def test_a_captured_step_has_the_losses_of_the_step(comm):
+    """On the virtual device, or on a GPU. All begin with the same batch, as a capture warms up on one."""
+    batches = [{key: x.cuda() for key, x in batch.items()} for batch in gpt_like.make_batches(4, 32)]
+    build = lambda: optree.tree_map(lambda x: x.cuda(), gpt_like.make_params())  # noqa: E731
+    graph = gpu_contenders.GraphContender("graph", build(), gpt_like.loss_fn, comm, batches[0])
+    policy, precision = gpu_contenders.FORCED, gpu_contenders.PRECISION
+    ours = c.FsharpContender("", build(), gpt_like.loss_fn, comm, fs.zero3("dp"), policy=policy, precision=precision)
+    for _ in range(graph.done):
+        ours.step(batches[0])
+    losses = [graph.step(batch) for batch in batches]  # kept while the graph is replayed
+    for batch, loss in zip(batches, losses, strict=True):
+        torch.testing.assert_close(loss, ours.step(batch), rtol=1e-5, atol=0)
+
+
+def test_the_page_of_the_gpu_is_the_last_result():
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert (page.count(gpu_page.MARKS[0]), page.count(gpu_page.MARKS[1])) == (1, 1)
+    for path in sorted((ROOT / "benchmarks/results").glob("gpu-*.json"))[-1:]:
+        assert gpu_page.markdown(json.loads(path.read_text())) in page
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore")
 def test_the_gpu_benchmark_on_a_gpu(tmp_path):
-    assert gpu.main(["--models", "small", "--rounds", "2", "--steps", "2", "--warmup", "2", "--out", str(tmp_path)]) == 0
+    options = ["--models", "small", "--rounds", "2", "--steps", "2", "--seconds", "60", "--out", str(tmp_path)]
+    assert gpu.main(options) == 0
     (path,) = tmp_path.glob("gpu-*.json")
     part = json.loads(path.read_text())["models"]["small"]
-    assert part["memory"][gpu.OURS]["peak"] > 0
-    assert part["overlap"]["forward"]["num_gathers"] + part["overlap"]["backward"]["num_gathers"] >= llama.SMALL.layers
+    assert part["memory"][gpu_contenders.OURS]["peak"] > 0
+    found = part["overlap"][gpu_contenders.OURS]
+    assert found["forward"]["num"] + found["backward"]["num"] >= llama.SMALL.layers
 
 
 # ---------------------------------------------------------------- the command
