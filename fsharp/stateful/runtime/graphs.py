@@ -48,12 +48,14 @@ class CapturedStep:
             for _ in range(warmup):
                 state, _ = scheduled(state, self._batch)
         torch.cuda.synchronize(scheduler.device)
-        before = _addresses(state)
+        held, before = optree.tree_leaves(state.params), _addresses(state)
         self._graph = torch.cuda.CUDAGraph()
         scheduler.lanes.forget()  # a capture waits for nothing outside of it, and nothing outside for its events
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
+                if optree.tree_leaves(state.main):
+                    state = state._replace(params=_copied(state.params, held))
         finally:
             scheduler.lanes.forget()
         self._metrics: Metrics = metrics
@@ -80,6 +82,16 @@ class CapturedStep:
         self._graph.replay()
         self.state = self.state._replace(step=self.state.step + 1)
         return self._metrics
+
+
+def _copied(made: Any, held: list[Any]) -> Any:
+    """Return parameters in the memory ``held`` of the step before, copied there where a step has cast them anew."""
+    leaves, spec = optree.tree_flatten(made)
+    with torch.no_grad():
+        for x, new in zip(held, leaves, strict=True):
+            if isinstance(x, torch.Tensor) and x.data_ptr() != new.data_ptr():
+                x.detach().copy_(new)
+    return optree.tree_unflatten(spec, held)
 
 
 def _addresses(state: TrainState) -> list[int]:

@@ -43,16 +43,17 @@ def mean_loss(params, batch, comm):
     return loss_fn(params, batch, comm).sum / 32
 
 
-@every(3, strategy=(fs.zero3, fs.zero2, fs.ddp), loss=(mean_loss, loss_fn), apart=(True, False))
-def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy, loss, apart):
-    """``apart``: without a process group, and so without any collective."""
+@every(3, strategy=(fs.zero3, fs.zero2, fs.ddp), loss=(mean_loss, loss_fn), apart=(True, False), compute=(None, torch.bfloat16))
+def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy, loss, apart, compute):
+    """``apart``: without a process group, and so without any collective. ``compute``: parameters are cast from main copies."""
     comm = fs.SingleComm(MESH, device="cuda:0") if apart else comm
     tx = fs.optim.adamw(fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20), capturable=True)
+    precision = fs.Precision(compute=compute, main=compute and torch.float32)
     step = fs.train_step(loss, tx, donate=True)
     data = batches(6)
     scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=not apart, gather_at_start=False))(step)
-    captured = fs.schedules.CapturedStep(scheduled, start(comm, strategy, tx), data[0], warmup=3)
-    state = start(comm, strategy, tx)
+    captured = fs.schedules.CapturedStep(scheduled, start(comm, strategy, tx, precision), data[0], warmup=3)
+    state = start(comm, strategy, tx, precision)
     for _ in range(3):
         state, _ = step(state, data[0], comm)
     for batch in data[1:]:
