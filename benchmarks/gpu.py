@@ -141,16 +141,16 @@ class Bench:
             "overlap": {},
         }
 
-    def measure(self, *, last: bool, until: float, save: Callable[[], None]) -> None:
-        """Memory and times of all contenders, or of those that come last; ``save`` is called when there is more to save."""
-        todo = [row for row in self.rows if row.is_last is last]
-        groups = [todo] if self.model.together and not last else [[row] for row in todo]
+    def measure(self, *, phase: str, until: float, save: Callable[[], None]) -> None:
+        """Memory and times of the contenders of a phase; ``save`` is called when there is more to save."""
+        todo = [row for row in self.rows if row.phase == phase]
+        groups = [todo] if self.model.together else [[row] for row in todo]
         for i, group in enumerate(groups):
+            share = _now() + (until - _now()) / (len(groups) - i)
             for row in group:
-                if self._is_late(row.name, until):
-                    continue
-                self._try(row.name, partial(self._begin, row))
-            self._rounds(until=_now() + (until - _now()) / (len(groups) - i))
+                if not self._is_late(row.name, until):
+                    self._try(row.name, partial(self._begin, row))
+            self._rounds(until=share)
             self.live.clear()
             save()
 
@@ -287,7 +287,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure all models, and write what has been measured after each contender.
 
-    What may leave the device unusable comes last: the profiles, then the graphs.
+    First what all want to know, of all models; then profiles, and what :class:`Row` has for later phases.
     """
     began, benches = _now(), dict[str, Bench]()
     results: dict[str, Any] = {**where, "options": {"rounds": options.rounds, "steps": options.steps}, "models": {}}
@@ -296,20 +296,20 @@ def run(
         results["seconds"] = round(_now() - began, 1)
         path.write_text(json.dumps(results, indent=1) + "\n")
 
-    parts = [(kind, name) for kind in ("rounds", "profile", "last") for name in options.models]
-    shares = {"rounds": 40.0, "profile": 13.0, "last": 4.0}
-    for i, (kind, name) in enumerate(parts):
+    shares = {"rounds": 38.0, "profile": 12.0, "compiled": 12.0, "graph": 4.0}
+    parts = [(phase, name) for phase in shares for name in options.models]
+    for i, (phase, name) in enumerate(parts):
         if name not in benches:
             benches[name] = Bench(MODELS[name], options, mesh, lambda text, name=name: say(f"{name}: {text}"), device)
             results["models"][name] = benches[name].found
-        left = [shares[k] * MODELS[n].seconds for k, n in parts[i:]]
+        left = [shares[later] * MODELS[other].seconds for later, other in parts[i:]]
         until = _now() + (began + options.seconds - _now()) * left[0] / sum(left)
-        if kind == "profile":
+        if phase == "profile":
             trace = path.with_name(f"{path.stem}-{name}.trace.json.gz") if options.trace else None
             benches[name].profile(until=until, trace=trace, save=save)
         else:
-            benches[name].measure(last=kind == "last", until=until, save=save)
-        say(f"{name}: {kind} done, {_now() - began:.0f} s in all")
+            benches[name].measure(phase=phase, until=until, save=save)
+        say(f"{name}: {phase} done, {_now() - began:.0f} s in all")
     save()
     return results
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,14 +54,15 @@ class Row:
         build: makes the contender.
         peer: the name of the row whose step, host time, memory and losses are the measure.
         is_profiled: whether the overlap of its collectives is looked at.
-        is_last: whether it comes after everything else: a capture that fails may leave the device unusable.
+        phase: when it is measured. A compiler takes a time that nobody knows, and a capture that fails may leave the device
+            unusable: these come after everything else.
     """
 
     name: str
     build: Callable[[], Trains]
     peer: str = BASE
     is_profiled: bool = False
-    is_last: bool = False
+    phase: Literal["rounds", "compiled", "graph"] = "rounds"
 
 
 def rows(shape: llama.Shape, mesh: DeviceMesh, batch: c.Batch) -> list[Row]:
@@ -81,9 +82,9 @@ def rows(shape: llama.Shape, mesh: DeviceMesh, batch: c.Batch) -> list[Row]:
         Row(FP8_ALONE, lambda: QuantizedContender(FP8_ALONE, _quantized(shape, kind)), FP8_ALONE),
         Row(FP8_BASE, lambda: _fp8_fsdp2(_quantized(shape, kind), mesh), FP8_ALONE, is_profiled=True),
         Row(FP8, lambda: _sharded(FP8, _quantized(shape, kind), mesh, [QuantizedBlock]), FP8_ALONE, is_profiled=True),
-        Row(COMPILED_BASE, lambda: _fsdp2(COMPILED_BASE, _compiled(build()), mesh), COMPILED_BASE),
-        Row(COMPILED, lambda: ours(COMPILED, function=_compiled_block()), COMPILED_BASE),
-        Row(GRAPH, lambda: GraphContender(GRAPH, *_functions(shape, mesh), batch), is_last=True),
+        Row(COMPILED_BASE, lambda: _fsdp2(COMPILED_BASE, _compiled(build()), mesh), COMPILED_BASE, phase="compiled"),
+        Row(COMPILED, lambda: ours(COMPILED, function=_compiled_block()), COMPILED_BASE, phase="compiled"),
+        Row(GRAPH, lambda: GraphContender(GRAPH, *_functions(shape, mesh), batch), phase="graph"),
     ]
 
 

@@ -1,5 +1,6 @@
 """The benchmark's own machinery, on tiny sizes. Speed is measured in benchmarks/, never here."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -126,9 +127,9 @@ def one_rank(tmp_path_factory):
         warnings.simplefilter("ignore")
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        gpu.MODELS = {"large": gpu.Model(LLAMA, False, 2), "small": gpu.Model(LLAMA, True, 1)}
+        gpu.MODELS = {"small": gpu.Model(LLAMA, False, 1)}
         torch.compile = lambda function, **_: function
-        options = gpu.Options(rounds=2, steps=1, trace=True)
+        options = gpu.Options(models=("small",), rounds=2, steps=1, trace=True)
         return host.measure(SMALL_OPTIONS, comm, silent), gpu.run(options, mesh, WHERE, path, silent, NoDevice())
 
     [(host_part, found)] = ranks.processes(fs.Mesh({"dp": 1}), run, timeout=110)
@@ -553,28 +554,26 @@ def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(one_rank, capsys):
     """Blocks are not compiled here, TransformerEngine's kernels are stand-ins, and there are no CUDA graphs."""
     _, found, path = one_rank
     assert json.loads(path.read_text()) == found
-    names = set(found["models"]["large"]["peers"])
-    for name, part in found["models"].items():
-        lacking = {gpu_contenders.MEGATRON, gpu_contenders.GRAPH}
-        if not hasattr(torch.distributed.fsdp.FSDPModule, gpu_contenders.SETTERS[0]):
-            lacking.add(gpu_contenders.NEWER)
-        assert set(part["absent"]) == lacking, part["absent"]
-        assert "CUDA graphs need a CUDA device" in part["absent"][gpu_contenders.GRAPH]
-        assert set(part["memory"]) == set(part["losses"]) == names - lacking
-        assert [set(row) for row in part["rounds"]] == [names - lacking] * 2
-        assert part["mismatch"] == {}
-        assert set(part["overlap"]) == {row for row in PROFILED if row not in lacking}
-        assert path.with_name(f"gpu-now-{name}.trace.json.gz").exists()
+    part, lacking = found["models"]["small"], {gpu_contenders.MEGATRON, gpu_contenders.GRAPH}
+    if not hasattr(torch.distributed.fsdp.FSDPModule, gpu_contenders.SETTERS[0]):
+        lacking.add(gpu_contenders.NEWER)
+    assert set(part["absent"]) == lacking, part["absent"]
+    assert "CUDA graphs need a CUDA device" in part["absent"][gpu_contenders.GRAPH]
+    names = set(part["peers"]) - lacking
+    assert set(part["memory"]) == set(part["losses"]) == names
+    assert [set(row) for row in part["rounds"]] == [names] * 2
+    assert part["mismatch"] == {}
+    assert set(part["overlap"]) == {row for row in PROFILED if row not in lacking}
+    trace = json.loads(gzip.decompress(path.with_name("gpu-now-small.trace.json.gz").read_bytes()))
+    assert GATHER in {e.get("name") for e in trace["traceEvents"]}
     assert gpu.report(found, path) == 0
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {
-        f"{name}_{prefix}{kind}_ratio_vs_fsdp2"
-        for name in found["models"]
+        f"small_{prefix}{kind}_ratio_vs_fsdp2"
         for prefix in ("", "module_", "compiled_", "fp8_")
         for kind in ("step", "host", "peak")
     }
     made = gpu_page.tables(found)
     assert [table.title.split(":")[0].split(",")[0] for table in made] == [
-        "large",
         "small",
         "Gathers and reductions beside compute",
         "Not measured",
