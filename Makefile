@@ -71,29 +71,29 @@ bench: $(VENV)/.installed $(if $(filter all,$(PEERS)),$(VENV)/.deepspeed)
 	@$(RUN)/python -m benchmarks --peers $(PEERS) $(ARGS)
 
 examples: $(VENV)/.installed
-	@echo "--- functional_train_step: a step composed from pure functions"
+	@echo "--- functional_train_step: a training step written with pure functions"
 	@$(RUN)/torchrun --nproc-per-node 2 examples/functional_train_step.py
 	@echo "--- resume_elsewhere: saved by four ranks under ZeRO-3, resumed by three under DDP"
 	@$(RUN)/python examples/resume_elsewhere.py
-	@echo "--- finetune_llama: from Hugging Face's weights and back, ZeRO-3, checkpointed activations, accumulation"
+	@echo "--- finetune_llama: loads and exports Hugging Face weights; ZeRO-3, activation checkpointing, gradient accumulation"
 	@$(RUN)/python examples/finetune_llama.py
 	@echo "--- lora_gpt2: ZeRO-2 with tied embeddings, then LoRA on the frozen model"
 	@$(RUN)/python examples/lora_gpt2.py
-	@echo "--- train_mixtral: experts with an axis of their own, beside ZeRO-3"
+	@echo "--- train_mixtral: expert parallelism along one axis, and ZeRO-3"
 	@$(RUN)/python examples/train_mixtral.py
 	@echo "--- te_llama: TransformerEngine's modules in FP8 under ZeRO-3"
 	@$(RUN)/python examples/te_llama.py
-	@echo "--- train_with_optax: a Llama under ZeRO-3, updated by a chain of optax, beside JAX alone"
+	@echo "--- train_with_optax: a Llama under ZeRO-3, updated by an optax chain; compared with JAX"
 	@$(RUN)/python examples/train_with_optax.py
-	@echo "--- jax_unit: modules of Flax as units, sharded and scheduled, their weights brought back"
+	@echo "--- jax_unit: Flax modules as units, sharded and scheduled; exports their trained weights"
 	@$(RUN)/python examples/jax_unit.py
-	@echo "--- train_cnn: BatchNorm, whose statistics are each rank's own"
+	@echo "--- train_cnn: BatchNorm with statistics for each rank"
 	@$(RUN)/python examples/train_cnn.py
 	@echo "--- dp_sgd: per-sample clipping and noise under ZeRO-3"
 	@$(RUN)/python examples/dp_sgd.py
-	@echo "--- survive_a_kill: killed three times, restarted, and bitwise equal at the end"
+	@echo "--- survive_a_kill: killed three times, restarted, and ends with the bits of an undisturbed run"
 	@$(RUN)/python examples/survive_a_kill.py
-	@echo "--- property_test_roundtrip: the sharding of a tree of your own"
+	@echo "--- property_test_roundtrip: a hypothesis test of sharding, for your own tree"
 	@$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
 
 package: $(VENV)/.installed

@@ -27,7 +27,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
         c.ModuleContender("module", gpt.build(shape), synced=False),
         c.FunctionContender("functions", shape),
         c.fsdp2(shape, mesh),
-        c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"), fs.Policy()),
+        c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"), fs.SchedulePolicy()),
         c.wrapped("fsharp zero3, module", shape, comm, fs.zero3("dp")),
     ]
 

@@ -11,7 +11,7 @@ import time
 
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.verify.verify import verify
 
@@ -51,7 +51,7 @@ def program_of(sizes: list[int], microbatches: int) -> Program:
 def measure(program: Program) -> tuple[float, float, float]:
     """Seconds to compile and to verify, and the arena over what is live at once."""
     start = time.process_time()
-    schedule = compile_schedule(program, Policy())
+    schedule = compile_schedule(program, SchedulePolicy())
     compiled = time.process_time()
     verify(schedule)
     return compiled - start, time.process_time() - compiled, schedule.arena / max(schedule.bound, 1)

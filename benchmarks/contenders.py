@@ -151,7 +151,7 @@ class FsharpContender:
         comm: fs.Comm,
         strategy: fs.Strategy,
         *,
-        policy: fs.Policy | None,
+        policy: fs.SchedulePolicy | None,
         precision: fs.Precision = fs.Precision(),
     ) -> None:
         self.name = name
@@ -188,12 +188,14 @@ def adamw(**options: Any) -> fs.optim.Transform:
     return fs.optim.adamw(ADAMW["lr"], b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"], **options)
 
 
-def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.Policy | None) -> Callable[..., Any]:
+def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.SchedulePolicy | None) -> Callable[..., Any]:
     """The step without its argument ``comm``: overlapped by a scheduler of its own, or blocking."""
     return partial(step, comm=comm) if policy is None else fs.Scheduler(comm, policy=policy)(step)
 
 
-def sharded(name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.Policy | None) -> FsharpContender:
+def sharded(
+    name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.SchedulePolicy | None
+) -> FsharpContender:
     """The GPT with a strategy of fsharp's."""
     loss_fn = partial(gpt.loss, heads=shape.heads)
     return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy)

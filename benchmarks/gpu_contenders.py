@@ -76,7 +76,7 @@ def rows(shape: llama.Shape, mesh: DeviceMesh, batch: c.Batch) -> list[Row]:
         Row(BASE, lambda: _fsdp2(BASE, build(), mesh), is_profiled=True),
         Row(NEWER, lambda: _newer(_fsdp2(NEWER, build(), mesh)), is_profiled=True),
         Row(OURS, lambda: ours(OURS), is_profiled=True),
-        Row(SKIPPED, lambda: ours(SKIPPED, policy=fs.Policy())),
+        Row(SKIPPED, lambda: ours(SKIPPED, policy=fs.SchedulePolicy())),
         Row(MODULE, lambda: _sharded(MODULE, build(), mesh, [llama.Block]), is_profiled=True),
         Row(MEGATRON, lambda: _megatron(build(dtype=half))),
         Row(FP8_ALONE, lambda: QuantizedContender(FP8_ALONE, _quantized(shape, kind)), FP8_ALONE),
@@ -140,7 +140,9 @@ def _functions(shape: llama.Shape, mesh: DeviceMesh, **options: Any) -> tuple[An
     return params, partial(llama.loss, heads=shape.heads, **options), fs.ProcessGroupComm(mesh)
 
 
-def _ours(shape: llama.Shape, mesh: DeviceMesh, name: str, policy: fs.Policy = FORCED, **options: Any) -> c.FsharpContender:
+def _ours(
+    shape: llama.Shape, mesh: DeviceMesh, name: str, policy: fs.SchedulePolicy = FORCED, **options: Any
+) -> c.FsharpContender:
     params, loss_fn, comm = _functions(shape, mesh, **options)
     return c.FsharpContender(name, params, loss_fn, comm, fs.zero3("dp"), policy=policy, precision=PRECISION)
 

@@ -31,7 +31,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
 
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
-    def ours(name: str, policy: fs.Policy | None) -> c.Contender:
+    def ours(name: str, policy: fs.SchedulePolicy | None) -> c.Contender:
         return c.sharded(name, shape, comm, fs.zero3("dp"), policy)
 
     return [
@@ -39,7 +39,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
         c.FunctionContender("functions", shape),
         c.fsdp2(shape, mesh),
         ours("fsharp zero3", DebugPolicy(trivial_axes=True)),
-        ours("fsharp zero3, axis skipped", fs.Policy()),
+        ours("fsharp zero3, axis skipped", fs.SchedulePolicy()),
         ours("fsharp zero3, blocking", None),
     ]
 

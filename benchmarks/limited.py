@@ -188,7 +188,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm, names: Sequence[str]) -> list[c.Co
     for name in names:
         strategy, precision = getattr(fs, CODECS[name].strategy)("dp"), CODECS[name].precision
         params = gpt.tree_of(gpt.build(shape))
-        found.append(c.FsharpContender(name, params, loss_fn, comm, strategy, policy=fs.Policy(), precision=precision))
+        found.append(c.FsharpContender(name, params, loss_fn, comm, strategy, policy=fs.SchedulePolicy(), precision=precision))
     return found
 
 

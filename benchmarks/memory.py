@@ -79,10 +79,10 @@ def everyone(shape: gpt.Shape, comm: fs.Comm, nproc: int) -> dict[str, Callable[
 
     mesh = init_device_mesh("cpu", (nproc,), mesh_dim_names=("dp",))
 
-    def ours(name: str, strategy: fs.Strategy, policy: fs.Policy | None) -> Callable[[], c.Contender]:
+    def ours(name: str, strategy: fs.Strategy, policy: fs.SchedulePolicy | None) -> Callable[[], c.Contender]:
         return lambda: c.sharded(name, shape, comm, strategy, policy)
 
-    scheduled = fs.Policy()
+    scheduled = fs.SchedulePolicy()
     return {
         "DDP": lambda: c.ddp(shape, gradient_as_bucket_view=True),
         "FSDP2": lambda: c.fsdp2(shape, mesh),

@@ -44,9 +44,11 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     rows: dict[str, dict[str, Any]] = {}
     hardware: fs.inspect.Hardware | None = None
     for name, shape in shapes(options).items():
-        policy = fs.Policy(bucket_nbytes=0) if name == FITTED else fs.Policy()  # collectives of different sizes tell the most
+        policy = (
+            fs.SchedulePolicy(bucket_nbytes=0) if name == FITTED else fs.SchedulePolicy()
+        )  # collectives of different sizes tell the most
         found = {
-            ALONE: c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.Policy()),
+            ALONE: c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy()),
             TOGETHER: c.sharded(TOGETHER, shape, comm, fs.zero3("dp"), policy),
         }
         traces = {key: each.scheduled.trace() for key, each in found.items()}

@@ -21,7 +21,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         shape = replace(shape_of(options), dim=dim, heads=heads, layers=options.small_layers)
         found: list[c.Contender] = [
             c.ddp(shape, gradient_as_bucket_view=True),
-            c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"), fs.Policy()),
+            c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"), fs.SchedulePolicy()),
         ]
         block = sum(p.numel() for p in gpt.Block(shape).parameters())
         result[name] = race(found, shape, options, comm, lambda text, n=name: say(f"{n}, {text}")) | {"block_params": block}

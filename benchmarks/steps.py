@@ -31,9 +31,9 @@ def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Conten
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (options.nproc,), mesh_dim_names=("dp",))
-    scheduled, blocking = fs.Policy(), None
+    scheduled, blocking = fs.SchedulePolicy(), None
 
-    def ours(name: str, strategy: fs.Strategy, policy: fs.Policy | None) -> c.Contender:
+    def ours(name: str, strategy: fs.Strategy, policy: fs.SchedulePolicy | None) -> c.Contender:
         return c.sharded(name, shape, comm, strategy, policy)
 
     result = [

@@ -22,8 +22,12 @@ from benchmarks.stats import paired, times
 from benchmarks.steps import interleaved, over_ranks
 
 STRATEGIES = {"ddp": fs.ddp("dp"), "zero1": fs.zero1("dp"), "zero2": fs.zero2("dp"), "zero3": fs.zero3("dp")}
-POLICIES = {"prefetch 1": fs.Policy(), "gathered once": fs.Policy(release="backward"), "no prefetch": fs.Policy(prefetch=0)}
-APART = fs.Policy(bucket_nbytes=0)
+POLICIES = {
+    "prefetch 1": fs.SchedulePolicy(),
+    "gathered once": fs.SchedulePolicy(release="backward"),
+    "no prefetch": fs.SchedulePolicy(prefetch=0),
+}
+APART = fs.SchedulePolicy(bucket_nbytes=0)
 """Collectives of different sizes tell the most of latency and bandwidth."""
 UNITS = "layers.*"
 ORDER = ("embed", UNITS, "head")
@@ -45,7 +49,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         candidates = {
             (s, p): c.sharded(f"{s}, {p}", shape, comm, STRATEGIES[s], POLICIES[p]) for s in STRATEGIES for p in POLICIES
         }
-        alone = c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.Policy())
+        alone = c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy())
         trace = alone.scheduled.trace()
         everyone = {each.name: each for each in (alone, *candidates.values())}
         rounds, _ = _timed(options, comm, shape, everyone, partial(_say, say, name))

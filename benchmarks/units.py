@@ -41,7 +41,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     """The part ``compile``: seconds to compile a program and to verify what comes of it."""
     recorded = program(options.compile_units)
     began = time.perf_counter()
-    schedule = fs.schedules.compile_schedule(recorded, fs.Policy())
+    schedule = fs.schedules.compile_schedule(recorded, fs.SchedulePolicy())
     compiled = time.perf_counter()
     fs.schedules.verify(schedule)
     verified = time.perf_counter()

@@ -34,9 +34,9 @@ class Options:
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"] = "zero3"
     """Where state rests. The hybrids arrange the processes as outer=2 x inner=nproc/2."""
     rate: float = 1 / 8
-    """Probability with which a sample is part of a step."""
+    """Probability that a sample is in a step."""
     clip: float = 1.0
-    """The longest that the gradient of a sample may be."""
+    """Largest norm of the gradient of a sample."""
     noise: float = 1.0
     """Standard deviation of the noise, in multiples of ``clip``."""
     lr: float = 0.5
@@ -68,7 +68,7 @@ def logits(forward, params, x):
 
 
 def loss_fn(params, batch, comm):
-    """The weighted sum of the losses of samples; without weights that of one sample is its loss."""
+    """Return the weighted sum of the losses of samples; without weights, the sum."""
 
     def forward(fn, unit, x):
         return fs.forward(fn, unit, x, comm=comm)
@@ -78,7 +78,7 @@ def loss_fn(params, batch, comm):
 
 
 def noisy(sums, options, layout, comm, step):
-    """The mean of a step's gradients, with noise. That of an element depends on key, step and path alone, never on the mesh."""
+    """Return the mean gradient of a step with noise. Noise depends on key, step and path, and not on the mesh."""
     key = options.key + 1 + step  # the key itself is that of the initial parameters
     normal = fs.init.normal(options.noise * options.clip)
     noise = fs.trainable(fs.init_params(normal, layout, comm, key=key, place="optim"))
@@ -94,14 +94,14 @@ def train_step(state, batch, comm, tx, layout, options):
 
 
 def data():
-    """Points around a center for each class."""
+    """Return samples around one center for each class."""
     g = torch.Generator().manual_seed(1)
     y = torch.randint(CLASSES, (SAMPLES,), generator=g)
     return {"x": torch.randn(CLASSES, DIM, generator=g)[y] + 2 * torch.randn(SAMPLES, DIM, generator=g), "y": y}
 
 
 def drawn(step, options):
-    """The samples of a step, each of which is drawn by itself (Poisson sampling, as accountants assume)."""
+    """Return the samples of a step. Each sample is drawn independently: Poisson sampling, as accountants assume."""
     g = torch.Generator().manual_seed(10_000 + step)
     return (torch.rand(SAMPLES, generator=g) < options.rate).nonzero().flatten()
 
@@ -122,19 +122,19 @@ def main(options):
         own = indices[indices % size == comm.rank]  # as many as there are, perhaps none
         batch = {name: x[own] for name, x in samples.items()}
         state, _ = train_step(state, batch, comm, tx, layout, options)
-    found = fs.full(state.params, comm=comm)
+    found = fs.full_tree(state.params, comm=comm)
     if comm.rank == 0:
         expected = unsharded(samples, options)
         apart = optree.tree_map(lambda a, b: (a - b).abs().max(), found, expected)
-        print(f"largest difference of parameters {max(optree.tree_leaves(apart)):.1e}, of {options.steps} steps")
+        print(f"largest difference between parameters after {options.steps} steps: {max(optree.tree_leaves(apart)):.1e}")
         print(f"accuracy {accuracy(found, samples):.4f}  unsharded {accuracy(expected, samples):.4f}")
 
 
 def unsharded(samples, options):
-    """The same in plain torch, one sample after the other."""
+    """Train in plain torch, sample by sample."""
     comm = fs.SingleComm()
     layout = fs.plan(shapes(), comm.mesh, fs.ddp("dp"))
-    params = fs.full(fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=options.key), comm=comm)
+    params = fs.full_tree(fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=options.key), comm=comm)
     leaves, spec = optree.tree_flatten(params)
     optimizer = torch.optim.SGD(leaves, lr=options.lr, momentum=0.5)
     clipped = []
@@ -150,10 +150,10 @@ def unsharded(samples, options):
             for total, g in zip(sums, grads):
                 total += g * (options.clip / norm).clamp(max=1)
         sharded = fs.shard(optree.tree_unflatten(spec, sums), layout, comm)
-        for x, g in zip(leaves, optree.tree_leaves(fs.full(noisy(sharded, options, layout, comm, step), comm=comm))):
+        for x, g in zip(leaves, optree.tree_leaves(fs.full_tree(noisy(sharded, options, layout, comm, step), comm=comm))):
             x.grad = g
         optimizer.step()
-    print(f"{len(clipped)} samples in {options.steps} steps, {sum(clipped) / len(clipped):.0%} of them clipped")
+    print(f"{len(clipped)} samples in {options.steps} steps; {sum(clipped) / len(clipped):.0%} of the samples were clipped")
     return optree.tree_unflatten(spec, [x.detach() for x in leaves])
 
 

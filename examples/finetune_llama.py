@@ -53,7 +53,7 @@ def build(options):
 
 
 def train(model, optimizer, batches, *, accumulate, clip):
-    """The same loop for a model of any kind; the loss and the norm of the gradient in each step."""
+    """Train a sharded or unsharded model. Return loss and gradient norm of each step."""
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     rows = []
     for microbatches in batches:
@@ -78,7 +78,7 @@ def train_unsharded(options, batches):
 
 
 def start(options):
-    """A model made on the meta device and sharded there, with the weights of a folder: a rank reads its own part alone."""
+    """Return a model, made and sharded on the meta device, with weights from a folder. A rank reads its own part alone."""
     folder = options.out / "pretrained"
     with torch.device("meta"):
         model = build(options)
@@ -89,7 +89,7 @@ def start(options):
 
 
 def export(model, optimizer, options):
-    """A checkpoint, and of it a folder for from_pretrained()."""
+    """Save a checkpoint, and export it to a folder for from_pretrained()."""
     found = fs.checkpoint.save(options.out, {"model": model, "optimizer": optimizer}, step=options.steps, comm=model.comm)
     folder = options.out / "trained"
     if model.comm.rank == 0:
@@ -122,14 +122,14 @@ def main(options):
         for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):
             print(f"step {step:3d}  loss {sharded[step, 0]:.6f}  unsharded {unsharded[step, 0]:.6f}")
         loss, norm = (sharded - unsharded).abs().max(0).values
-        print(f"largest difference of losses {loss:.1e}, of gradient norms {norm:.1e}")
+        print(f"largest difference between losses: {loss:.1e}, between gradient norms: {norm:.1e}")
 
     held_out = windows(corpus.held_out, even_starts(corpus.held_out, 4096, LENGTH), LENGTH)["inputs"]
     loss = evaluate(model, held_out)
     folder = export(model, optimizer, options)
     if rank == 0:
         loaded = evaluate(LlamaForCausalLM.from_pretrained(folder), held_out)
-        print(f"held-out loss {loss:.6f}; loaded by from_pretrained(): {loaded:.6f}, difference {abs(loss - loaded):.1e}")
+        print(f"held-out loss: {loss:.6f}; after from_pretrained(): {loaded:.6f}; difference: {abs(loss - loaded):.1e}")
 
 
 if __name__ == "__main__":

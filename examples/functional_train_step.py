@@ -17,7 +17,7 @@ VOCAB, DIM, LAYERS, LENGTH = 64, 48, 4, 32
 
 
 def shapes():
-    """The parameters as a pytree of meta tensors: what there is to shard, without any of it."""
+    """Return the parameters as a pytree of meta tensors: shapes and dtypes without memory."""
     with torch.device("meta"):
         block = {"mix": torch.empty(LENGTH, LENGTH), "up": torch.empty(DIM, 4 * DIM), "down": torch.empty(4 * DIM, DIM)}
         layers = [{name: torch.empty_like(w) for name, w in block.items()} for _ in range(LAYERS)]
@@ -41,7 +41,7 @@ def head_loss(w, x, targets):
 
 
 def loss_fn(params, batch, comm):
-    """Each unit is gathered, used and released; in the backward gathered again, and its gradient reduced."""
+    """Return the loss. Each unit is gathered, used and released; the backward gathers it again, and reduces its gradient."""
     x = fs.forward(embed, params["embed"], batch["tokens"], comm=comm)
     for layer in params["layers"]:
         x = fs.forward(block, layer, x, comm=comm)
@@ -53,7 +53,7 @@ tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(schedule))
 
 
 def train_step(state, batch, comm):
-    """``fs.train_step(loss_fn, tx)``, written out."""
+    """Do what the step of ``fs.train_step(loss_fn, tx)`` does."""
     loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
     grads = fs.reduce_scatter(grads, comm=comm)  # from where gradients rest to where the optimizer wants them
     metrics, grads = fs.average(loss, grads, comm=comm)  # one divisor for the tokens of all ranks
@@ -61,7 +61,7 @@ def train_step(state, batch, comm):
 
 
 def make_batch(step, rank):
-    """Counting modulo a stride that the model has to find out."""
+    """Return sequences that count by a stride, which the model has to learn."""
     g = torch.Generator().manual_seed(1000 * step + rank)
     start, stride = (torch.randint(1, 9, (16, 1), generator=g) for _ in range(2))
     tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCAB

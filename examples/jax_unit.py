@@ -18,7 +18,7 @@ from flax import nnx
 from gpt.data import load, random_starts, windows
 
 import fsharp as fs
-from fsharp.interop.jax import functionalize, to_arrays
+from fsharp.interop.jax import make_functional, to_arrays
 
 DIM, HEADS, LAYERS = 64, 4, 3
 BATCH, LENGTH, RATE = 8, 64, 0.03  # sequences in a step (of all ranks), bytes, learning rate of SGD
@@ -26,7 +26,7 @@ BATCH, LENGTH, RATE = 8, 64, 0.03  # sequences in a step (of all ranks), bytes, 
 
 @dataclass
 class Options:
-    """Train a transformer whose blocks are Flax's, its embedding and head torch's, under ZeRO-3; and all of it in JAX."""
+    """Train a transformer with Flax blocks, torch embedding and torch head, under ZeRO-3; and the same model in JAX alone."""
 
     steps: int = 30
     """Steps of the optimizer."""
@@ -65,7 +65,7 @@ def head_loss(table, x, targets):
 def train_sharded(options, batches):
     mesh = fs.Mesh({"dp": int(os.environ["WORLD_SIZE"])})
     comm = fs.connect(mesh)
-    fns, trees = zip(*(functionalize(Block(seed)) for seed in range(LAYERS)), strict=True)
+    fns, trees = zip(*(make_functional(Block(seed)) for seed in range(LAYERS)), strict=True)
     params = {"embed": make_table(), "blocks": list(trees), "head": make_table()}
     layout = fs.plan(params, mesh, fs.zero3("dp"), units="blocks.*")
     tx = fs.optim.sgd(RATE)
@@ -81,7 +81,7 @@ def train_sharded(options, batches):
     for batch in batches:
         state, metrics = step(state, {name: x[comm.rank :: mesh.size] for name, x in batch.items()})
         losses.append(float(metrics.loss))
-    return comm, losses, fs.full(state.params, comm=comm)
+    return comm, losses, fs.full_tree(state.params, comm=comm)
 
 
 # ---------------------------------------------------------------- the same in JAX alone
@@ -119,14 +119,14 @@ def main(options):
         alone, blocks = train_in_jax(options, batches)
         for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):
             print(f"step {step:3d}  loss {sharded[step]:.6f}  unsharded {alone[step]:.6f}")
-        print(f"largest difference of losses {max(abs(a - b) for a, b in zip(sharded, alone, strict=True)):.1e}")
+        print(f"largest difference between losses: {max(abs(a - b) for a, b in zip(sharded, alone, strict=True)):.1e}")
         apart = 0.0
         for trained, tree, seed in zip(blocks, params["blocks"], range(LAYERS), strict=True):
             block = Block(seed)
             nnx.update(block, to_arrays(tree, like=nnx.state(block, nnx.Param)))
             x = np.random.default_rng(0).standard_normal((2, LENGTH, DIM), dtype=np.float32)
             apart = max(apart, float(jnp.abs(block(x) - trained(x)).max()))
-        print(f"largest difference of what the modules compute with the weights brought back {apart:.1e}")
+        print(f"largest difference between outputs of the Flax modules with the trained weights: {apart:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run an example in several processes: those of torchrun, or, as a plain program, processes started as torchrun does it."""
+"""Run an example in several processes, which torchrun has started, or this file starts like torchrun."""
 
 import logging
 import os

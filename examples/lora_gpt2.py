@@ -102,7 +102,7 @@ def train_both(what, build, batches, mesh, strategy, *, lr):
         for step in sorted({0, len(batches) // 3, 2 * len(batches) // 3, len(batches) - 1}):
             say(f"  step {step:3d}  loss {sharded[step, 0]:.6f}  unsharded {unsharded[step, 0]:.6f}")
         loss, norm = (sharded - unsharded).abs().max(0).values
-        say(f"  largest difference of losses {loss:.1e}, of gradient norms {norm:.1e}")
+        say(f"  largest difference between losses: {loss:.1e}, between gradient norms: {norm:.1e}")
     return dict(model.full_parameters(trained=True))
 
 
@@ -130,7 +130,7 @@ def main(options):
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied, and so listed once
     adapters = train_both("LoRA", adapted, batches(swapped, 1), mesh, strategy, lr=1e-2)
     if os.environ["RANK"] == "0":
-        print(f"to save of LoRA: {len(adapters)} tensors, {sum(x.nbytes for x in adapters.values()):,} bytes")
+        print(f"a checkpoint of LoRA has {len(adapters)} tensors, {sum(x.nbytes for x in adapters.values()):,} bytes")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_gather_is_the_inverse_of_shard_on_every_rank(data, width):
     tree = my_tree(width, 2)
     mesh = data.draw(generate.meshes())
     layout = fs.plan(tree, mesh, data.draw(generate.strategies(mesh)), units="cells.*")
-    for whole in simulate(mesh, lambda comm: fs.full(fs.shard(tree, layout, comm), comm=comm)):
+    for whole in simulate(mesh, lambda comm: fs.full_tree(fs.shard(tree, layout, comm), comm=comm)):
         same(whole, tree)
 
 

@@ -55,7 +55,7 @@ def train(state, train_step, steps, comm):
 def whole(state, comm):
     """Parameters and moments, unsharded."""
     adam = state.opt[1]
-    return optree.tree_leaves([fs.full(tree, comm=comm) for tree in (state.params, adam.mu, adam.nu)])
+    return optree.tree_leaves([fs.full_tree(tree, comm=comm) for tree in (state.params, adam.mu, adam.nu)])
 
 
 def main(options):
@@ -76,12 +76,12 @@ def main(options):
         expected = torch.load(options.out / "whole.pt")
         equal = sum(map(torch.equal, values, expected))
         where = f"{comm.mesh.size} ranks under {options.then}"
-        print(f"{equal} of {len(expected)} parameters and moments are equal to the bit on {where}")
+        print(f"{equal} of {len(expected)} parameters and moments have the saved bits on {where}")
         one = fs.SingleComm()
         unsharded = train(*begin(fs.ddp("dp"), one), range(2 * options.steps), one)[1][options.steps :]
         for step in sorted({0, options.steps // 2, options.steps - 1}):
             print(f"step {options.steps + step:3d}  loss {losses[step]:.6f}  unsharded {unsharded[step]:.6f}")
-        print(f"largest difference of losses {(losses - unsharded).abs().max():.1e}")
+        print(f"largest difference between losses: {(losses - unsharded).abs().max():.1e}")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def run(options):
     with fs.resilience.Run(options.root, comm=comm, total=options.steps, save_every=2, config=config) as run:
         state, sampler = run.resume((state, sampler))
         if comm.rank == 0:
-            print(f"attempt {attempt} goes on after {run.step} of {options.steps} steps", flush=True)
+            print(f"attempt {attempt} continues after {run.step} of {options.steps} steps", flush=True)
         kill_step = run.step + kill_after
         for step in run.steps():
             if is_killed and step == kill_step:
@@ -153,7 +153,7 @@ def main():
         whole, killed = found
         same = [torch.equal(whole.tensor(name), killed.tensor(name)) for name in whole.names]
         kills = len(list(root.glob("killed-killed-*")))
-        print(f"{sum(same)} of {len(same)} tensors bitwise equal after {killed.step} steps and {kills} kills")
+        print(f"{sum(same)} of {len(same)} tensors have the same bits after {killed.step} steps and {kills} kills")
         sys.exit(0 if all(same) and whole.names == killed.names and whole.step == killed.step else 1)
 
 

@@ -147,9 +147,9 @@ def main(options):
             unsharded = train_unsharded(te, recipe, comm.device, batches)
             for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):
                 print(f"step {step:3d}  loss {losses[step]:.6f}  unsharded {unsharded[step]:.6f}")
-            print(f"largest difference of losses {(losses - unsharded).abs().max():.1e}")
+            print(f"largest difference between losses: {(losses - unsharded).abs().max():.1e}")
             at_rest, plain = model.layout.nbytes("params"), model.layout.nbytes_unsharded
-            print(f"a rank keeps {at_rest} bytes of parameters; all of them in bfloat16 take {plain}")
+            print(f"bytes of parameters on a rank: {at_rest}; of the whole model in bfloat16: {plain}")
 
 
 if __name__ == "__main__":

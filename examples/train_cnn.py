@@ -123,12 +123,12 @@ def main(options):
         weights = {name: x.clone() for name, x in model.state_dict().items()}
     if comm.rank == 0:
         compare(options, batches, sgd, losses, weights)
-        print(f"accuracy with statistics of rank 0 alone {own:.4f}, of all ranks {together:.4f}")
+        print(f"accuracy with BatchNorm statistics of rank 0: {own:.4f}, of all ranks: {together:.4f}")
         options.out.parent.mkdir(parents=True, exist_ok=True)
         torch.save(weights, options.out)
         loaded = build()
         loaded.load_state_dict(torch.load(options.out))
-        print(f"accuracy of {options.out}, loaded unsharded: {accuracy(loaded, *test):.4f}")
+        print(f"accuracy of the unsharded model, loaded from {options.out}: {accuracy(loaded, *test):.4f}")
 
 
 def compare(options, batches, sgd, losses, weights):
@@ -143,7 +143,8 @@ def compare(options, batches, sgd, losses, weights):
         name: sum(each[name] for each in statistics) / len(statistics) for name in statistics[0]
     }
     apart = max((weights[name] - x).abs().max() for name, x in expected.items())
-    print(f"largest difference of losses {(losses - unsharded).abs().max():.1e}, of parameters and statistics {apart:.1e}")
+    loss = (losses - unsharded).abs().max()
+    print(f"largest difference between losses: {loss:.1e}, between parameters and statistics: {apart:.1e}")
 
 
 if __name__ == "__main__":

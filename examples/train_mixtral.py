@@ -125,9 +125,9 @@ def main(options):
         for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):
             print(f"step {step:3d}  loss {sharded[step, 0]:.6f}  unsharded {unsharded[step, 0]:.6f}")
         loss, norm = (sharded - unsharded).abs().max(0).values
-        print(f"largest difference of losses {loss:.1e}, of gradient norms {norm:.1e}")
+        print(f"largest difference between losses: {loss:.1e}, between gradient norms: {norm:.1e}")
         apart = max((weights[name] - value).abs().max() for name, value in other.named_parameters())
-        print(f"largest difference of {len(weights)} trained weights {apart:.1e}")
+        print(f"largest difference between {len(weights)} trained weights: {apart:.1e}")
 
 
 if __name__ == "__main__":

@@ -126,9 +126,10 @@ def main(options):
         alone = train_in_jax(options, batches)
         for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):
             print(f"step {step:3d}  loss {sharded[step]:.6f}  unsharded {alone[step]:.6f}")
-        print(f"largest difference of losses {max(abs(a - b) for a, b in zip(sharded, alone, strict=True)):.1e}")
+        print(f"largest difference between losses: {max(abs(a - b) for a, b in zip(sharded, alone, strict=True)):.1e}")
         moments = sum(node.nbytes for node in fs.layouts.units_of(state.opt))
-        print(f"on rank 0: parameters {fs.inspect.tree_nbytes(state.params):,} bytes, optax's moments {moments:,}")
+        params = fs.inspect.tree_nbytes(state.params)
+        print(f"rank 0 holds {params:,} bytes of parameters and {moments:,} bytes of optax's moments")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,28 @@
 """fsharp: a JAX-style functional sharding library for PyTorch.
 
-Parameters are explicit pytrees, every operation on them is a pure function, and a strategy says where tensors rest.
+Parameters are explicit pytrees. Every operation on them is a pure function. A strategy says which rank holds which tensors.
 
 Glossary
-    axis        a dimension of the mesh, by name; *dim* is a dimension of a tensor.
-    mesh        the ranks, arranged along axes (:class:`Mesh`).
-    placement   how a tensor relates to the ranks along one axis: Replicate, Shard, Partial or Vary.
-    place       a placement for every axis: where one kind of tensor rests (:class:`~fsharp.layouts.Place`).
-    strategy    the places of parameters, gradients and optimizer state (:class:`Strategy`).
-    spec        which axes cut each dim of a leaf, as JAX's PartitionSpec: a short form of some strategies (:class:`P`).
-    unit        a subtree gathered, used and released together.
-    group       the leaves of a unit that share a flat buffer: same dtypes, all trained or all frozen, same label.
-    atom        the run of elements that is never cut: ``Element``, ``Rows`` or ``Whole`` of :mod:`fsharp.layouts`.
-    layout      which element of which leaf rests on which rank (:class:`Layout`), made by :func:`plan`.
-    sharded     the pytree node that stands where a unit's subtree stood (:class:`Sharded`).
-    full        replicated on every axis along which a unit does not vary: the place in which functions see parameters.
-    comm        what a rank calls collectives through (:class:`Comm`).
-    use         one call of a function on a unit, in the forward and on the way back in the backward.
+    axis        a named dimension of the mesh; a *dim* is a dimension of a tensor.
+    mesh        the ranks, arranged in a grid with named axes (:class:`Mesh`).
+    at rest     between uses: a tensor rests where a rank holds it while no function uses it.
+    placement   how the ranks along one axis hold a tensor: Replicate, Shard, Partial or Vary.
+    place       one placement for each axis: where one kind of tensor rests (:class:`~fsharp.layouts.Place`).
+    strategy    the places of parameters, of gradients and of optimizer state (:class:`Strategy`).
+    spec        the axes that cut each dim of a leaf, as in JAX's PartitionSpec: a short form of some strategies (:class:`P`).
+    unit        a subtree whose leaves are gathered, used and released together.
+    group       leaves of a unit that share a flat buffer: equal dtypes, equal labels, all trained or all frozen.
+    atom        a run of elements that stays on one rank: ``Element``, ``Rows`` or ``Whole`` of :mod:`fsharp.layouts`.
+    layout      which element of which leaf rests on which rank (:class:`Layout`); :func:`plan` makes a layout.
+    sharded     the pytree node that takes the place of a unit's subtree, and holds one rank's buffers (:class:`Sharded`).
+    full        the place in which functions see parameters: replicated on every axis on which the unit does not vary.
+    comm        the object through which a rank calls collectives (:class:`Comm`).
+    use         one call of a function on a unit, with the backward of this call.
     program     the order in which a step uses units (:class:`~fsharp.schedules.Program`).
-    schedule    when the data of units move, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
+    schedule    when each unit moves, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
     slot        the address of a unit's full parameters while the unit is resident.
-    policy      what the compiler of schedules may do (:class:`Policy`).
-    main copy   the parameters in the optimizer's dtype, kept where the optimizer's state rests.
+    policy      what the compiler of schedules may choose (:class:`SchedulePolicy`).
+    main copy   the parameters in the optimizer's dtype (master weights), kept where optimizer state rests.
 """
 
 from fsharp import checkpoint as checkpoint
@@ -44,7 +45,6 @@ from fsharp.functional.comm.protocol import Comm as Comm
 from fsharp.functional.comm.protocol import SingleComm as SingleComm
 from fsharp.functional.forward import forward as forward
 from fsharp.functional.forward import skip as skip
-from fsharp.functional.functionalize import functionalize as functionalize
 from fsharp.functional.layout.layout import Layout as Layout
 from fsharp.functional.layout.mesh import Mesh as Mesh
 from fsharp.functional.layout.placement import P as P
@@ -64,7 +64,8 @@ from fsharp.functional.layout.slicing import unshard as unshard
 from fsharp.functional.loss import Loss as Loss
 from fsharp.functional.loss import Metrics as Metrics
 from fsharp.functional.loss import average as average
-from fsharp.functional.materialize import full as full
+from fsharp.functional.make_functional import make_functional as make_functional
+from fsharp.functional.materialize import full_tree as full_tree
 from fsharp.functional.materialize import init_params as init_params
 from fsharp.functional.materialize import shard as shard
 from fsharp.functional.moves import gather as gather
@@ -83,7 +84,7 @@ from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
 from fsharp.stateful.modules.shard import shard_module as shard_module
 from fsharp.stateful.planning.tune import tune as tune
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
-from fsharp.stateful.schedule.policy import Policy as Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""For code that calls collectives by itself: differentiable ones, ranks that agree first, and a Comm that counts calls."""
+"""Differentiable collectives, a check that ranks agree, and a Comm that counts calls."""
 
 from fsharp.functional.comm import collectives
 from fsharp.functional.comm.agree import agree as agree

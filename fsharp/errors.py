@@ -1,70 +1,70 @@
-"""Every error a caller can cause. Checks of trees, layouts, places and meshes come before the first collective of a call."""
+"""Every error that a caller can cause. A call checks trees, layouts, places and meshes before its first collective."""
 
 from collections.abc import Iterable
 
 
 class FsharpError(Exception):
-    """Base class of every error this library raises on purpose."""
+    """Base class of all errors of this library."""
 
 
 class MeshError(FsharpError, ValueError):
-    """A mesh, an axis name, a rank or a world size that does not fit."""
+    """A mesh, axis name, rank or world size is wrong, or does not match another one."""
 
 
 class StrategyError(FsharpError, ValueError):
-    """Placements that are illegal together, or that do not cover the mesh."""
+    """Placements of a strategy are illegal together, or do not cover the mesh."""
 
 
 class OptionError(FsharpError, TypeError):
-    """An option has a value of the wrong type."""
+    """An option has a value of the wrong type, or a word that is not among the choices."""
 
 
 class PatternError(FsharpError, ValueError):
-    """A key-path pattern that matches nothing, or two that claim the same place."""
+    """A key-path pattern matches nothing, or two patterns overlap."""
 
 
 class LayoutError(FsharpError, ValueError):
-    """A tree that cannot be laid out as asked, or a layout that does not fit the tree it is used with."""
+    """A tree cannot be laid out as the arguments say, or a layout does not fit its tree."""
 
 
 class FormatError(LayoutError):
-    """A format whose ``encode`` or ``decode`` has raised an error, or has returned what the format does not say."""
+    """The ``encode`` or ``decode`` of a format raised an error, or returned tensors that do not match the format's planes."""
 
 
 class TreeError(FsharpError, TypeError):
-    """A tree whose structure, leaves, dtypes or resting place are not those expected."""
+    """A tree has an unexpected structure, leaf, dtype or place."""
 
 
 class LossError(FsharpError, TypeError):
-    """A loss that is neither a scalar mean nor a ``(sum, weight)`` pair, or that no parameter reaches."""
+    """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no parameter."""
 
 
 class AgreementError(FsharpError, RuntimeError):
-    """Ranks that were given different trees, layouts or configurations. The same text is raised on every rank."""
+    """Ranks got different trees, layouts or settings. Every rank raises this error, with the same text."""
 
 
 class CommError(FsharpError, RuntimeError):
-    """A collective that ranks did not enter alike, or that one of them never entered."""
+    """Ranks called different collectives, or a rank did not call a collective that the others wait in."""
 
 
 class CheckpointError(FsharpError, RuntimeError):
-    """A checkpoint that is missing, incomplete or damaged, that could not be written, or that is not of what is loaded into."""
+    """A checkpoint is missing, incomplete or damaged, cannot be written, or does not match the tree that it is loaded into."""
 
 
 class ScheduleError(FsharpError, ValueError):
-    """A program, policy or schedule that would use memory or gradients wrongly, or that does not fit what it is run with."""
+    """A program, policy or schedule would use memory or gradients wrongly, or does not fit the step."""
 
 
 class RunError(FsharpError, ValueError):
-    """An argument, or an order of calls, that a run, a sampler or a monitor cannot take."""
+    """A run, a sampler or a monitor got a wrong argument, or its methods were called in a wrong order."""
 
 
 class NonFiniteError(FsharpError, ArithmeticError):
-    """A loss, gradients or parameters with an infinity or NaN. Raised on every rank."""
+    """A loss, a gradient or a parameter holds an infinity or NaN. Every rank raises this error."""
 
 
 def problem(where: str, what: str, details: Iterable[tuple[str, object]] = (), remedy: str = "") -> str:
-    """One error text: ``where: what``, an aligned table of facts, and what to do about it."""
+    """Return the text of an error: ``where: what``, an aligned table of facts, and the remedy."""
     rows = [(name, str(value)) for name, value in details]
     width = max((len(name) for name, _ in rows), default=0)
     lines = [f"{where}: {what}", *(f"  {name:<{width}}  {value}" for name, value in rows)]

@@ -1,4 +1,4 @@
-"""How the elements of a group are stored and how they travel: formats of 8 and 4 bits, and parts of a format of your own."""
+"""Formats of 8 and 4 bits, in which parameters are stored and tensors travel, and the parts of a format of your own."""
 
 from fsharp.functional.formats.by_tensor import float8_e4m3_by_tensor as float8_e4m3_by_tensor
 from fsharp.functional.formats.by_tensor import float8_e5m2_by_tensor as float8_e5m2_by_tensor

@@ -1,4 +1,4 @@
-"""Initializers, for :func:`fsharp.init_params`: the same values on any mesh."""
+"""Initializers for :func:`fsharp.init_params`. They give the same values on any mesh."""
 
 from fsharp.functional.materialize import normal as normal
 from fsharp.functional.materialize import ones as ones

@@ -1,4 +1,4 @@
-"""Looking at schedules and layouts: tables, pictures, bytes, and the time of a step, measured or on hardware that you describe.
+"""Tables and pictures of schedules and layouts, bytes, and the time of a step: measured, or predicted for given hardware.
 
 print(fs.inspect.table(schedule))
 fs.inspect.draw(schedule, "step.png")
@@ -6,7 +6,7 @@ print(fs.inspect.sharding(layout))
 print(fs.inspect.sharding(layout)["layers.0.w"])
 fs.inspect.draw_sharding(layout, "sharding.png")
 
-trace = step.trace()  # of a scheduled function; then some steps
+trace = step.trace()  # step is a scheduled function; now run some steps
 hardware = fs.inspect.Hardware.fit(trace, schedule)
 predicted = fs.inspect.predict(other_schedule, hardware)
 print(fs.inspect.compare(predicted, trace.timeline(schedule)))

@@ -1,4 +1,4 @@
-"""Parts of layouts: placements and rules of strategies, atoms that are never cut, units, groups; and trees, unit by unit."""
+"""Parts of a layout: placements, axis rules, atoms, units and groups; functions that map over the units of a tree."""
 
 from fsharp.functional.layout.packing import Element as Element
 from fsharp.functional.layout.packing import Rows as Rows

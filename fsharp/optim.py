@@ -1,7 +1,7 @@
-"""Optimizers over sharded trees, as pairs of pure functions ``(init, update)``, and what they are chained with.
+"""Optimizers over sharded trees, as pairs of pure functions ``(init, update)``, and transformations to chain them with.
 
-Names, order of arguments and defaults are those of optax. What is here has a fused kernel, has to know the mesh, or is needed
-to compose those; everything else of optax is ``fs.optim.from_optax(optax.x(...))``.
+Names, order of arguments and defaults are those of optax. This module holds transformations that have a fused kernel or need
+the mesh, and their building blocks. For any other transformation of optax use ``fs.optim.from_optax(optax.x(...))``.
 """
 
 from fsharp.functional.optim.base import Transform as Transform
@@ -39,7 +39,7 @@ from fsharp.tracebacks import api_boundary as _api_boundary
 
 @_api_boundary
 def from_optax(tx: object) -> Transform:
-    """An ``optax.GradientTransformation`` as a transformation of shards: see :func:`fsharp.interop.optax.from_optax`.
+    """Return an ``optax.GradientTransformation`` as a transformation of shards: see :func:`fsharp.interop.optax.from_optax`.
 
     Raises:
         ImportError: JAX and optax are not installed.

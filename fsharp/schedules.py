@@ -1,4 +1,4 @@
-"""Schedules as data: what a step does, what compiles and verifies schedules, and the functions that follow them."""
+"""Programs and schedules as data, and the functions that compile, verify and follow schedules."""
 
 from fsharp.stateful.planning.plan_step import plan_step as plan_step
 from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep

@@ -1,3 +1,3 @@
-"""TransformerEngine: the format of weights under a recipe. Modules with quantized parameters are recognised by themselves."""
+"""TransformerEngine: the format of weights under a recipe. ``shard_module`` recognises modules with quantized parameters."""
 
-from fsharp.functional.formats.te import weights_of as weights_of
+from fsharp.functional.formats.te import weight_format as weight_format

@@ -63,8 +63,12 @@ def in_words(hint: Any) -> str:
         return "a function"
     if origin is not None and args:
         inner = [in_words(arg) for arg in args if arg not in (..., Any)]
-        return f"a {origin.__name__}" + (f" of {' to '.join(inner)}" if inner else "")
-    return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+        return _with_article(origin.__name__) + (f" of {' to '.join(inner)}" if inner else "")
+    return _WORDS.get(hint) or _with_article(str(getattr(hint, "__name__", hint)))
+
+
+def _with_article(name: str) -> str:
+    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
 
 
 @cache

@@ -142,7 +142,7 @@ class Here:
         """Whether it does so in this step."""
         return self.differs and self.s.kind == kind and self.s.step == step
 
-    def policy(self) -> fs.Policy:
+    def policy(self) -> fs.SchedulePolicy:
         """This rank's."""
         options = dict(POLICIES[self.s.policy])
         if self.always("another prefetch"):
@@ -250,13 +250,13 @@ def train_functions(s: Scenario, here: Here, log: list[torch.Tensor]) -> None:
             for node in fs.layouts.units_of(state.params):
                 node.buffers[0].copy_(node.buffers[0].clone())
         if here.now("full parameters", n):
-            fs.full(state.params, comm=comm)
+            fs.full_tree(state.params, comm=comm)
         here.arm(n)
         step = steps[here.order(n), 2.0 if here.now("another loss", n) else 1.0, here.microbatches(n)]
         for _ in range(1 + here.now("a step more", n) - here.now("a step fewer", n)):
             state, _ = step(state, batch)
             _move(seen, log)
-    log += [leaf.clone() for leaf in optree.tree_leaves(fs.full(state.params, comm=comm))]
+    log += [leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(state.params, comm=comm))]
 
 
 def _move(seen: list[torch.Tensor], log: list[torch.Tensor]) -> None:

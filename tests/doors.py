@@ -259,7 +259,7 @@ def run_plain(model: Model) -> Ran:
     return found._replace(params=[leaf.detach().clone() for leaf in flat])
 
 
-def run_functions(model: Model, strategy: str, policy: fs.Policy | None, comm: fs.Comm) -> Ran:
+def run_functions(model: Model, strategy: str, policy: fs.SchedulePolicy | None, comm: fs.Comm) -> Ran:
     """As functions, blocking or scheduled."""
     tree, tx = values(), fs.optim.sgd(RATE)
     layout = fs.plan(tree, comm.mesh, FLAT[strategy][1], units="layers.*")
@@ -284,7 +284,7 @@ def run_functions(model: Model, strategy: str, policy: fs.Policy | None, comm: f
         found.losses.append(metrics.loss.float())
         with torch.no_grad():
             found.evaluations.append(evaluate(state.params, batch(n)).clone())
-    return found._replace(params=[leaf.clone() for leaf in optree.tree_leaves(fs.full(state.params, comm=comm))])
+    return found._replace(params=[leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(state.params, comm=comm))])
 
 
 class Layer(nn.Module):
@@ -313,7 +313,7 @@ class Net(nn.Module):
         return losses(self.model, lambda unit, fn, *args: self.layers[unit](fn, *args), x, self.box)
 
 
-def run_module(model: Model, strategy: str, policy: fs.Policy, comm: fs.Comm) -> Ran:
+def run_module(model: Model, strategy: str, policy: fs.SchedulePolicy, comm: fs.Comm) -> Ran:
     """As a module."""
     net: Any = fs.shard_module(Net(model), mesh=comm, strategy=FLAT[strategy][1], units=[Layer], policy=policy)
     optimizer = fs.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=RATE)

@@ -117,7 +117,7 @@ def train(
     for batch in my_batches(comm, steps):
         state, metrics = call(state, batch)
         losses.append(float(metrics.loss))
-    leaves = [leaf.clone() for leaf in optree.tree_leaves(fs.full(state.params, comm=comm))]
+    leaves = [leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(state.params, comm=comm))]
     return Trained(losses, leaves, 0, None) if policy is None else Trained(losses, leaves, call.num_recordings, call.schedule)
 
 
@@ -187,7 +187,7 @@ def assert_close(a: Any, b: Any) -> None:
 
 def full_params(state, comm):
     """Copies of all parameters."""
-    return optree.tree_map(torch.clone, fs.full(state.params, comm=comm))
+    return optree.tree_map(torch.clone, fs.full_tree(state.params, comm=comm))
 
 
 def events(schedule):

@@ -242,7 +242,7 @@ def test_documents_name_what_there_is(path):
         assert not second or hasattr(getattr(fs, first), second), f"{first}.{second}"
     for name in set(re.findall(r"\bmodel\.([a-z_]\w*)\(", text)) - {"parameters", "named_parameters"}:
         assert hasattr(fs.ShardedModule, name), name
-    for kind in ("Policy", "Precision"):
+    for kind in ("SchedulePolicy", "Precision"):
         for call in re.findall(rf"\bfs\.{kind}\(([^()]*)\)", text):
             for option in re.findall(r"(\w+)=", call):
                 assert option in inspect.signature(getattr(fs, kind)).parameters, f"{kind}({option})"

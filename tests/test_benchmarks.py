@@ -182,7 +182,7 @@ def test_a_module_and_its_shards_give_the_same_loss_and_gradients(model, shape):
     theirs = module(batch["inputs"], batch["targets"])
     theirs.backward()
     assert float(loss.sum) == float(theirs.detach())
-    optree.tree_map(torch.testing.assert_close, fs.full(grads, comm=comm), gradients(module, model.tree_of))
+    optree.tree_map(torch.testing.assert_close, fs.full_tree(grads, comm=comm), gradients(module, model.tree_of))
 
 
 def test_models_have_the_sizes_that_the_docs_say():
@@ -349,7 +349,7 @@ def test_parts_of_two_ranks(fsharp_alone):
 
 
 def test_compute_is_scaled_to_the_step_without_communication():
-    schedule = fs.schedules.compile_schedule(units.program(3), fs.Policy(gather_at_start=False))
+    schedule = fs.schedules.compile_schedule(units.program(3), fs.SchedulePolicy(gather_at_start=False))
     alone = schedule.replace_ops([op for op in schedule.ops if op.kind in ("compute", "cast", "update")])
     alone = alone.replace_ops([replace(op, after=()) for op in alone.ops])
     hardware = fs.inspect.Hardware(compute={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=2.0 * units.NBYTES, update_s=0.5)
@@ -373,7 +373,7 @@ def test_the_thousand_units_are_those_of_zero3():
 
 
 def _recorded(comm, layers):
-    contender = c.sharded("", replace(TINY, layers=layers), comm, fs.zero3("dp"), fs.Policy())
+    contender = c.sharded("", replace(TINY, layers=layers), comm, fs.zero3("dp"), fs.SchedulePolicy())
     for batch in gpt.batches(TINY, comm.rank)[:2]:
         contender.step(batch)
     return contender.scheduled.schedule

@@ -38,8 +38,7 @@ def test_the_front_page_is_short_and_runs_in_a_fresh_process(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert not ran.stderr
-    one, two = ran.stdout.splitlines()[:2]
-    (loss, nbytes), ranks = ast.literal_eval(one), ast.literal_eval(two)
+    [(loss, nbytes)], ranks = ast.literal_eval(ran.stdout.splitlines()[0].replace("] [", "], ["))
     assert ranks == [(pytest.approx(loss, rel=1e-3), nbytes // 2)] * 2
     said = readme.read_text()
     assert f"{loss:.5f}"[:-1] in said

@@ -64,7 +64,7 @@ def total(params):
 
 PLAN = {
     "unknown axis": (lambda: planned(strategy=fs.zero3("tp")), StrategyError, "unknown axis 'tp': Mesh(dp=1) has ['dp']"),
-    "uncovered axis": (lambda: planned(fs.Mesh({"dp": 2, "x": 1})), StrategyError, "says nothing of axis 'x'"),
+    "uncovered axis": (lambda: planned(fs.Mesh({"dp": 2, "x": 1})), StrategyError, "has no rule for axis 'x'"),
     "no strategy": (lambda: planned(strategy="zero3"), LayoutError, "strategy has 'zero3', expected a Strategy"),
     "no strategy in a rule": (lambda: planned(strategy={"**": 3}), LayoutError, "strategy has 3, expected a Strategy"),
     "strategy for no unit": (lambda: planned(strategy={"v": fs.zero3("dp")}), PatternError, "'v' matches nothing"),
@@ -76,7 +76,7 @@ PLAN = {
         PatternError,
         "plan(atoms=...): the pattern 'x' matches nothing",
     ),
-    "no atom": (lambda: planned(atoms="row"), OptionError, "atoms is 'row', expected a Element or a Rows or a Whole"),
+    "no atom": (lambda: planned(atoms="row"), OptionError, "atoms is 'row', expected an Element or a Rows or a Whole"),
     "malformed": (lambda: planned(frozen="[z-a]"), PatternError, "the pattern '[z-a]' is malformed"),
     "labels": (lambda: planned(labels={"x": "m"}), PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
     "a number": (lambda: planned(tree={"a": {"eps": 1e-5}}), TreeError, "params['a.eps'] is not a tensor.\n  got  float 1e-05"),
@@ -85,9 +85,9 @@ PLAN = {
         TreeError,
         "params['s'] has layout torch.sparse_coo",
     ),
-    "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), TreeError, "share the dotted path '0'"),
+    "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), TreeError, "two leaves have the path '0'"),
     "a dot in a key": (lambda: planned(tree={"a.b": SHARED}), TreeError, "the key 'a.b' in the path ('a.b',) is empty or"),
-    "a view": (lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}), LayoutError, "'w'  (4, 3), strides (3, 1)"),
+    "a view": (lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}), LayoutError, "'w'  float32[4, 3], strides (3, 1)"),
     "a transpose": (
         lambda: planned(tree={"v": SHARED, "w": SHARED.T}),
         LayoutError,
@@ -124,7 +124,10 @@ OTHER_TREES = {
     "missing": ({"w": torch.ones(4, 3), "n": torch.arange(3)}, "'b'  missing from the tree"),
     "more": ({**make(), "x": torch.ones(1)}, "'x'  not in the layout"),
     "a number": ({**make(), "b": 3}, "'b'  got int, expected a tensor"),
-    "containers": (OrderedDict(sorted(make().items())), "the tree's containers are not those planned: PyTreeSpec(OrderedDict"),
+    "containers": (
+        OrderedDict(sorted(make().items())),
+        "the tree has other containers than the planned tree: got PyTreeSpec(OrderedDict",
+    ),
 }
 
 SHARDED = {
@@ -151,12 +154,12 @@ SHARDED = {
     "place order": (
         lambda: part(place=fs.layouts.Place(("tp",), (fs.layouts.Shard,))),
         LayoutError,
-        "Place(tp:Shard) is not one of unit ''.\n  order of axes  dp",
+        "Place(tp:Shard) does not belong to the strategy of unit (root)",
     ),
     "place too fine": (
         lambda: part(fs.ddp("dp"), fs.layouts.Place(("dp",), (fs.layouts.Shard,))),
         LayoutError,
-        "cuts unit '' finer than its layout",
+        "shards unit (root) along ['dp'], and its layout along [] alone",
     ),
     "place that does not nest": (
         lambda: resolve_place(
@@ -164,33 +167,33 @@ SHARDED = {
             fs.layouts.Place(("a", "b"), (fs.layouts.Replicate, fs.layouts.Shard)),
         ),
         LayoutError,
-        "Place(a:Replicate, b:Shard) is not one of unit ''",
+        "Place(a:Replicate, b:Shard) does not belong to the strategy of unit (root)",
     ),
     "rank": (lambda: part(mesh=MESH) and fs.shard_for(make(), planned(MESH), 2), MeshError, "rank 2 is outside Mesh(dp=2)"),
     "unshard: none": (lambda: fs.unshard([]), TreeError, "no trees"),
     "unshard: too few": (lambda: fs.unshard([part(mesh=MESH)]), TreeError, "1 trees, expected one for each of the 2 ranks"),
-    "unshard: partial": (lambda: fs.unshard([partial_sums()]), TreeError, "unit '' rests partial (dp:Partial)"),
+    "unshard: partial": (lambda: fs.unshard([partial_sums()]), TreeError, "unit (root) rests partial (dp:Partial)"),
     "unshard: mixed": (
         lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.layouts.Whole())]),
         TreeError,
-        "the tree of rank 1 has another layout or place than that of rank 0",
+        "the tree of rank 1 has another layout or place than the tree of rank 0",
     ),
-    "tree of a shard": (lambda: part().tree(), TreeError, "unit '' is not whole.\n  place   dp:Shard"),
+    "tree of a shard": (lambda: part().tree(), TreeError, "this rank does not hold all of unit (root).\n  place   dp:Shard"),
     "tree of a part": (lambda: fs.trainable(part(place="full")).tree(), TreeError, "groups  (0,) of (0, 1)"),
     "missing tie": (
         lambda: part(place="full", tree={"a": SHARED, "b": SHARED}, units="*")["b"].tree(),
         TreeError,
         "'b' is tied to a leaf of a unit that this call was not given.\n  tied to  '' of unit 'a'",
     ),
-    "gather: partial": (lambda: fs.gather(partial_sums(), comm=ONLY), TreeError, "rests      dp:Partial"),
-    "gather: to partial": (lambda: fs.gather(part(fs.ddp("dp")), comm=ONLY, to="grads"), TreeError, "asked for  dp:Partial"),
+    "gather: partial": (lambda: fs.gather(partial_sums(), comm=ONLY), TreeError, "from  dp:Partial"),
+    "gather: to partial": (lambda: fs.gather(part(fs.ddp("dp")), comm=ONLY, to="grads"), TreeError, "to    dp:Partial"),
     "gather: nothing": (lambda: fs.gather(make(), comm=ONLY), TreeError, "gather(): expected a tree of Sharded, got dict"),
-    "gather: mesh": (lambda: fs.gather(part(), comm=Loop()), MeshError, "unit  '' on Mesh(dp=1)\n  comm  Mesh(dp=2)"),
-    "reduce: shards": (lambda: fs.reduce_scatter(part(), comm=ONLY, to="full"), TreeError, "Shards are moved by gather()"),
+    "gather: mesh": (lambda: fs.gather(part(), comm=Loop()), MeshError, "unit  (root) on Mesh(dp=1)\n  comm  Mesh(dp=2)"),
+    "reduce: shards": (lambda: fs.reduce_scatter(part(), comm=ONLY, to="full"), TreeError, "Use gather() for values"),
     "reduce: to partial": (
         lambda: fs.reduce_scatter(part(fs.ddp("dp")), comm=ONLY, to="grads"),
         TreeError,
-        "rests      dp:Replicate\n  asked for  dp:Partial",
+        "from  dp:Replicate\n  to    dp:Partial",
     ),
     "reduce: nothing": (lambda: fs.reduce_scatter([], comm=ONLY), TreeError, "the tree is empty, []"),
     "reduce: mesh": (
@@ -219,7 +222,7 @@ SHARDED = {
         TreeError,
         "forward(): expected a tree of Sharded, got dict",
     ),
-    "no module": (lambda: fs.functionalize(torch.nn.ReLU()), TreeError, "ReLU has no parameters"),
+    "no module": (lambda: fs.make_functional(torch.nn.ReLU()), TreeError, "ReLU has no parameters"),
 }
 
 TRAIN = {
@@ -228,15 +231,23 @@ TRAIN = {
         TreeError,
         "torch.float32 main copy, which cannot be made from torch.bfloat16",
     ),
-    "partial": (lambda: fs.init_state(fs.optim.sgd(0.1), partial_sums(), comm=ONLY), TreeError, "place  dp:Partial"),
+    "partial": (
+        lambda: fs.init_state(fs.optim.sgd(0.1), partial_sums(), comm=ONLY),
+        TreeError,
+        "rests partial (dp:Partial), expected parameters",
+    ),
     "not sharded": (
         lambda: fs.init_state(fs.optim.sgd(0.1), make(), comm=ONLY),
         TreeError,
         "init_state(): expected a tree of Sharded, got dict",
     ),
-    "no pair": (lambda: fs.init_state(0.1, part(), comm=ONLY), TreeError, "expected an (init, update) pair, got 0.1"),
+    "no pair": (
+        lambda: fs.init_state(0.1, part(), comm=ONLY),
+        TreeError,
+        "expected an (init, update) pair such as fs.optim.adamw(1e-3), got 0.1",
+    ),
     "a vector": (lambda: loss_of(lambda p: torch.ones(3)), LossError, "the loss is torch.float32[3]"),
-    "a number": (lambda: loss_of(lambda p: 1.0), LossError, "the loss is float, expected a scalar mean"),
+    "a number": (lambda: loss_of(lambda p: 1.0), LossError, "the loss is float, expected a floating-point scalar tensor"),
     "an integer": (lambda: loss_of(lambda p: torch.tensor(1)), LossError, "the loss is torch.int64[]"),
     "three": (lambda: loss_of(lambda p: (total(p), 1, 2)), LossError, "the loss is tuple"),
     "weights": (
@@ -260,8 +271,12 @@ TRAIN = {
     "all frozen": (lambda: loss_of(total, frozen="**"), LossError, "every parameter is frozen"),
     "microbatches": (lambda: loss_of(total, microbatches=0), LossError, "microbatches is 0"),
     "fractions": (lambda: fs.value_and_grad(total, microbatches=1.5), OptionError, "microbatches is 1.5, expected an int"),
-    "batch": (lambda: loss_of(total, torch.ones(5, 2), 3), LossError, "shape [5, 2] does not split into 3 microbatches"),
-    "scalar batch": (lambda: loss_of(total, {"x": torch.ones(())}, 2), LossError, "shape [] does not split into 2"),
+    "batch": (lambda: loss_of(total, torch.ones(5, 2), 3), LossError, "shape [5, 2], and its dim 0 does not split into 3"),
+    "scalar batch": (
+        lambda: loss_of(total, {"x": torch.ones(())}, 2),
+        LossError,
+        "shape [], and its dim 0 does not split into 2",
+    ),
     "comm": (
         lambda: fs.value_and_grad(total)(part(), 0, comm=Loop()),
         MeshError,
@@ -300,15 +315,15 @@ TRAIN = {
     "warmup, cosine": (
         lambda: fs.optim.warmup_cosine_decay_schedule(0.0, 1.0, 5, 5),
         LayoutError,
-        "decay_steps is 5, expected more than warmup_steps, which is 5",
+        "decay_steps is 5, expected more than warmup_steps, 5",
     ),
     "linear": (lambda: fs.optim.linear_schedule(0.0, 1.0, 5, -1), LayoutError, "transition_begin is -1, expected 0 or more"),
     "join": (
         lambda: fs.optim.join_schedules([fs.optim.constant_schedule(1.0)], [3]),
         LayoutError,
-        "got 1 boundaries for 1 schedules, expected one less",
+        "got 1 boundaries for 1 schedules, expected one boundary less",
     ),
-    "chain": (lambda: fs.optim.chain(), TreeError, "chain(): no transformation"),
+    "chain": (lambda: fs.optim.chain(), TreeError, "chain(): got no transformation"),
     "masked": (lambda: state(fs.optim.masked(fs.optim.sgd(1), "x")), PatternError, "masked(): the pattern 'x' matches nothing"),
     "decay per path": (
         lambda: fs.update(fs.optim.sgd(1, weight_decay={"b": 0.0}), grads_of(state()), state(), comm=ONLY),
@@ -343,7 +358,7 @@ TRAIN = {
     "partition": (
         lambda: state(fs.optim.partition({"default": fs.optim.sgd(1)}), labels={"w": "matrix"}),
         LayoutError,
-        "no transformation for the label 'matrix'.\n  labels     ['default', 'matrix']\n  rules for  ['default']",
+        "no transformation for the label 'matrix'.\n  labels           ['default', 'matrix']\n  transformations  ['default']",
     ),
 }
 

@@ -243,7 +243,7 @@ def test_functions_of_values_do_not_apply_to_stored_parameters(stored, strategy)
         params = make_state(comm, strategy, precision=stored).params
         halved = fs.layouts.map_units(lambda node: node.replace([b * 0.5 for b in node.buffers]), params)
         with pytest.raises(TreeError, match=r"neither \d+ values nor what format '(halves|by_leaf)' stores"):
-            fs.full(halved, comm=comm)
+            fs.full_tree(halved, comm=comm)
 
     simulate(STRATEGIES[strategy][0], rank_fn)
 
@@ -258,7 +258,7 @@ def test_reshard(stored, before, after):
         assert {b.dtype for node in fs.layouts.units_of(states[0].params) for b in node.buffers} == {torch.uint8}
         step = fs.train_step(loss_fn, make_tx())
         stepped = [step(state, my_batches(comm, 1)[0], comm) for state in states]
-        ours, theirs = [(fs.full(state.params, comm=comm), metrics.loss) for state, metrics in stepped]
+        ours, theirs = [(fs.full_tree(state.params, comm=comm), metrics.loss) for state, metrics in stepped]
         assert_same(ours, theirs)
 
     simulate(STRATEGIES[before][0], rank_fn)
@@ -271,14 +271,14 @@ def test_checkpoints_have_values(stored, before, after, donate, tmp_path):
     def save(comm):
         state = make_state(comm, before, precision=stored)
         fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     def load(comm, precision):
         like = make_state(comm, after, params=make_params(5, layers=3), precision=precision)
         is_plain = precision is PLAIN  # its parameters are bfloat16, those saved float32
         state = fs.checkpoint.load(str(tmp_path), like, comm=comm, donate=donate, cast=is_plain)
         step = fs.train_step(loss_fn, make_tx())
-        values = fs.full(state.params, comm=comm)
+        values = fs.full_tree(state.params, comm=comm)
         state, metrics = step(state, my_batches(comm, 1)[0], comm)
         return values, metrics.loss, [b.dtype for node in fs.layouts.units_of(state.params) for b in node.buffers]
 
@@ -375,11 +375,11 @@ def test_a_format_of_one_plane_in_the_dtype_of_values(strategy, tmp_path):
                 train(comm, strategy, policy, precision=stored), train(comm, strategy, policy, precision=plain_format)
             )
         state = make_state(comm, strategy, precision=stored)
-        assert_same(fs.full(state.params, comm=comm), fs.full(make_state(comm, strategy).params, comm=comm))
+        assert_same(fs.full_tree(state.params, comm=comm), fs.full_tree(make_state(comm, strategy).params, comm=comm))
         fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
         like = make_state(comm, strategy, params=make_params(5, layers=3), precision=stored)
         loaded = fs.checkpoint.load(str(tmp_path), like, comm=comm)
-        assert_same(fs.full(loaded.main, comm=comm), fs.full(state.main, comm=comm))
+        assert_same(fs.full_tree(loaded.main, comm=comm), fs.full_tree(state.main, comm=comm))
 
     simulate(STRATEGIES[strategy][0], rank_fn)
 
@@ -514,7 +514,7 @@ def test_a_state_is_not_resharded_into_another_format(old, new):
         with pytest.raises(LayoutError, match=r"format (bfloat16|halves), in the new layout (halves|bfloat16)"):
             fs.reshard(state, layout, comm=comm)
         moved = fs.reshard(state.params, layout, comm=comm, cast=True)
-        assert_same(fs.full(moved, comm=comm), fs.full(state.params, comm=comm))
+        assert_same(fs.full_tree(moved, comm=comm), fs.full_tree(state.params, comm=comm))
 
     simulate(STRATEGIES["zero3"][0], rank_fn)
 
@@ -534,6 +534,6 @@ def test_parameters_are_not_loaded_beside_main_copies_that_stay(new, tmp_path):
         params = fs.shard(other, layout, comm, place="optim")
         params = fs.checkpoint.load(str(tmp_path), params, comm=comm, subtree="params")
         state = fs.init_state(make_tx(), params, comm=comm)
-        assert_same(fs.full(state.main, comm=comm), fs.full(saved.params, comm=comm))
+        assert_same(fs.full_tree(state.main, comm=comm), fs.full_tree(saved.params, comm=comm))
 
     simulate(STRATEGIES["zero3"][0], rank_fn)

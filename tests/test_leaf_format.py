@@ -177,7 +177,7 @@ def test_blocks_of_leaves_are_not_cut_and_belong_to_one_leaf(shapes, n, atom):
 def _round_trip(form, x):
     comm, layout = fs.SingleComm(), fs.plan({"x": x}, fs.Mesh({"dp": 1}), fs.zero3("dp"), precision=fs.Precision(stored=form))
     state = fs.init_state(fs.optim.sgd(0.1), fs.shard({"x": x}, layout, comm, place="optim"), comm=comm)
-    return fs.full(state.params, comm=comm)["x"]
+    return fs.full_tree(state.params, comm=comm)["x"]
 
 
 def test_ranks_that_update_trees_in_another_order_do_not_mix_their_scales():
@@ -210,6 +210,6 @@ def test_a_reshard_to_other_ranks_is_refused_before_anything_moves(donate):
         state = fs.init_state(fs.optim.sgd(0.1), fs.shard(params, layouts[0], comm, place="optim"), comm=comm)
         with pytest.raises(fs.errors.LayoutError, match="to other ranks go by a checkpoint"):
             fs.reshard(state, layouts[1], comm=comm, donate=donate)
-        torch.testing.assert_close(fs.full(state.params, comm=comm)["x"], params["x"], rtol=1e-4, atol=0)
+        torch.testing.assert_close(fs.full_tree(state.params, comm=comm)["x"], params["x"], rtol=1e-4, atol=0)
 
     simulate(fs.Mesh({"dp": 2}), rank_fn)

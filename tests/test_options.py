@@ -27,7 +27,7 @@ RESULTS = {
 }  # fmt: skip
 """Public names that are no functions of users: what the library returns, and types of annotations."""
 
-OWN_WORDS = {"Mesh", "Policy", "DebugPolicy", "Precision", "Rows", "fold_in", "seeded", "sharding", "map_units"}
+OWN_WORDS = {"Mesh", "SchedulePolicy", "DebugPolicy", "Precision", "Rows", "fold_in", "seeded", "sharding", "map_units"}
 """Classes that check their arguments by themselves, and have tests of their own; a loop that calls what it is given."""
 
 CHECKED = {name: getattr(module, name) for module, name in PUBLIC if callable(getattr(module, name))}
@@ -64,7 +64,7 @@ TREES = {
     "skip": lambda tree: fs.skip(tree, torch.ones(2), comm=ONE),
     "gather": lambda tree: fs.gather(tree, comm=ONE),
     "reduce_scatter": lambda tree: fs.reduce_scatter(tree, comm=ONE),
-    "full": lambda tree: fs.full(tree, comm=ONE),
+    "full": lambda tree: fs.full_tree(tree, comm=ONE),
     "average": lambda tree: fs.average(LOSS, tree, comm=ONE),
     "init_state": lambda tree: fs.init_state(fs.optim.sgd(0.1), tree, comm=ONE),
     "update": lambda tree: fs.update(fs.optim.sgd(0.1), tree, STATE, comm=ONE),
@@ -118,7 +118,7 @@ def test_a_call_without_an_error_looks_at_no_hints(monkeypatch):
     fs.forward(lambda tree: tree["w"].sum(), PARAMS, comm=ONE)
 
 
-@pytest.mark.parametrize("kind", [fs.Policy, fs.testing.DebugPolicy])
+@pytest.mark.parametrize("kind", [fs.SchedulePolicy, fs.testing.DebugPolicy])
 def test_every_field_of_a_policy(kind):
     for name in inspect.signature(kind).parameters:
         with pytest.raises(OptionError, match=rf"Policy\(\): {name} is <wrong>, expected "):

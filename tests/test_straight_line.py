@@ -51,7 +51,7 @@ def ways(comm):
     batches = gpt.batches(SHAPE, comm.rank, BATCHES)
     strategy = fs.zero3("dp")
     for name, contender in {
-        "scheduled": contenders.sharded("functions", SHAPE, comm, strategy, fs.Policy()),
+        "scheduled": contenders.sharded("functions", SHAPE, comm, strategy, fs.SchedulePolicy()),
         "module": contenders.wrapped("module", SHAPE, comm, strategy),
     }.items():
         for batch in batches[:-1]:

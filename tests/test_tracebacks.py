@@ -196,7 +196,7 @@ OWN = {
     "a Comm that is none": (lambda: fs.forward(broken, params(), comm="dp"), OptionError),
     "a missing argument": (lambda: fs.update(TX), TypeError),
     "a class": (lambda: fs.Mesh({"dp": 0}), MeshError),
-    "a dataclass": (lambda: fs.Policy(prefetch=-1), ScheduleError),
+    "a dataclass": (lambda: fs.SchedulePolicy(prefetch=-1), ScheduleError),
     "a method": (lambda: ONE.mesh.index("tp"), MeshError),
     "a property": (lambda: setattr(optimizer(module()), "state", 1), TreeError),
     "a loss": (lambda: fs.value_and_grad(lambda p, x, comm: x)(params(), torch.ones(()), comm=ONE), LossError),

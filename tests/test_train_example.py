@@ -121,7 +121,7 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(zero3: dict[str, object]
     assert saved is not None
     assert 0 < saved.step < 60
     done = cli(*steps)
-    assert f"goes on after {saved.step} steps" in done.stdout
+    assert f"continues after {saved.step} steps" in done.stdout
     result = json.loads(done.stdout.splitlines()[-1])
     rows = [json.loads(line) for line in (tmp_path / "zero3-2" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 61))

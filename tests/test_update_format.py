@@ -86,12 +86,12 @@ def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update,
         tx = fs.optim.adamw(rate, weight_decay=0.0)
         state = make_state(comm, strategy, tx=tx, precision=of(update))
         step = fs.train_step(loss_fn, tx, donate=True)
-        main, found = fs.full(state.main, comm=comm), []
+        main, found = fs.full_tree(state.main, comm=comm), []
         for batch in my_batches(comm, 20):
             before = optree.tree_map(torch.clone, main)
             state, _ = step(state, batch, comm)
-            main = fs.full(state.main, comm=comm)
-            found.append((distance(fs.full(state.params, comm=comm), main), distance(main, before)))
+            main = fs.full_tree(state.main, comm=comm)
+            found.append((distance(fs.full_tree(state.params, comm=comm), main), distance(main, before)))
         at_rest = [
             (node.name, g, b.clone()) for node in fs.layouts.units_of(state.params) for g, b in zip(node.groups, node.buffers)
         ]
@@ -215,7 +215,7 @@ def test_updates_from_float32_parameters_where_they_rest():
         step = fs.train_step(loss_fn, make_tx(), donate=True)
         for batch in my_batches(comm, 2):
             states = [step(state, batch, comm)[0] for state in states]
-        assert_same(*[fs.full((state.params, state.main), comm=comm) for state in states])
+        assert_same(*[fs.full_tree((state.params, state.main), comm=comm) for state in states])
 
     simulate(DP, rank_fn)
 
@@ -236,9 +236,9 @@ def test_what_is_not_finite_arrives_as_such(bad, policy):
             poisoned = fs.layouts.map_units(lambda node: node.with_buffers([b.clone() for b in node.buffers]), state.main)
             fs.layouts.units_of(poisoned)[0].buffers[0][3] = bad
         state, _ = step(state._replace(main=poisoned), batches[1])
-        first = fs.full(state.params, comm=comm)["embed"].flatten()
+        first = fs.full_tree(state.params, comm=comm)["embed"].flatten()
         state, _ = step(state._replace(main=good), batches[2])
-        return first, fs.full(state.params, comm=comm)["embed"].flatten()
+        return first, fs.full_tree(state.params, comm=comm)["embed"].flatten()
 
     for first, then in simulate(DP, rank_fn):
         assert not torch.isfinite(first[3])
@@ -261,16 +261,16 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(after, donate, tmp_path)
         results = []
         for each in (state, moved):
             each, metrics = step(each, my_batches(comm, 1, seed=7)[0], comm)
-            results.append((fs.full(each.params, comm=comm), float(metrics.loss)))
+            results.append((fs.full_tree(each.params, comm=comm), float(metrics.loss)))
         assert_same(*results)
-        return (fs.full((state.params, state.main), comm=comm), *results[0])
+        return (fs.full_tree((state.params, state.main), comm=comm), *results[0])
 
     def load(comm):
         like = make_state(comm, after, params=make_params(5, layers=3), precision=PRECISION)
         state = fs.checkpoint.load(str(tmp_path), like, comm=comm, donate=donate)
-        values = fs.full((state.params, state.main), comm=comm)
+        values = fs.full_tree((state.params, state.main), comm=comm)
         state, metrics = step(state, my_batches(comm, 1, seed=7)[0], comm)
-        return values, fs.full(state.params, comm=comm), float(metrics.loss)
+        return values, fs.full_tree(state.params, comm=comm), float(metrics.loss)
 
     saved, loaded = simulate(DP, save), simulate(mesh, load)
     assert_same(loaded[0][0], saved[0][0])
@@ -342,12 +342,12 @@ def steps_of(model, optimizer, comm, count, first=0):
 @pytest.mark.parametrize("policy", [{}, {"offload": True}], ids=str)
 def test_modules_have_the_bits_of_functions(policy):
     def of_module(comm, how):
-        model = sharded(comm, how, policy=fs.Policy(**policy))
+        model = sharded(comm, how, policy=fs.SchedulePolicy(**policy))
         optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-1), decay=0.5))
         losses = list(steps_of(model, optimizer, comm, 3))
         with optimizer.averaged(), torch.no_grad():
             model(torch.ones(1, 6))
-        return [*losses, *steps_of(model, optimizer, comm, 2, first=3)], fs.full(model.train_state.params, comm=model.comm)
+        return [*losses, *steps_of(model, optimizer, comm, 2, first=3)], fs.full_tree(model.train_state.params, comm=model.comm)
 
     def of_functions(comm, how):
         model = sharded(comm, how)
@@ -361,7 +361,7 @@ def test_modules_have_the_bits_of_functions(policy):
             losses.append(loss)
             _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
             state = fs.update(tx, grads, state, comm=comm)
-        return losses, fs.full(state.params, comm=comm)
+        return losses, fs.full_tree(state.params, comm=comm)
 
     def rank_fn(comm):
         found = [of_module(comm, STRATEGIES[name][1]) for name in ("zero1", "zero2")]
@@ -458,7 +458,7 @@ def test_uneven_shards_of_several_groups():
         for _ in range(3):
             grads = fs.layouts.map_units(lambda node: node.with_buffers([torch.ones_like(b) for b in node.buffers]), state.main)
             state = fs.update(tx, grads, state, comm=comm)
-        return fs.full(state.params, comm=comm), fs.full(state.main, comm=comm)
+        return fs.full_tree(state.params, comm=comm), fs.full_tree(state.main, comm=comm)
 
     results = simulate(HYBRID, rank_fn)
     for values, main in results:

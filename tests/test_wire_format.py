@@ -124,7 +124,7 @@ def test_blocks_are_not_cut_whatever_the_sizes(sizes, n, block):
             node = fs.shard(params, layout, comm)
             leaves = node.unit.leaves
             own = fs.shard_for(grads[comm.rank], layout, 0, place=node.unit.strategy.full.dual)
-            found.append(fs.full(fs.reduce_scatter(own, comm=comm, to="optim"), comm=comm))
+            found.append(fs.full_tree(fs.reduce_scatter(own, comm=comm, to="optim"), comm=comm))
             size = node.unit.groups[0].size if leaves and node.unit.groups else 0
             want = torch.zeros(size)
             for each in grads:
@@ -236,7 +236,7 @@ def test_modules_and_functions_have_the_same_bits_with_a_wire_for_each_axis(stra
         step = fs.Scheduler(comm)(step) if is_scheduled else partial(step, comm=comm)
         for x in batches(comm):
             state, _ = step(state, x)
-        found = fs.full(state.params, comm=comm)
+        found = fs.full_tree(state.params, comm=comm)
         return {f"{name}.{k}": x for name in found for k, x in found[name].items()}
 
     def rank_fn(comm):

@@ -692,7 +692,7 @@ class Functions:
             self.state = fs.update(self.tx, added(grads), self.state, comm=comm)
         with torch.no_grad():
             self.average = optree.tree_map(lambda mean, new: mean.lerp(new, 0.5), self.average, self.state.params)
-        whole = fs.full(self.state.params, comm=comm)
+        whole = fs.full_tree(self.state.params, comm=comm)
         self.seen += [cell[name] for cell in whole for name in ("weight", "bias")]
 
 

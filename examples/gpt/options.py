@@ -1,4 +1,4 @@
-"""What can be chosen on the command line. Imports no torch, so that a bad option is refused at once."""
+"""Options of the command line. This file does not import torch, so that a wrong option is reported at once."""
 
 import sys
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ class Options:
     """Train a byte-level GPT on the source of the standard library of the Python that runs it."""
 
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"] = "zero3"
-    """Where state rests. The hybrids arrange the processes as outer=2 x inner=nproc/2."""
+    """Sharding strategy. hsdp and hfsdp use a mesh outer=2 x inner=nproc/2."""
     nproc: int = 2
     """Number of processes."""
     seconds: float = 90.0
-    """Time to train for, evaluation not counted."""
+    """Seconds of training, without evaluation."""
     steps: int | None = None
-    """Number of steps, in place of a time: the result is then the same in every run."""
+    """Number of steps, in place of seconds: then every run has the same result."""
 
     dim: int = 128
     """Width of the model."""
@@ -31,51 +31,51 @@ class Options:
     heads: int = 4
     """Attention heads in a block."""
     context: int = 128
-    """Bytes that the model sees at a time."""
+    """Bytes in a sequence."""
 
     batch: int = 4
     """Sequences in a step, over all processes and microbatches."""
     microbatches: int = 1
-    """Parts into which each process splits its share of the batch."""
+    """Number of parts into which each process splits its sequences of a step."""
     lr: float = 2e-3
     """Peak learning rate."""
     warmup: int = 50
-    """Steps in which the learning rate rises; it then falls as half a cosine to a tenth of its peak."""
+    """Steps in which the learning rate rises to its peak. Then it falls along half a cosine to a tenth of the peak."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; vectors have none."""
+    """Decoupled weight decay of matrices; vectors are not decayed."""
     clip: float = 1.0
-    """Largest global norm of gradients."""
+    """Largest global norm of gradients; larger gradients are clipped."""
     exact_clip: bool = False
-    """Sum the norm exactly: slower, and strategies agree to the last bit."""
+    """Compute the norm exactly: slower, and all strategies give the same bits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters in use and on the wire; the optimizer keeps float32."""
+    """Dtype of parameters in computation and on the wire; the optimizer keeps float32."""
     schedule: bool = True
-    """Run steps by a schedule that overlaps communication with compute; else each collective blocks."""
+    """Overlap communication with compute by a schedule. Without it each collective blocks."""
     release: bool = False
-    """Without a schedule: let gathered parameters go after each use, and gather and compute again in the backward."""
+    """Without a schedule: release parameters after each use, and gather and recompute in the backward."""
     seed: int = 0
-    """Of the initial parameters, the batches and the sample."""
+    """Seed of initial parameters, batches and the generated text."""
 
     eval_every: int = 250
-    """Steps between evaluations on a part of the held-out bytes; 0 for none but the last."""
+    """Steps between evaluations on some held-out bytes; 0 evaluates at the end only."""
     eval_bytes: int = 1 << 18
-    """Held-out bytes that the last evaluation, and the bigram model, are scored on."""
+    """Number of held-out bytes for the last evaluation and for the bigram model."""
     sample_bytes: int = 400
-    """Bytes to generate at the end."""
+    """Number of bytes to generate at the end."""
     prompt: str = "\ndef "
-    """What the generated text continues."""
+    """Text that the model continues."""
     temperature: float = 0.7
-    """Of sampling; 0 takes the likeliest byte."""
+    """Temperature of sampling; 0 takes the most probable byte."""
 
     save_every: int = 100
-    """Steps between two checkpoints; three are kept. A run that was cut off goes on with the newest."""
+    """Steps between checkpoints. The newest three are kept. After an interruption a run continues from the newest one."""
     resume: Path | None = None
-    """Folder of another run to go on with, of any strategy and number of processes."""
+    """Folder of another run to continue, with any strategy and number of processes."""
 
     name: str | None = None
-    """Name of the run; by default strategy and number of processes."""
+    """Name of the run; by default strategy and number of processes, such as zero3-2."""
     out: Path = Path("runs")
-    """Folder in which the run's own is made."""
+    """Folder that holds the folders of runs."""
 
     @property
     def folder(self) -> Path:
@@ -111,11 +111,11 @@ def check(options: Options) -> None:
     if not options.prompt:
         raise ValueError("--prompt is empty, expected at least one byte to continue.")
     if options.resume is not None and not list((options.resume / "checkpoints").glob("step-*")):
-        raise ValueError(f"--resume {options.resume}: there is no checkpoint in its folder 'checkpoints' to go on with.")
+        raise ValueError(f"--resume {options.resume}: its folder 'checkpoints' has no checkpoint to continue from.")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """The options of a command line; exits with status 2 if they are wrong."""
+    """Return the options of a command line. Exit with status 2 if one is wrong."""
     options = tyro.cli(Options, args=argv, prog="python -m examples.gpt")
     try:
         check(options)

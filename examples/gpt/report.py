@@ -1,4 +1,4 @@
-"""What a run shows and writes: a live line on a terminal, plain lines elsewhere, metrics.jsonl, summary.json and loss.png."""
+"""The output of a run: a live line on a terminal, plain lines elsewhere, metrics.jsonl and summary.json."""
 
 import json
 import time
@@ -18,8 +18,8 @@ class Report:
     """Rank 0 reports; on other ranks every method does nothing.
 
     Args:
-        folder: of the run.
-        rank: of this process.
+        folder: folder of the run.
+        rank: rank of this process.
     """
 
     def __init__(self, folder: Path, *, rank: int) -> None:
@@ -50,11 +50,11 @@ class Report:
             self._file.close()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         self._console.print(text, markup=False)
 
     def begin(self, step: int) -> None:
-        """Go on after a step: what was written of later ones, by a run that was cut off, is made again."""
+        """Open the metrics file to continue after a step. Lines of later steps, from an interrupted run, are removed."""
         if self._active:
             path = self._folder / "metrics.jsonl"
             before = path.read_text().splitlines(keepends=True) if step and path.exists() else []
@@ -62,12 +62,12 @@ class Report:
             self._file.writelines(line for line in before if json.loads(line)["step"] <= step)
 
     def plan(self, total: int) -> None:
-        """How many steps there will be."""
+        """Set the number of steps."""
         self._total = total
         self._live.update(self._task, total=total)
 
     def train(self, row: dict[str, Any]) -> None:
-        """A step was made."""
+        """Report a training step."""
         self._write({"kind": "train", **row})
         text = f"loss {row['loss']:.3f}  {row['bits_per_byte']:.3f} bits/byte  {row['tokens_per_s']:,.0f} tokens/s"
         self._live.update(self._task, completed=row["step"], description=text)
@@ -76,12 +76,12 @@ class Report:
             self._next_line = time.monotonic() + _PLAIN_EVERY
 
     def eval(self, step: int, bits: float, num_bytes: int) -> None:
-        """Held-out bytes were scored."""
+        """Report an evaluation on held-out bytes."""
         self._write({"kind": "eval", "step": step, "bits_per_byte": bits, "bytes": num_bytes})
         self.say(f"step {step}  held-out files: {bits:.3f} bits/byte over {num_bytes:,} bytes")
 
     def summary(self, row: dict[str, Any]) -> None:
-        """The last line of the output, not through the console, which would wrap it; and the last of the run's files."""
+        """Print the last line of the output, and write it to the run's summary file."""
         if self._active:
             (self._folder / SUMMARY).write_text(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)

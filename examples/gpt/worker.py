@@ -44,8 +44,8 @@ def run(options: Options, comm: fs.Comm) -> None:
     with Report(options.folder, rank=comm.rank) as report:
         report.say(str(layout))
         here, predicted, unsharded = (f"{count / (1 << 20):.2f} MiB" for count in nbytes.values())
-        report.say(f"params + optimizer at rest: {here} per rank ({predicted} predicted), {unsharded} unsharded")
-        report.say(f"train on {len(corpus.train):,} bytes, {len(corpus.held_out):,} held out; device {comm.device}")
+        report.say(f"parameters and optimizer state: {here} on each rank ({predicted} predicted), {unsharded} unsharded")
+        report.say(f"training data: {len(corpus.train):,} bytes; held out: {len(corpus.held_out):,} bytes; {comm.device}")
 
         def evaluate(params: Any, step: int, every: int = 1) -> float:
             chosen, size = starts[::every], 4 * options.batch
@@ -61,7 +61,7 @@ def run(options: Options, comm: fs.Comm) -> None:
         bigram = bigram_bits_per_byte(corpus.train, corpus.held_out, starts, context=options.context)
         plot(options.folder, title=f"{layout.num_params:,} parameters, {options.strategy} on {comm.mesh}", bigram=bigram)
         if options.sample_bytes:
-            report.say(f"--- a sample at temperature {options.temperature}\n{sample(whole, options, comm)}\n---")
+            report.say(f"--- generated text at temperature {options.temperature}\n{sample(whole, options, comm)}\n---")
         report.say(f"bigram model: {bigram:.3f} bits/byte; this model: {bits:.3f}; see {options.folder}/loss.png")
     tokens = state.step * options.batch * options.context
     report.summary(
@@ -110,7 +110,7 @@ def train(
             planned += _REPLAN_EVERY  # of a run that was complete
         run.total, elapsed = options.steps or planned, known
         if run.step:
-            report.say(f"goes on after {run.step} steps")
+            report.say(f"continues after {run.step} steps")
         report.begin(run.step)
         report.plan(run.total)
         make = build_step(options, loss_fn, run.total)

@@ -1,4 +1,4 @@
-"""Checkpoints that know no strategy: any of them loads into any other strategy, mesh and number of ranks, to the bit."""
+"""Checkpoints that do not depend on a strategy: each one loads under any strategy, mesh and number of ranks, to the bit."""
 
 from fsharp.checkpoint.catalog import Checkpoint as Checkpoint
 from fsharp.checkpoint.catalog import checkpoints as checkpoints

@@ -285,11 +285,11 @@ def _add_unit(
 ) -> None:
     unit, (above, path) = node.unit, unit_prefix(segments, entries, node.unit)
     if unit.mesh != comm.mesh:
-        raise TreeError(f"{where}: unit {unit.name!r} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
+        raise TreeError(f"{where}: unit {unit.shown} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
     if node.place.partial:
-        raise TreeError(f"{where}: unit {unit.name!r} rests partial ({node.place}): reduce_scatter() it first.")
+        raise TreeError(f"{where}: unit {unit.shown} rests partial ({node.place}): reduce_scatter() it first.")
     if node.is_donated:
-        raise TreeError(f"{where}: unit {unit.name!r} belongs to a donated state. Use the state that was returned.")
+        raise TreeError(f"{where}: unit {unit.shown} belongs to a donated state. Use the state that was returned.")
 
     root = ".".join(part for part in (*above, path) if part)
 
@@ -313,7 +313,7 @@ def _add_unit(
             else:
                 raise TreeError(
                     f"{where}: {name(leaf.path)!r} is in a buffer of shape {list(buffer.shape)}, expected one value, or one "
-                    f"for each of the {sizes[leaf.group]} elements of unit {unit.name!r} on this rank."
+                    f"for each of the {sizes[leaf.group]} elements of unit {unit.shown} on this rank."
                 )
             _add(where, found, entry)
 
@@ -328,9 +328,9 @@ def _part(where: str, found: Contents, name: str, part: Part, comm: Comm, known:
         )
     if (held := known.get((id(unit), place))) is None:
         held = known[id(unit), place] = _held(unit, place, comm.rank)
-        found.layouts.append(f"unit {unit.name!r}: {_layout_text(unit, place)}")
+        found.layouts.append(f"unit {unit.shown}: {_layout_text(unit, place)}")
     shape, piece, _, _ = held[leaf.path]
-    found.layouts.append(f"{name}: in unit {unit.name!r}, {place}")
+    found.layouts.append(f"{name}: in unit {unit.shown}, {place}")
     if (module := part.owner()) is not None:
         found.settings[module.settings] = None
     return Entry(name, part.dtype, shape, piece, part.local.view(-1))

@@ -67,7 +67,7 @@ def load(
     ...     _ = fs.checkpoint.save(root, {"params": params, "seen": 512}, step=7, comm=fs.SingleComm())
     ...     zeros = fs.layouts.map_units(lambda node: node.replace([torch.zeros_like(b) for b in node.buffers]), params)
     ...     found = fs.checkpoint.load(root, {"params": zeros, "seen": 0}, comm=fs.SingleComm())
-    >>> fs.full(found["params"], comm=fs.SingleComm())["w"], found["seen"]
+    >>> fs.full_tree(found["params"], comm=fs.SingleComm())["w"], found["seen"]
     (tensor([0., 1., 2., 3., 4., 5.]), 512)
 
     Args:

@@ -28,38 +28,35 @@ def forward(
     remat: Remat = False,
     **kwargs: Any,
 ) -> Any:
-    """``fn(tree, *args, **kwargs)`` with the unit's subtree gathered.
+    """Gather a unit's parameters, call ``fn(parameters, *args, **kwargs)``, release the parameters, and return the result.
 
     Args:
-        fn: a pure function of the subtree and other arguments.
-        sharded: a :class:`Sharded`, or a pytree of some, in any place that is not partial; ``fn`` gets the same pytree
-            with the user's subtrees in it.
-        args: pytrees for ``fn``; tensors among them are differentiated.
+        fn: a pure function of the unit's subtree and other arguments.
+        sharded: the unit as a :class:`Sharded`, or a pytree of units. ``fn`` gets this pytree with the user's subtrees in place
+            of units.
+        args: more arguments for ``fn``: pytrees; tensors in them are differentiated.
         comm: the ranks.
-        ties: units that hold leaves to which leaves of this one are tied.
-        release: let go of gathered parameters when the call ends, and gather them again when the backward comes to what it
-            returned. False keeps the parameters until the backward: one gather less, a whole unit's memory more. Without
-            effect where nothing is gathered, with ``remat``, and under ``torch.func`` transforms other than vmap, which keep
-            what they need.
-        remat: let go of activations as well, and compute them again from ``args`` in the backward, as ``jax.checkpoint``
-            does: ``fn`` is called twice, and has to do the same both times. Random numbers are the same: those of the global
-            generator, and of generators among the arguments. True for all activations; or a policy
-            ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, or a list of ops whose results are kept, as
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them, with which the backward can be called
-            once. Without effect under ``torch.func`` transforms.
+        ties: units that store leaves to which leaves of this unit are tied.
+        release: release gathered parameters when ``fn`` returns, and gather them again in the backward. False keeps the
+            parameters until the backward: one gather less, and the memory of a full unit more. Without effect if nothing is
+            gathered, with ``remat``, and under ``torch.func`` transforms other than ``vmap``.
+        remat: recompute activations in the backward, as ``jax.checkpoint`` does. ``fn`` is called twice, with equal random
+            numbers from the global generator and from generators in ``args``. True recomputes all activations. A policy
+            ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, or a list of ops whose results are kept, chooses activations, as
+            in ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the backward then runs once only. Without effect
+            under ``torch.func`` transforms.
         kwargs: more arguments for ``fn``.
 
     Returns:
-        What ``fn`` returns: any pytree.
+        The result of ``fn``: any pytree.
 
     Raises:
-        TreeError: nothing sharded was passed, or a tied leaf's unit is missing or there twice; a function that writes to
-            parameters in place; in the backward, with ``release`` or ``remat``, parameters that were changed in place since the
-            forward; a ``remat`` that is none of those above.
-        MeshError: ``comm`` is on another mesh.
+        TreeError: no unit was passed; the unit of a tied leaf is missing, or was passed twice; ``fn`` writes to parameters in
+            place; parameters changed in place between the forward and a backward that gathers them again; ``remat`` has a wrong
+            value; the call is under ``torch.func.linearize``. All other ``torch.func`` transforms work.
+        MeshError: ``comm`` is on another mesh than the unit.
 
-    Under ``torch.func`` transforms it is as any function is; ``linearize`` alone is refused, with a TreeError.
-    Cost: one gather, with ``release`` or ``remat`` a second one in the backward. One reduction of gradients in the backward.
+    Cost: one gather; with ``release`` or ``remat`` a second gather in the backward. One reduction of gradients in the backward.
     """
     units = (sharded, tuple(ties))
     check_untraced("forward()")
@@ -125,8 +122,8 @@ def _check_classes(units: Any) -> None:
     for node in units_of(units):
         if node.unit.leaf_classes:
             raise TreeError(
-                f"forward(): weights of unit {node.name!r} are tensors of a class of their own, such as TransformerEngine's, "
-                "which a scheduler alone hands out. Pass comm=fs.Scheduler(comm), outside of torch.func transforms."
+                f"forward(): weights of unit {node.unit.shown} have a tensor class such as TransformerEngine's, and only a "
+                "scheduler passes such tensors to functions. Pass comm=fs.Scheduler(comm), outside of torch.func transforms."
             )
 
 
@@ -136,17 +133,18 @@ def _versions(nodes: Sequence[Sharded]) -> list[list[int]]:
 
 @uncompiled
 def skip(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:
-    """``x``, after taking part in the collectives of :func:`forward` on a unit, in this direction and in the backward.
+    """Take part in the collectives of :func:`forward` on a unit without calling a function, and return ``x`` unchanged.
 
-    For a rank that has nothing to compute in a unit that other ranks use, such as an expert without tokens.
+    Call this function on a rank that has nothing to compute in a unit that other ranks use, such as an expert without tokens.
+    Otherwise the other ranks would wait in the unit's gather, and in the reduction of its gradients.
 
     Args:
-        sharded: as for :func:`forward`.
-        x: any floating-point tensor that the loss depends on: the unit's reduction takes place when the backward comes by.
+        sharded: the unit, as for :func:`forward`.
+        x: a floating-point tensor on which the loss depends. The backward of ``x`` takes part in the unit's reduction.
         comm: the ranks.
-        ties: as for :func:`forward`.
+        ties: units that store tied leaves, as for :func:`forward`.
 
-    Cost: that of :func:`forward` without the function. Gradient: that of ``x`` passes; the unit's is zero.
+    Cost: the collectives of :func:`forward`. Gradient: ``x`` gets its gradient unchanged; the unit gets zeros.
     """
     out: torch.Tensor = forward(_nothing, sharded, x, comm=comm, ties=ties)
     return out

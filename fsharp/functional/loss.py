@@ -24,11 +24,11 @@ from fsharp.torch_compile import uncompiled
 
 
 class Loss(NamedTuple):
-    """A loss that adds up rightly over microbatches and ranks.
+    """A loss as a weighted sum and its weight, which can be added over microbatches and ranks.
 
     Attributes:
-        sum: weighted sum over what was seen; scalar.
-        weight: its weight; scalar.
+        sum: weighted sum of the losses of all samples or tokens; a scalar tensor.
+        weight: sum of the weights, such as the number of tokens; a scalar tensor.
     """
 
     sum: torch.Tensor
@@ -36,16 +36,16 @@ class Loss(NamedTuple):
 
     @property
     def mean(self) -> torch.Tensor:
-        """``sum / weight``, and 0 if there was no weight."""
+        """``sum / weight``; ``sum`` if the weight is 0."""
         return self.sum / _nonzero(self.weight)
 
 
 class Metrics(NamedTuple):
-    """What a step reports; the same on all ranks.
+    """The loss of a step, equal on all ranks.
 
     Attributes:
-        loss: mean over all microbatches and ranks, float64 scalar.
-        weight: total weight of the loss, float64 scalar.
+        loss: mean loss over all microbatches and ranks; a float64 scalar.
+        weight: total weight of the loss, such as the number of tokens; a float64 scalar.
     """
 
     loss: torch.Tensor
@@ -53,7 +53,7 @@ class Metrics(NamedTuple):
 
 
 def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
-    """What a loss function returned, as a sum and a weight.
+    """Return the result of a loss function as a sum and a weight.
 
     Raises:
         LossError: neither a scalar mean nor a pair of a scalar and its weight; a pair with a floating tensor, which may be a
@@ -62,7 +62,8 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
     if not _is_scalar(total):
-        raise LossError(f"{where}: the loss is {kind_of(total)}, expected a scalar mean or a pair of scalars (sum, weight).")
+        expected = "a floating-point scalar tensor, the mean, or a pair of scalars (sum, weight)"
+        raise LossError(f"{where}: the loss is {kind_of(total)}, expected {expected}.")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
@@ -96,14 +97,15 @@ def kind_of(x: Any) -> str:
 
 
 def check_loss(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") -> None:
-    """Refuse a loss whose backward would come to no parameter.
+    """Raise an error if a loss depends on no trainable parameter.
 
     Raises:
-        LossError: it would.
+        LossError: the loss has no gradient.
     """
     if not has_sinks or not loss.sum.requires_grad:
-        why = "no parameter reaches it: use forward() or gather() in it" if has_sinks else "every parameter is frozen"
-        raise LossError(f"{where}: the loss has no gradient, {why}.")
+        why = "no parameter reaches it. Use parameters by fs.forward() or fs.gather() in the loss function"
+        why = why if has_sinks else "every parameter is frozen. Leave some of them out of plan(frozen=...)"
+        raise LossError(f"{where}: the loss has no gradient, as {why}.")
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
@@ -117,27 +119,30 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     leaves, spec = optree.tree_flatten(batch)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
-            raise LossError(f"a batch with a tensor of shape {list(leaf.shape)} does not split into {count} microbatches.")
+            raise LossError(
+                f"value_and_grad(): a tensor of the batch has shape {list(leaf.shape)}, and its dim 0 does not split into "
+                f"{count} microbatches of equal size."
+            )
     parts = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
     return [optree.tree_unflatten(spec, list(row)) for row in zip(*parts, strict=True)]
 
 
 @uncompiled
 def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
-    """Divide summed gradients by the weight of all microbatches and ranks.
+    """Divide summed gradients by the total weight of all microbatches and ranks.
 
     Args:
-        loss: this rank's, from :func:`~fsharp.value_and_grad`.
-        grads: already reduced over ranks.
+        loss: loss of this rank, from :func:`~fsharp.value_and_grad`.
+        grads: gradients that are summed over ranks already, from :func:`~fsharp.reduce_scatter`.
         comm: the ranks.
-        donate: allow to overwrite ``grads``.
+        donate: allow the function to overwrite ``grads``.
 
     Returns:
-        The mean loss over all ranks, and the gradients of it.
+        The mean loss over all ranks as :class:`Metrics`, and the gradients of this mean.
 
     Raises:
-        TreeError: gradients that are still partial: dividing those would round differently for every strategy; or divided
-            already; with ``donate``, memory that another library reads.
+        TreeError: gradients are not summed over ranks yet, or are divided already; with ``donate``, another library reads the
+            memory of the gradients.
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
@@ -146,11 +151,13 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
             raise not_sharded("average()", leaf)
         node: Sharded = leaf
         if Partial in node.place.placements:
-            raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
+            raise TreeError(
+                f"average(): gradients of unit {node.unit.shown} rest partial ({node.place}): reduce_scatter() them first."
+            )
         if node.is_gathered:
             check_shared("average()", node)
         if node.scale == "mean":
-            raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
+            raise TreeError(f"average(): gradients of unit {node.unit.shown} have been divided by average() already.")
     nodes = units_of(grads)
     check_values("average()", nodes)
     if donate:

@@ -1,4 +1,4 @@
-"""From whole values to a rank's shards: shard and init, checked on all ranks; and back, with full."""
+"""From whole values to a rank's shards: shard and init, checked on all ranks; and back, with full_tree."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -27,20 +27,24 @@ Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 
 @options_checked
 def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params", check_values: bool = True) -> Any:
-    """This rank's part of a tree that every rank holds: :func:`~fsharp.shard_for`, once all ranks agree on layout and values.
+    """Return this rank's shards of a tree that every rank holds whole, after ranks have compared layouts and values.
+
+    :func:`~fsharp.shard_for` does the slicing.
 
     Args:
-        params: a tree like the one that was planned; not changed.
-        layout: where it rests.
+        params: a tree of tensors with the paths, shapes, dtypes and ties of the tree that was planned. Not changed.
+        layout: the layout of the tree.
         comm: the ranks.
-        place: ``"params"``, or ``"optim"`` for what :func:`~fsharp.init_state` needs when a main copy is kept.
-        check_values: whether ranks compare the bits of their trees, but for leaves that vary along an axis. Pass False on all
-            ranks where they are known to be equal.
+        place: ``"params"``; or ``"optim"`` to keep the ``main`` dtype, which :func:`~fsharp.init_state` needs to make main
+            copies.
+        check_values: whether ranks compare the bits of their trees, except for leaves that vary along an axis. Pass False, on
+            all ranks, for trees that are known to be equal.
 
     Raises:
-        MeshError: ``comm`` is on another mesh.
-        TreeError: a tree that is not the planned one.
-        AgreementError: on all ranks, if one of them failed or they differ; the text names the field or the leaf, and the ranks.
+        MeshError: ``comm`` is on another mesh than the layout.
+        TreeError: the tree differs from the tree that was planned.
+        AgreementError: ranks differ in layout or values, or another rank failed. All ranks raise; the message names the leaf or
+            field, and the ranks.
 
     Cost: one collective of 40 bytes for each axis. To compare values: one pass over the tree, and a collective of 8 bytes for
     each axis. Memory: the shards.
@@ -63,22 +67,22 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
 
 
 @options_checked
-def full(tree: Any, *, comm: Comm) -> Any:
-    """The user's tree, every leaf whole on every rank.
+def full_tree(tree: Any, *, comm: Comm) -> Any:
+    """Gather a whole tree to every rank, and return it with the structure and shapes that it had before sharding.
 
     Args:
         tree: a pytree of :class:`~fsharp.Sharded`, for example ``state.params``.
         comm: the ranks.
 
     Returns:
-        The tree that was sharded, in the dtype that rests; leaves share no memory with ``tree``. What varies from rank
-        to rank is this rank's.
+        The tree of whole tensors, in the dtypes at rest; tensors share no memory with ``tree``. Leaves that vary along an axis
+        are those of this rank.
 
     Raises:
-        TreeError: a unit that rests partial.
-        MeshError: ``comm`` is on another mesh.
+        TreeError: a unit is a partial sum.
+        MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: a gather of everything, and the memory for it.
+    Cost: an all-gather of all units. Memory: the whole tree.
     """
 
     def fresh(node: Any, whole: Any) -> Any:
@@ -99,7 +103,7 @@ def init_params(
     place: PlaceName = "params",
     device: torch.device | str | None = None,
 ) -> Any:
-    """Make parameters shard by shard: no rank ever holds more than one leaf beyond its shards.
+    """Draw initial parameters shard by shard: beside its shards a rank holds at most one whole leaf.
 
     >>> import fsharp as fs
     >>> shapes = {"w": torch.empty(4, 4, device="meta"), "b": torch.empty(4, device="meta")}
@@ -109,20 +113,25 @@ def init_params(
     Sharded('', dp:Shard, float32[20] of 20)
 
     Args:
-        initializers: one for all leaves or by pattern, the last that selects a leaf counting.
-        layout: what to make.
+        initializers: an initializer for all leaves, or initializers by pattern; the last pattern that matches a leaf counts.
+        layout: the layout of the parameters.
         comm: the ranks.
-        key: seed. The values of a leaf depend on the key and its path alone, never on mesh, strategy or units; and on
-            the rank's coordinates along axes on which it varies.
-        place: ``"params"``, or ``"optim"`` for what :func:`~fsharp.init_state` needs when a main copy is kept.
-        device: of the shards; None means ``comm``'s. Values are drawn on the CPU, so they are the same everywhere.
+        key: seed. Values of a leaf depend on the key and the leaf's path, and not on mesh, strategy or units. If a leaf varies
+            along an axis, values also depend on the rank's coordinate along that axis.
+        place: ``"params"``; or ``"optim"`` to keep the ``main`` dtype, which :func:`~fsharp.init_state` needs to make main
+            copies.
+        device: device of the shards; None means the device of ``comm``. Values are drawn on the CPU, so that all devices get
+            equal values.
+
+    Returns:
+        A tree of :class:`~fsharp.Sharded`.
 
     Raises:
-        PatternError: a pattern that selects nothing, or a leaf that none selects.
-        MeshError: ``comm`` is on another mesh.
-        AgreementError: ranks with different layouts or keys.
+        PatternError: a pattern matches no leaf, or no pattern matches a leaf.
+        MeshError: ``comm`` is on another mesh than the layout.
+        AgreementError: ranks have different layouts or keys.
 
-    Cost: a rank draws each leaf that it holds a part of. One collective of 40 bytes for each axis.
+    Cost: a rank draws all elements of each leaf of which it holds a part. One collective of 40 bytes for each axis.
     """
 
     def check() -> dict[str, Initializer]:
@@ -161,28 +170,28 @@ def seed_of(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
 def _check_mesh(where: str, layout: Layout, comm: Comm) -> None:
     if layout.mesh != comm.mesh:
         facts = [("layout", layout.mesh), ("comm", comm.mesh)]
-        raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts))
+        raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts, "Plan for the mesh of the Comm."))
 
 
 @options_checked
 def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
-    """An initializer: normally distributed values."""
+    """Return an initializer that fills a leaf with normally distributed values."""
     return lambda t, g: t.normal_(mean, std, generator=g)
 
 
 @options_checked
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
-    """An initializer: uniformly distributed values in [low, high)."""
+    """Return an initializer that fills a leaf with uniformly distributed values in [low, high)."""
     return lambda t, g: t.uniform_(low, high, generator=g)
 
 
 @options_checked
 def zeros(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """An initializer that fills a leaf with zeros."""
+    """Fill a leaf with zeros: an initializer."""
     return t.zero_()
 
 
 @options_checked
 def ones(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """An initializer that fills a leaf with ones."""
+    """Fill a leaf with ones: an initializer."""
     return t.fill_(1)

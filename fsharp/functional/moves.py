@@ -14,11 +14,11 @@ partial         replicate   ``all_reduce``
 Finer axes are gathered first and reduced last, which makes the bytes sent those of one collective over all ranks.
 
 [Note: resting and gathered]
-Copies of a value are of two kinds, which differ in their gradients alone. Those that **rest** are one value that ranks
-share (JAX: invariant): so is their gradient, the sum over ranks of what became of it. **Gathered** ones, as functions see
-them, are each rank's to use by itself (JAX: varying): each rank has a summand of the gradient. So ``gather`` to ``"full"``
-transposes to a ``reduce_scatter`` along axes that shard and to an ``all_reduce`` along those that replicate, and what
-``torch.func.grad`` gives for parameters at rest is the same under every strategy.
+Copies of a value are of two kinds, which differ in their gradients alone. Copies at **rest** are one value that ranks share
+(JAX: invariant). Ranks share its gradient as well: the sum over ranks. **Gathered** copies, as functions see them, belong to
+each rank (JAX: varying): each rank has a summand of the gradient. So ``gather`` to ``"full"`` transposes to a
+``reduce_scatter`` along axes that shard, and to an ``all_reduce`` along axes that replicate. ``torch.func.grad`` gives the same
+gradients of parameters at rest under every strategy.
 """
 
 from collections.abc import Sequence
@@ -61,23 +61,24 @@ Tree = TypeVar("Tree")
 
 @uncompiled
 def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
-    """Move values between places that replicate and shard; by default to every rank.
+    """All-gather the units of a tree; or move them to another place, by all-gathers and local slices.
 
     Args:
-        tree: a :class:`Sharded`, or any pytree with some in it.
+        tree: a :class:`Sharded`, or a pytree that contains some.
         comm: the ranks.
-        to: the place, by name or as a :class:`~fsharp.layouts.Place`.
+        to: the target place, by name or as a :class:`~fsharp.layouts.Place`. ``"full"`` gathers everything to every rank.
 
     Returns:
-        The same tree with its units in that place; ``Sharded.tree()`` of a full one is the user's subtree.
+        The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree.
 
     Raises:
-        TreeError: a unit that rests partial, or no unit in the tree; called under ``torch.func.linearize``.
-        MeshError: ``comm`` is on another mesh.
+        TreeError: a unit is a partial sum, or the tree has no unit; the call is under ``torch.func.linearize``.
+        MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: along an axis of ``n`` ranks that is gathered, ``(n - 1)`` times the bytes of the part. Slices cost nothing.
-    What is in host memory is brought to the device first.
-    Gradient: with respect to what rests, the sum over ranks, in the same place; see [Note: resting and gathered].
+    Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
+    Buffers in host memory are copied to the device first.
+    Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``; see
+    [Note: resting and gathered].
     """
     check_untraced("gather()")
     check_comm("gather()", tree, comm)
@@ -87,7 +88,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             return sharded
         target, whole = resolve_place(sharded.unit, to), to == "full"
         if Partial in sharded.place.placements or Partial in target.placements:
-            raise _wrong_place("gather()", sharded, target, "Partial sums are moved by reduce_scatter().")
+            raise _wrong_place("gather()", sharded, target, "Use reduce_scatter() for partial sums.")
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
             return sharded.with_buffers(sharded.buffers)
         tree_name = label_of(sharded, comm, target)
@@ -135,23 +136,24 @@ def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm
 
 @uncompiled
 def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
-    """Move sums between places: partial ones are summed over ranks and end up sharded or replicated as ``to`` says.
+    """Sum partial gradients over ranks, and shard or replicate the sums as the place ``to`` says.
 
     Args:
-        tree: a :class:`Sharded` of gradients, or any pytree with some in it. Those with respect to gathered parameters are
-            partial sums, whatever their place says.
+        tree: a :class:`Sharded` of gradients, or a pytree that contains some. Gradients with respect to gathered parameters
+            count as partial sums.
         comm: the ranks.
-        to: the place, by name or as a :class:`~fsharp.layouts.Place`.
+        to: the target place, by name or as a :class:`~fsharp.layouts.Place`. ``"optim"`` is where the optimizer needs
+            gradients.
 
     Returns:
-        The same tree with its units in that place, in the accumulation dtype.
+        The tree with its units in the target place, in the ``accumulate`` dtype.
 
     Raises:
-        TreeError: a move that would need a gather, or would turn values into partial sums; no unit in the tree.
-        MeshError: ``comm`` is on another mesh.
+        TreeError: the move would need a gather, or would turn values into partial sums; the tree has no unit.
+        MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: along an axis of ``n`` ranks ``(n - 1) / n`` times the bytes of the buffer in the wire dtype, twice that for an
-    ``all_reduce``. Sums are in order of rank where the Comm adds itself.
+    Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype; twice as
+    much for an ``all_reduce``. Except for NCCL's own reductions, sums are taken in order of rank.
     Gradient: :func:`gather`.
     """
     nodes = check_comm("reduce_scatter()", tree, comm)
@@ -167,7 +169,7 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
         for axis in place.order:
             source = place[axis]
             if target[axis] is not source and (source is Shard or target[axis] is Partial):
-                raise _wrong_place("reduce_scatter()", sharded, target, "Shards are moved by gather().")
+                raise _wrong_place("reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums.")
         named = Labelled(comm, label_of(sharded, comm, target))
         pairs = zip(sharded.groups, sharded.buffers, strict=True)
         moved = [move_sums(x, sharded.unit, g, place, target, named) for g, x in pairs]
@@ -316,11 +318,12 @@ def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     mesh = comm.mesh
     for node in nodes:
         if node.unit.mesh is not mesh and node.unit.mesh != mesh:
-            facts = [("unit", f"{node.name!r} on {node.unit.mesh}"), ("comm", mesh)]
-            raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts))
+            facts = [("unit", f"{node.unit.shown} on {node.unit.mesh}"), ("comm", mesh)]
+            remedy = "Pass the Comm with which the tree was made, or reshard() the tree."
+            raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts, remedy))
     return nodes
 
 
 def _wrong_place(where: str, sharded: Sharded, target: Place, remedy: str) -> TreeError:
-    facts = [("unit", repr(sharded.name)), ("rests", sharded.place), ("asked for", target)]
-    return TreeError(problem(where, "no such move.", facts, remedy))
+    facts = [("unit", sharded.unit.shown), ("from", sharded.place), ("to", target)]
+    return TreeError(problem(where, "cannot move a unit between these places.", facts, remedy))

@@ -27,36 +27,36 @@ _WHERE = "per_sample_norms()"
 def per_sample_norms(
     loss_fn: LossFn, *, chunk_size: int | None = None, randomness: Literal["error", "same", "different"] = "error"
 ) -> Callable[..., torch.Tensor]:
-    """A function ``(params, batch, *, comm) -> norms``: of each sample, the 2-norm of the gradient of its loss.
+    """Return a function ``(params, batch, *, comm) -> norms``: the 2-norm of the gradient of each sample's loss.
 
     ``norms[i] = sqrt(sum_p |d loss_fn(params, batch[i : i + 1], comm) / d p|^2)`` over all trainable parameters ``p``.
-    A tied leaf is one parameter, and the gradients of all uses of a unit are added before they are squared. The samples are
-    those of this rank, and their number may differ between ranks. It may be 0: then ``loss_fn`` sees one sample
-    of zeros, so that the rank takes part in the gathers.
+    A tied leaf is one parameter. Gradients of all uses of a unit are added before they are squared. ``batch`` holds samples of
+    this rank, and ranks may have different numbers of samples. On a rank without samples ``loss_fn`` gets one sample of zeros,
+    so that the rank takes part in the gathers.
 
     Args:
-        loss_fn: as for :func:`~fsharp.value_and_grad`. It is called once, under ``torch.vmap`` over samples, with a batch of
-            one sample: dim 0 of every tensor is kept, its size is 1. Of a pair ``(sum, weight)`` the gradient is that of the
-            sum. It must use parameters by ``forward`` or ``gather``.
-        chunk_size: how many samples to compute at once, as in ``torch.vmap``; None means all of them. The ranks
-            make as many passes as the one with the most samples needs.
-        randomness: what ``torch.vmap`` does with random operations: refuse them, or draw the same or different numbers for
-            each sample.
+        loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. ``torch.vmap`` over samples calls it once, with batches
+            of one sample: dim 0 of every tensor has size 1. If it returns ``(sum, weight)``, the gradient is that of ``sum``.
+            It has to use parameters through ``forward`` or ``gather``.
+        chunk_size: number of samples in one pass, as in ``torch.vmap``; None means all. All ranks make as many passes as the
+            rank with the most samples.
+        randomness: ``"error"`` refuses random operations, ``"same"`` and ``"different"`` draw equal or different numbers for
+            the samples, as in ``torch.vmap``.
 
     Returns:
-        ``[B]`` for a batch of ``B`` samples on this rank, on the device of ``comm``, in the dtype in which gradients are
-        summed.
+        A tensor ``[B]`` for a batch of ``B`` samples, on the device of ``comm``, in the ``accumulate`` dtype.
 
     Raises:
-        LayoutError: units that vary along an axis: a sample's gradient is spread over several ranks there.
-        LossError: a batch without a common dim 0; a loss of another kind, or that no parameter reaches; parameters that are
-            used in another way, for example under ``torch.func.grad`` within the loss; called under a transform.
-        TreeError: no unit in ``params``.
-        MeshError: ``comm`` is on another mesh.
+        LayoutError: a unit varies along an axis, so that a sample's gradient is spread over several ranks.
+        LossError: tensors of the batch differ in the size of dim 0; the loss is neither a mean nor ``(sum, weight)``, or
+            depends on no parameter; the loss uses parameters in another way, such as under ``torch.func.grad``; the call is
+            under a transform.
+        TreeError: ``params`` has no unit.
+        MeshError: ``comm`` is on another mesh than ``params``.
 
-    Cost: the gathers of :func:`forward` and no reduction, for each pass. With ``chunk_size`` an ``all_reduce`` of 8
-    bytes for each axis. Memory: activations of all samples of a pass, one unit in full, and the gradients of
-    one unit for each of them. Under a :class:`~fsharp.Scheduler` it works as on its Comm, without overlap.
+    Cost: for each pass the gathers of :func:`forward`, and no reduction. With ``chunk_size`` an ``all_reduce`` of 8 bytes for
+    each axis. Memory: activations of all samples of a pass, one full unit, and gradients of one unit for each sample. A
+    :class:`~fsharp.Scheduler` does not overlap these gathers.
     Source: per-sample clipping of Abadi et al., Deep Learning with Differential Privacy (2016).
     """
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
@@ -159,7 +159,7 @@ class _AddSquares(torch.autograd.Function):
 def _check_units(nodes: list[Sharded]) -> None:
     for node in nodes:
         if node.unit.strategy.full.varying:
-            facts = [("unit", repr(node.name)), ("varies", ", ".join(node.unit.strategy.full.varying))]
+            facts = [("unit", node.unit.shown), ("varies", ", ".join(node.unit.strategy.full.varying))]
             raise LayoutError(
                 problem(_WHERE, "a sample's gradient is spread over ranks.", facts, "Use a strategy without varying() for it.")
             )

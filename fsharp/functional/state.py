@@ -1,4 +1,4 @@
-"""What is trained, from its beginning through each update: parameters, main copies, the state of an optimizer."""
+"""TrainState: parameters, main copies and optimizer state of a run; how a state is made, and updated."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,14 +32,15 @@ from fsharp.type_checks import options_checked
 
 
 class TrainState(NamedTuple):
-    """Everything a step needs and makes; a pytree.
+    """The state of a training run between two steps: parameters, main copies and optimizer state. A pytree.
 
     Attributes:
-        step: updates made, skipped ones included.
-        params: a tree of :class:`~fsharp.Sharded` where parameters rest, in the compute dtype.
-        main: the same tree with, at the optimizer's place, the groups that have a main copy.
-        opt: state of the gradient transformation, at the optimizer's place.
-        made_by: of which transformation, by name; a node without leaves.
+        step: number of updates, with skipped updates.
+        params: parameters in the ``compute`` dtype: a tree of :class:`~fsharp.Sharded` in the place of parameters.
+        main: main copies (master weights): a tree of :class:`~fsharp.Sharded` in the place of optimizer state. Groups without a
+            main copy are left out.
+        opt: state of the gradient transformation, in the place of optimizer state.
+        made_by: name of the gradient transformation; a pytree node without leaves.
     """
 
     step: int
@@ -51,10 +52,10 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """A transformation by name: a pytree node without leaves.
+    """The name of a gradient transformation: a pytree node without leaves.
 
     Attributes:
-        name: for example ``"chain(clip_by_global_norm, adamw)"``; empty if it has none.
+        name: for example ``"chain(clip_by_global_norm, adamw)"``; empty for a transformation without a name.
     """
 
     name: str
@@ -65,23 +66,23 @@ register_leafless(MadeBy)
 
 @options_checked
 def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> TrainState:
-    """A state to start training from.
+    """Return the state of a new training run: parameters, main copies, and fresh optimizer state.
 
     Args:
-        tx: any ``(init, update)`` pair.
-        sharded: parameters as :func:`~fsharp.shard` or :func:`~fsharp.init` made them: with ``place="optim"`` in the main
-            dtype, or where parameters rest if they rest in that dtype.
+        tx: the optimizer: an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` returns.
+        sharded: parameters from :func:`~fsharp.shard` or :func:`~fsharp.init_params`. If ``Precision`` gives parameters a main
+            copy, make them with ``place="optim"``.
         comm: the ranks.
-        donate: allow the state to take over the buffers of ``sharded``; else they are copied.
+        donate: use the memory of ``sharded`` for the state. If False, buffers are copied.
 
     Raises:
-        TreeError: not a tree of Sharded in one of these places, or parameters in the compute dtype alone where a main
-            copy in another dtype is kept: its bits would be lost. A pair of another library that looks at more than each
-            element alone, where that makes a difference: it is tried on small tensors.
-        AgreementError: ranks with different layouts or transformations.
+        TreeError: ``sharded`` is no tree of Sharded, or has the ``compute`` dtype where a main copy needs the ``main`` dtype.
+            Or ``tx``, from another library, does not update each element by itself, and parameters are cut. A trial on small
+            tensors finds this out.
+        AgreementError: ranks have different layouts or optimizers.
 
-    Cost: from ``"optim"`` one gather to where parameters rest; else none. For a pair of another library about ten updates of as
-    many small tensors as there are leaves.
+    Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For a pair of another library about ten updates
+    of as many small tensors as there are leaves.
     """
     tx = as_transform(tx)
 
@@ -113,11 +114,16 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 def _check_start(node: Sharded) -> None:
     for group, buffer in zip(node.groups, node.buffers, strict=True):
         dtypes = node.unit.groups[group].dtypes
-        if buffer.dtype != dtypes.main or node.place.partial:
+        if node.place.partial:
+            raise TreeError(
+                f"init_state(): unit {node.unit.shown} rests partial ({node.place}), expected parameters. Pass what shard() or "
+                "init_params() returned."
+            )
+        if buffer.dtype != dtypes.main:
             raise TreeError(
                 problem(
                     "init_state()",
-                    f"unit {node.name!r} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}.",
+                    f"unit {node.unit.shown} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}.",
                     [("place", node.place)],
                     "Pass shard(params, layout, comm, place='optim'), or init_params(..., place='optim').",
                 )
@@ -126,26 +132,28 @@ def _check_start(node: Sharded) -> None:
 
 @uncompiled
 def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool = False, **extra: Any) -> TrainState:
-    """Run a gradient transformation where optimizer state rests, and bring parameters to where they rest.
+    """Update parameters and optimizer state by a gradient transformation, and return the new state.
+
+    The update runs on shards, in the place of optimizer state. Then updated parameters are gathered to their own place.
 
     Args:
-        tx: any ``(init, update)`` pair.
-        grads: the gradients at the optimizer's place, from :func:`~fsharp.reduce_scatter`.
-        state: the state before.
+        tx: the optimizer: an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` returns.
+        grads: mean gradients in the place of optimizer state, from :func:`~fsharp.reduce_scatter` and :func:`~fsharp.average`.
+        state: the state before the update.
         comm: the ranks.
-        donate: allow to overwrite ``state`` and everything that shares buffers with it.
-        extra: more for transformations that use it, the same on all ranks: ``value``, the mean loss, for those of optax that
-            look at it. ``value`` is passed to any transformation.
+        donate: allow the function to overwrite ``state`` and all tensors that share its memory.
+        extra: more arguments for the transformation, equal on all ranks, such as ``value``, the mean loss. Any transformation
+            takes ``value``.
 
     Returns:
-        The state after. Frozen groups are the same tensors.
+        The state after the update. Frozen groups keep their tensors.
 
     Raises:
-        TreeError: gradients of another structure, layout, place or dtype than the state's parameters, or not divided yet; the
-            state of another transformation, or one that was donated.
-        OptionError: an extra argument that the transformation does not use; names the argument and those that it uses.
+        TreeError: gradients differ from the state's parameters in structure, layout, place or dtype, or are still sums; the
+            state belongs to another transformation, or was donated.
+        OptionError: the transformation does not use an extra argument; the message names the arguments that it uses.
 
-    Cost: one gather from the optimizer's place to the parameters' where the two differ.
+    Cost: if the places of parameters and optimizer state differ, one gather.
     """
     tx = as_transform(tx)
     check_extra(tx, extra)
@@ -158,7 +166,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     for node in nodes:
         if node.scale == "sum":
             raise TreeError(
-                f"update(): the gradient of unit {node.name!r} is the sum that value_and_grad() returned. Divide it first: "
+                f"update(): the gradient of unit {node.unit.shown} is the sum that value_and_grad() returned. Divide it first: "
                 "metrics, grads = average(loss, grads, comm=comm)."
             )
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a step costs on the wire, computed from the layout before anything runs."""
+"""The collectives of a step and their bytes, computed from a layout before anything runs."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,16 +24,20 @@ def step_traffic(
     forward_only: Collection[str] = (),
     uses: Mapping[str, int] = MappingProxyType({}),
 ) -> Counter[Call]:
-    """Every collective call that one :func:`~fsharp.train_step` makes on one rank, and the bytes this rank sends for it.
+    """Predict the collectives of one :func:`~fsharp.train_step` on one rank: each call, the bytes that it sends, and how often.
 
-    A run makes exactly these calls if the transformation has no collectives of its own.
+    A run makes exactly these calls, unless the optimizer has its own collectives.
 
     Args:
-        layout: of the parameters.
-        microbatches: as given to the step.
-        release: as given to ``forward``.
-        forward_only: frozen units that no gradient passes through, as those in front of the first trainable one.
-        uses: how often ``loss_fn`` passes a unit to :func:`~fsharp.forward`, among ``ties`` included, where not once.
+        layout: layout of the parameters.
+        microbatches: number of microbatches of the step.
+        release: argument ``release`` of :func:`~fsharp.forward`.
+        forward_only: names of frozen units through which no gradient flows, such as units before the first trainable one.
+        uses: how often ``loss_fn`` uses a unit by :func:`~fsharp.forward`, also as one of ``ties``; for units that are not used
+            exactly once.
+
+    Returns:
+        A Counter of :class:`~fsharp.collectives.Call`.
     """
     calls: Counter[Call] = Counter()
     for unit in layout.units:

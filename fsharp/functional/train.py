@@ -26,8 +26,10 @@ from fsharp.torch_compile import compiled_by_caller, uncompiled
 from fsharp.type_checks import options_checked
 
 LossFn = Callable[[Any, Any, Comm], Any]
-"""``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``. The weight is a number or an integer
-tensor; one of floating dtype comes as ``fs.Loss(sum, weight)``. With an aux, ``(loss, aux)``."""
+"""Type of ``loss_fn(params, batch, comm)``, which returns a scalar mean or a pair of scalars ``(sum, weight)``.
+
+The weight is a number or an integer tensor. A floating-point weight is returned as ``fs.Loss(sum, weight)``. With
+``has_aux=True`` the function returns ``(loss, aux)``."""
 
 
 @uncompiled
@@ -35,16 +37,20 @@ tensor; one of floating dtype comes as ``fs.Loss(sum, weight)``. With an aux, ``
 def train_step(
     loss_fn: LossFn, tx: Any, *, microbatches: int = 1, has_aux: bool = False, donate: bool = False
 ) -> Callable[[TrainState, Any, Comm], tuple[TrainState, Any]]:
-    """A pure training step: ``step(state, batch, comm) -> (state, metrics)``. Write your own from the same functions.
+    """Return a pure training step ``step(state, batch, comm) -> (state, metrics)`` for a loss function and an optimizer.
+
+    The step calls :func:`value_and_grad`, :func:`~fsharp.reduce_scatter`, :func:`~fsharp.average` and :func:`~fsharp.update`.
+    You can write your own step from these functions.
 
     Args:
-        loss_fn: ``loss_fn(params, batch, comm)`` gives this rank's mean, or ``(sum, weight)`` where tokens are uneven.
-        tx: any ``(init, update)`` pair.
-        microbatches: equal parts along dim 0 into which this rank's batch is split.
-        has_aux: ``loss_fn`` returns ``(loss, aux)``, and the step ``(state, (metrics, aux))``; aux is this rank's, as
-            :func:`value_and_grad` returns it.
-        donate: allow the step to overwrite the state it is given. That state, and everything that shares buffers with
-            it, is then no longer to be used.
+        loss_fn: ``loss_fn(params, batch, comm)`` returns the mean loss of this rank, or ``(sum, weight)`` if ranks have
+            different numbers of tokens.
+        tx: the optimizer: an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` returns.
+        microbatches: number of equal parts into which this rank's batch is split along dim 0.
+        has_aux: ``loss_fn`` returns ``(loss, aux)``, and the step returns ``(state, (metrics, aux))``. ``aux`` is that of this
+            rank, as :func:`value_and_grad` returns it.
+        donate: allow the step to overwrite the memory of ``state``. The caller must not use ``state`` afterwards, nor tensors
+            that share its memory.
     """
     tx = as_transform(tx)
     settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_of(tx))})"
@@ -65,26 +71,27 @@ def train_step(
 @uncompiled
 @options_checked
 def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
-    """A function ``(params, batch, *, comm) -> (loss, grads)`` of what this rank saw, summed over microbatches.
+    """Return a function ``(params, batch, *, comm) -> (loss, grads)`` for the loss of this rank, summed over microbatches.
 
-    Each unit's gradient goes to where gradients rest, in the accumulation dtype, as soon as the backward has it. Neither
-    loss nor gradients are divided by the weight yet: :func:`average` does, once all ranks' sums are added.
+    As soon as the backward has a unit's gradient, the gradient is reduced to the place of gradients, in the ``accumulate``
+    dtype. Loss and gradients are weighted sums; :func:`~fsharp.average` divides them once the sums of all ranks are added.
 
     Args:
-        loss_fn: ``loss_fn(params, batch, comm)``. A mean counts as weight 1 a microbatch; ``(sum, weight)`` makes the
-            result independent of how tokens are spread over microbatches and ranks. Weights are not differentiated.
-        microbatches: equal parts along dim 0 of every tensor in the batch. Their gradients are added in order: in full
-            where gradients rest partial, after the reduction where they rest sharded.
-        has_aux: ``loss_fn`` returns ``(loss, aux)``, aux being any pytree. The result is ``((loss, aux), grads)``, as in
-            JAX, its tensors detached; of several microbatches aux is a list, with what each of them returned, in order.
+        loss_fn: ``loss_fn(params, batch, comm)`` returns a mean, which counts with weight 1 for each microbatch, or
+            ``(sum, weight)``. With ``(sum, weight)`` the result does not depend on how tokens are spread over microbatches and
+            ranks. Weights are not differentiated.
+        microbatches: number of equal parts into which every tensor of the batch is split along dim 0. Gradients of microbatches
+            are added in order: before the reduction over ranks if gradients rest partial, after it if they rest sharded.
+        has_aux: ``loss_fn`` returns ``(loss, aux)``, where ``aux`` is any pytree, and the result is ``((loss, aux), grads)``,
+            as in JAX. Tensors in ``aux`` are detached. With several microbatches ``aux`` is a list with one entry for each.
 
     Raises:
-        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches; called under a
-            ``torch.func`` transform (within the loss they may be used).
+        LossError: the loss is neither a mean nor ``(sum, weight)``, or depends on no parameter; the batch does not divide; the
+            call is under a ``torch.func`` transform. ``loss_fn`` itself may use transforms.
 
-    Cost: with zero3 two gathers and one reduction a unit and microbatch; memory of one unit in full beside the shards. As
-    with ``Tensor.backward``, leaves of autograd other than the parameters have their ``.grad`` added to. There is no
-    ``argnums``: for the gradient with respect to a tensor of the batch, call ``requires_grad_()`` on it and read its ``.grad``.
+    Cost: under ``zero3`` two gathers and one reduction for each unit and microbatch. Memory: one full unit beside the shards.
+    As in ``Tensor.backward``, tensors with ``requires_grad`` that are no parameters get their gradient added to ``.grad``.
+    There is no ``argnums``: for the gradient of a tensor of the batch, call its ``requires_grad_()``, and read its ``.grad``.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")

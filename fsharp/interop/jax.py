@@ -32,7 +32,7 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.interop.arrays import as_array_on, as_tensor, check_process
 from fsharp.interop.call import as_torch as as_torch
-from fsharp.interop.modules import functionalize as functionalize
+from fsharp.interop.modules import make_functional as make_functional
 from fsharp.interop.modules import to_arrays as to_arrays
 from fsharp.interop.modules import to_tensors as to_tensors
 from fsharp.tracebacks import api_boundary
@@ -92,14 +92,14 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
         buffer = each.buffers[i]
         if each.is_stored:
             raise TreeError(
-                f"to_jax(): parameters of unit {node.name!r} are stored in a format of which JAX knows nothing. "
+                f"to_jax(): parameters of unit {node.unit.shown} are stored in a format of which JAX knows nothing. "
                 'Convert main copies, or gather() parameters to "full" first.'
             )
         array, holder = as_array_on(buffer.view(sharding.shard_shape(shape)), device)
         if buffer.numel():
             if array.unsafe_buffer_pointer() != buffer.data_ptr():
                 raise TreeError(
-                    f"to_jax(): a buffer of unit {node.name!r} does not begin on 64 bytes, so JAX would copy it. Convert a "
+                    f"to_jax(): a buffer of unit {node.unit.shown} does not begin on 64 bytes, so JAX would copy it. Convert a "
                     "copy that does: optree.tree_map(torch.clone, tree)."
                 )
             lend(buffer.data_ptr(), holder)
@@ -155,7 +155,7 @@ def _local(node: Sharded, i: int, mesh: Mesh, devices: Sequence[Any], donate: bo
     shape, sharding = _global(node, i, mesh)
     if array.shape != shape or not array.sharding.is_equivalent_to(sharding, len(shape)):
         raise TreeError(
-            f"from_jax(): an array of unit {node.name!r} is {array.shape} under {array.sharding}, expected {shape} under "
+            f"from_jax(): an array of unit {node.unit.shown} is {array.shape} under {array.sharding}, expected {shape} under "
             f"{sharding}. Move it there: jax.device_put(tree, shardings(layout)), or jax.jit(..., out_shardings=...)."
         )
     parts = {shard.device: shard.data for shard in array.addressable_shards}
@@ -221,7 +221,7 @@ def _global(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSh
     """Return shape and sharding of a group's buffer of all ranks."""
     if node.place.partial:
         raise TreeError(
-            f"unit {node.name!r} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."
+            f"unit {node.unit.shown} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."
         )
     own = node.place.varying
     shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
@@ -234,10 +234,10 @@ def _check_units(where: str, tree: Any, layout: Layout, kind: type) -> None:
         raise TreeError(f"{where}: no Sharded in the tree. to_arrays() and to_tensors() convert trees of leaves.")
     for node in nodes:
         if layout[node.name] != node.unit:
-            raise TreeError(f"{where}: unit {node.name!r} has another layout than the one that was passed.")
+            raise TreeError(f"{where}: unit {node.unit.shown} has another layout than the one that was passed.")
         for buffer in node.buffers:
             is_deleted = isinstance(buffer, jax.Array) and buffer.is_deleted()
             if is_deleted or not isinstance(buffer, kind):
                 found = "a deleted array: it was donated" if is_deleted else f"a {type(buffer).__name__}"
                 expected = "tensors" if kind is torch.Tensor else "arrays of JAX, as to_jax() makes them"
-                raise TreeError(f"{where}: unit {node.name!r} has {found}, expected {expected}.")
+                raise TreeError(f"{where}: unit {node.unit.shown} has {found}, expected {expected}.")

@@ -19,8 +19,8 @@ Name = tuple[Any, ...]  # of a parameter: fields, keys and indices
 
 
 @api_boundary
-def functionalize(model: Any, variables: Any = None) -> tuple[Callable[..., Any], Any]:
-    """Return a module of Equinox or Flax as a pure function and its parameters, as :func:`fsharp.functionalize` does.
+def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., Any], Any]:
+    """Return a module of Equinox or Flax as a pure function and its parameters, as :func:`fsharp.make_functional` does.
 
     Args:
         model: a module that can be called.
@@ -43,9 +43,11 @@ def functionalize(model: Any, variables: Any = None) -> tuple[Callable[..., Any]
     if _is_of(model, "flax.linen"):
         return _linen(model, variables)
     if variables is not None:
-        raise TreeError(f"functionalize(): variables are for modules of Flax Linen, and a {type(model).__name__} has its own.")
+        raise TreeError(
+            f"make_functional(): variables are for modules of Flax Linen, and a {type(model).__name__} has its own."
+        )
     if not callable(model) or jax.tree_util.all_leaves([model]):
-        raise TreeError(f"functionalize(): got {model!r:.80}, expected a module of Equinox or Flax that can be called.")
+        raise TreeError(f"make_functional(): got {model!r:.80}, expected a module of Equinox or Flax that can be called.")
     if not _is_of(model, "flax.nnx"):
         return as_torch(lambda tree, *args, **keywords: to_arrays(tree, model)(*args, **keywords)), to_tensors(model)
     from flax import nnx
@@ -60,8 +62,8 @@ def functionalize(model: Any, variables: Any = None) -> tuple[Callable[..., Any]
         for name, leaf in before.items():
             if after.get(name) is not leaf:
                 raise TreeError(
-                    f"functionalize(): the module changes its variable {_text(name)!r}, whose new value would be lost. Put it "
-                    "into evaluation: model.eval(), or use_running_average=True and deterministic=True."
+                    f"make_functional(): the module changes its variable {_text(name)!r}, whose new value would be lost. Put "
+                    "it into evaluation: model.eval(), or use_running_average=True and deterministic=True."
                 )
         return out
 
@@ -75,8 +77,8 @@ def _is_of(model: Any, package: str) -> bool:
 def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
     if variables is None:
         raise TreeError(
-            f"functionalize(): a module of Flax Linen such as {type(model).__name__} does not have its variables: pass the "
-            "result of init(), functionalize(model, model.init(key, x))."
+            f"make_functional(): a module of Flax Linen such as {type(model).__name__} does not have its variables: pass the "
+            "result of init(), make_functional(model, model.init(key, x))."
         )
 
     def call(tree: Any, *args: Any, rngs: Any = None, **keywords: Any) -> Any:
@@ -117,7 +119,7 @@ def to_arrays(tree: Any, like: Any) -> Any:
     """Return a pytree of JAX with the parameters of a tree: the inverse of :func:`to_tensors`.
 
     Args:
-        tree: as :func:`to_tensors` made it, for example what :func:`fsharp.full` gives after training.
+        tree: as :func:`to_tensors` made it, for example what :func:`fsharp.full_tree` gives after training.
         like: a pytree of JAX of the structure that ``to_tensors`` was given: of NNX the state, for ``nnx.update(model,
             to_arrays(params, like=nnx.state(model, nnx.Param)))``.
 

@@ -1,4 +1,4 @@
-"""Training that survives: runs that resume to the bit, and faults that all ranks hear of by name, within a limit of time.
+"""Fault tolerance: runs that resume after a kill with the same bits, and errors that name the rank that failed.
 
 with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
     state = run.resume(state)  # the newest checkpoint's state, if there is one
@@ -6,7 +6,7 @@ with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=c
         state, metrics = train_step(state, batch(step), comm)
         state = run.end_step(state)
 
-Each part is of use alone: see the names below.
+Each of the names below also works without a Run.
 """
 
 from fsharp.resilience.failures import reported_failures as reported_failures

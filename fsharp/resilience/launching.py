@@ -28,25 +28,26 @@ _PROCESS = f"import sys; from {__name__} import _run_rank; _run_rank(sys.argv[1]
 
 @options_checked
 def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
-    """Run ``fn(*args)`` in ``nproc`` processes of this machine, as torchrun starts them. Return the results in order of rank.
+    """Run ``fn(*args)`` in ``nproc`` processes of this machine, and return the results in order of rank.
 
-    In these processes :func:`~fsharp.connect` finds the other ranks. A process that torchrun has started runs ``fn`` itself,
-    so a script that calls ``launch`` works under torchrun, too. With ``nproc=1`` this process runs ``fn``.
+    Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. In a script that
+    torchrun has started, each process runs ``fn`` itself. With ``nproc=1`` this process runs ``fn``.
 
     >>> import fsharp as fs
     >>> fs.launch(lambda: fs.connect(fs.Mesh({"dp": 1})).rank, 1)
     [0]
 
     Args:
-        fn: any function that cloudpickle can send, such as one defined in a notebook.
+        fn: a function that cloudpickle can send, such as a function in a notebook.
         nproc: number of processes.
         args: arguments of the function.
 
     Raises:
-        OptionError: fewer than one process.
-        CommError: a process failed; the others are ended. The text names the rank of the first, and has its traceback.
+        OptionError: ``nproc`` is less than 1.
+        CommError: a process failed, and the other processes were ended. The message has the rank that failed first, and its
+            traceback.
 
-    Cost: a new process for each rank, which imports torch: some seconds.
+    Cost: some seconds: each process imports torch.
     """
     if nproc < 1:
         raise OptionError(f"launch(): nproc is {nproc}, expected 1 or more.")

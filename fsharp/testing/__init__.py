@@ -1,4 +1,4 @@
-"""Testing sharded programs: all ranks in one process, random trees and layouts, and equivalence of strategies."""
+"""Tools to test sharded programs: all ranks in one process, random trees and layouts, and comparisons of strategies."""
 
 from fsharp.functional.remat import check_remat as check_remat
 from fsharp.stateful.schedule.policy import DebugPolicy as DebugPolicy

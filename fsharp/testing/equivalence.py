@@ -14,7 +14,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Partial, Strategy
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.loss import split_batch
-from fsharp.functional.materialize import full, shard
+from fsharp.functional.materialize import full_tree, shard
 from fsharp.functional.state import TrainState, init_state
 from fsharp.functional.train import train_step
 from fsharp.testing.simulated_ranks import simulate
@@ -77,7 +77,7 @@ def assert_equivalent(
             state: TrainState = init_state(tx, shard(params, layout, comm, place="optim"), comm=comm)
             for batch in batches:
                 state, _ = step(state, split_batch(batch, mesh.size)[comm.rank], comm)
-            return full(state.params, comm=comm)
+            return full_tree(state.params, comm=comm)
 
         results = run(mesh, rank_fn)
         for rank, other in enumerate(results):

@@ -68,5 +68,5 @@ def whole(tree, comm):
     """Tensors by dotted name."""
     import optree
 
-    paths, leaves, _ = optree.tree_flatten_with_path(fs.full(tree, comm=comm))
+    paths, leaves, _ = optree.tree_flatten_with_path(fs.full_tree(tree, comm=comm))
     return {".".join(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}

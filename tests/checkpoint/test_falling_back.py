@@ -42,7 +42,7 @@ def loaded(root, **options):
 
     def act(comm):
         got = fs.checkpoint.load(root, tree_of(comm, 0), comm=comm, **options)
-        assert torch.equal(fs.full(got["p"], comm=comm)["w"], torch.arange(6000.0) + got["n"])
+        assert torch.equal(fs.full_tree(got["p"], comm=comm)["w"], torch.arange(6000.0) + got["n"])
         return got["n"]
 
     [step, other] = simulate(TWO, act)

@@ -45,8 +45,8 @@ def test_memory_that_is_given_twice_is_read_into_once(tmp_path):
     save(tmp_path, {"params": first, "ema": second, "a": torch.ones(3), "b": torch.arange(3.0), "c": torch.zeros(3)})
     like = {"params": second, "ema": second, "a": x[:3], "b": x[1:], "c": x[:3]}
     found = load(tmp_path, like, donate=True)
-    assert fs.full(found["params"], comm=COMM)["w"].tolist() == [1.0] * 4
-    assert fs.full(found["ema"], comm=COMM)["w"].tolist() == [2.0] * 4
+    assert fs.full_tree(found["params"], comm=COMM)["w"].tolist() == [1.0] * 4
+    assert fs.full_tree(found["ema"], comm=COMM)["w"].tolist() == [2.0] * 4
     assert [found[name].tolist() for name in "abc"] == [[1.0] * 3, [0.0, 1.0, 2.0], [0.0] * 3]
     assert found["a"].data_ptr() == x.data_ptr()
 
@@ -245,12 +245,12 @@ def test_states_of_torchopt_go_on_elsewhere(tmp_path, name):
         layout = fs.plan(make_params(), comm.mesh, fs.zero3("dp"), units=units)
         state = trained(comm, layout, make(), torchopt_state(comm, layout, make()), range(4))
         fs.checkpoint.save(tmp_path, state, step=4, comm=comm)
-        return fs.full(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
+        return fs.full_tree(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
 
     def after(comm):
         layout = fs.plan(make_params(), comm.mesh, fs.ddp("dp"), atoms=fs.layouts.Rows())
         state = fs.checkpoint.load(tmp_path, torchopt_state(comm, layout, make()), comm=comm)
-        return fs.full(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
+        return fs.full_tree(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
 
     expected = simulate(fs.Mesh({"dp": 3}), before)[0]
     for found in simulate(fs.Mesh({"dp": 2}), after):
@@ -272,7 +272,7 @@ def test_states_of_torchopt_are_resharded_or_refused():
         counted = torchopt_state(comm, old, torchopt.adam(1e-2))
         with pytest.raises(fs.errors.TreeError, match="a buffer has not one number for each element"):
             fs.reshard(counted, new, comm=comm)
-        return [fs.full(each.params, comm=comm) for each in (there, here)]
+        return [fs.full_tree(each.params, comm=comm) for each in (there, here)]
 
     for there, here in simulate(mesh, rank_fn):
         assert all(map(torch.equal, optree.tree_leaves(there), optree.tree_leaves(here)))

@@ -36,7 +36,7 @@ def trained(state, comm, steps):
 
 
 def whole(state, comm):
-    return [x for x in optree.tree_leaves(fs.full(state._replace(made_by=None), comm=comm)) if isinstance(x, torch.Tensor)]
+    return [x for x in optree.tree_leaves(fs.full_tree(state._replace(made_by=None), comm=comm)) if isinstance(x, torch.Tensor)]
 
 
 def same(a, b):
@@ -211,7 +211,7 @@ def test_hosts_of_several_ranks_and_other_meshes(tmp_path):
             folder = host(f"{tmp_path}/lost-{lost}", 1 - lost if comm.rank == 0 else f"new-{comm.rank}")
             with fs.checkpoint.Replicas(folder, comm) as replicas:
                 found = replicas.restore(zeros(tree(comm, fs.zero1("dp"))))
-            assert torch.equal(fs.full(found["params"], comm=comm)["w"], params["w"])
+            assert torch.equal(fs.full_tree(found["params"], comm=comm)["w"], params["w"])
             assert found["rng"].tolist() == [1, 1]
             assert found["n"] == 3
 
@@ -261,7 +261,7 @@ def test_a_process_killed_in_a_refresh_leaves_a_whole_save_even_without_its_host
         for folder in (host(root, comm.rank), host(f"{root}/lost", comm.rank)):
             with fs.checkpoint.Replicas(folder, comm) as replicas:
                 step = replicas.latest()
-                got = fs.full(replicas.restore(tree(comm, 0)), comm=comm)
+                got = fs.full_tree(replicas.restore(tree(comm, 0)), comm=comm)
                 assert torch.equal(got["w"], values(step)["w"])
                 replicas.refresh(tree(comm, 3), step=3)
                 replicas.wait()

@@ -54,7 +54,7 @@ def updated(state, layout, comm, tx, steps):
 
 def whole(state, comm):
     """Every tensor of a state, whole, and every number; padding is gone."""
-    return optree.tree_leaves(fs.full(state._replace(made_by=None), comm=comm))
+    return optree.tree_leaves(fs.full_tree(state._replace(made_by=None), comm=comm))
 
 
 def scrambled(tree):
@@ -186,7 +186,7 @@ def test_memory_beyond_the_shards_is_bounded(tmp_path):
         got = fs.checkpoint.load(tmp_path, like, comm=comm, donate=True, buffer_nbytes=1 << 16)
     assert allocated.largest <= 1 << 16
     assert [b.data_ptr() for b in optree.tree_leaves(got)] == addresses
-    assert torch.equal(fs.full(got, comm=comm)["w"], tree["w"])
+    assert torch.equal(fs.full_tree(got, comm=comm)["w"], tree["w"])
     with pytest.raises(TreeError, match="donated state"):
         fs.checkpoint.save(tmp_path, like, step=1, comm=comm)
 
@@ -208,7 +208,7 @@ def test_a_tree_on_the_meta_device_says_what_to_load(tmp_path):
     fs.checkpoint.save(tmp_path, {"params": params, "x": torch.arange(3)}, step=0, comm=comm)
     like = optree.tree_map(lambda x: x.to("meta"), {"params": params, "x": torch.arange(3)})
     got = fs.checkpoint.load(tmp_path, like, comm=comm)
-    assert torch.equal(fs.full(got["params"], comm=comm)["w"], tree["w"])
+    assert torch.equal(fs.full_tree(got["params"], comm=comm)["w"], tree["w"])
     assert torch.equal(got["x"], torch.arange(3))
 
 
@@ -277,7 +277,7 @@ def test_experts_that_vary_are_one_tensor_along_dim_0(tmp_path):
     def load(comm):
         n = comm.mesh.axis_size("ep")
         like = fs.shard({"experts": torch.zeros(4 // n, 3, 2)}, layout(n), comm)
-        return fs.full(fs.checkpoint.load(tmp_path, like, comm=comm), comm=comm)["experts"]
+        return fs.full_tree(fs.checkpoint.load(tmp_path, like, comm=comm), comm=comm)["experts"]
 
     simulate(fs.Mesh({"dp": 2, "ep": 2}), save)
     expected = torch.cat([torch.arange(12.0).view(2, 3, 2) + 100 * i for i in range(2)])
@@ -350,7 +350,7 @@ def test_a_part_of_a_checkpoint(tmp_path):
     with pytest.raises(TreeError, match=r"(?s)'embed' +bfloat16\[11, 6\] in the checkpoint; expected float32.*cast=True"):
         fs.checkpoint.load(tmp_path, exact, comm=comm, subtree="train.params")
     got = fs.checkpoint.load(tmp_path, exact, comm=comm, subtree="train.params", cast=True)
-    assert torch.equal(fs.full(got, comm=comm)["embed"], tree["embed"].bfloat16().float())
+    assert torch.equal(fs.full_tree(got, comm=comm)["embed"], tree["embed"].bfloat16().float())
 
 
 def test_a_leaf_of_a_checkpoint(tmp_path):
@@ -385,10 +385,10 @@ def test_ties_may_come_and_go_where_values_do_not_differ(tmp_path):
 
     tied, untied = {"a": shared, "b": shared}, {"a": shared, "b": shared.clone()}
     fs.checkpoint.save(tmp_path, params(tied), step=0, comm=comm)
-    got = fs.full(fs.checkpoint.load(tmp_path, scrambled(params(untied)), comm=comm), comm=comm)
+    got = fs.full_tree(fs.checkpoint.load(tmp_path, scrambled(params(untied)), comm=comm), comm=comm)
     assert torch.equal(got["b"], shared)
     fs.checkpoint.save(tmp_path, params(untied), step=1, comm=comm)
-    assert torch.equal(fs.full(fs.checkpoint.load(tmp_path, scrambled(params(tied)), comm=comm), comm=comm)["b"], shared)
+    assert torch.equal(fs.full_tree(fs.checkpoint.load(tmp_path, scrambled(params(tied)), comm=comm), comm=comm)["b"], shared)
     untied["b"][-1, -1] += 1
     fs.checkpoint.save(tmp_path, params(untied), step=2, comm=comm)
     with pytest.raises(CheckpointError, match="'a' and 'b' are tied, and the checkpoint has different values for them"):
@@ -407,7 +407,9 @@ def test_tied_values_that_differ_where_one_rank_alone_looks(tmp_path):
         fs.checkpoint.save(tmp_path, params(comm, {"a": shared, "b": other}), step=0, comm=comm)
         with pytest.raises(FsharpError, match="'a' and 'b' are tied, and the checkpoint has different values for them"):
             fs.checkpoint.load(tmp_path, params(comm, {"a": shared, "b": shared}), comm=comm)
-        return fs.full(fs.checkpoint.load(tmp_path, params(comm, {"a": shared, "b": shared}), comm=comm, ignore="a"), comm=comm)
+        return fs.full_tree(
+            fs.checkpoint.load(tmp_path, params(comm, {"a": shared, "b": shared}), comm=comm, ignore="a"), comm=comm
+        )
 
     for got in simulate(mesh, run):
         assert got["a"][-1, -1] == shared[-1, -1] + 1
@@ -427,7 +429,7 @@ def test_new_leaves_keep_the_values_that_were_given(tmp_path, caplog, donate):
         with pytest.raises(FsharpError, match=r"'p.adapter' +not in the checkpoint"):
             fs.checkpoint.load(tmp_path, like, comm=comm)
         got = fs.checkpoint.load(tmp_path, like, comm=comm, strict=False, donate=donate)
-        whole = fs.full(got["p"], comm=comm)
+        whole = fs.full_tree(got["p"], comm=comm)
         assert {name: set(x.tolist()) for name, x in whole.items()} == {"w": {1.0}, "b": {1.0}, "adapter": {2.0}}
         assert (got["seen"], got["adapter"], got["own"].tolist()) == (7, 3, [4.0])
         with pytest.raises(FsharpError, match=r"'q' +not in the checkpoint"):

@@ -89,7 +89,7 @@ def other_dtype(folder: Path, short: bool) -> Outcome:
     def run(comm: Any) -> None:
         state = state_of(comm, model(), fs.zero3("dp"), None)
         fs.checkpoint.save(root, state.params, step=1, comm=comm)
-        got.append(fs.full(fs.checkpoint.load(root, half(comm).params, comm=comm, cast=True), comm=comm))
+        got.append(fs.full_tree(fs.checkpoint.load(root, half(comm).params, comm=comm, cast=True), comm=comm))
 
     simulate(fs.Mesh({"dp": 2}), run)
     expected = optree.tree_map(lambda x: x.bfloat16(), model())

@@ -54,7 +54,7 @@ def _train_functions(comm: Any, step_done: Callable[[], Any], way: str, steps: i
     for i in range(steps):
         state, _ = call(state, given[i % 4])
         step_done()
-    return _digest(optree.tree_leaves(fs.full(state.params, comm=comm)))
+    return _digest(optree.tree_leaves(fs.full_tree(state.params, comm=comm)))
 
 
 def _train_module(comm: Any, step_done: Callable[[], Any], way: str, steps: int) -> str:

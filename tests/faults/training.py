@@ -66,10 +66,10 @@ def restarted(folder: Path, short: bool) -> Outcome:
     options = ["--kills", str(kills), "--steps", "12" if short else "60", "--root", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, EXAMPLE, *options], env=env, capture_output=True, text=True, timeout=900)
-    found = re.search(r"(\d+) of (\d+) tensors bitwise equal after \d+ steps and (\d+) kills", done.stdout)
+    found = re.search(r"(\d+) of (\d+) tensors have the same bits after \d+ steps and (\d+) kills", done.stdout)
     assert found is not None, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.returncode == 0, found[0]
     assert found[1] == found[2]
-    restarts = done.stdout.split("--- killed")[1].count("goes on after") - 1
+    restarts = done.stdout.split("--- killed")[1].count("continues after") - 1
     assert restarts == kills, done.stdout
     return Outcome(f"{restarts} restarts, {found[0]}", kills=kills, restarts=restarts, resumed_bitwise=restarts)

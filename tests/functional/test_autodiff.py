@@ -290,7 +290,7 @@ def test_value_and_grad_is_the_gradient_of_the_sum_over_ranks(strategy):
         mine = {k: v.chunk(3)[comm.rank] for k, v in batch.items()}
         loss, grads = fs.value_and_grad(loss_fn)(fs.shard(params, layout, comm), mine, comm=comm)
         _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
-        return fs.full(grads, comm=comm)
+        return fs.full_tree(grads, comm=comm)
 
     got = simulate(DP, rank_fn)[0]
 

@@ -93,7 +93,7 @@ def train_all(runs, comm, microbatches, steps=5):
         step = fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True)
         for batch in make_batches(steps, 32):
             state, _ = step(state, {k: v.chunk(mesh.size)[comm.rank] for k, v in batch.items()}, comm)
-        out[name] = fs.full(state.params, comm=comm)
+        out[name] = fs.full_tree(state.params, comm=comm)
     return out
 
 
@@ -179,7 +179,7 @@ def test_the_result_does_not_depend_on_how_tokens_are_spread():
             state = fs.init_state(fs.optim.sgd(1.0), fs.shard(make_params(), layout, comm), comm=comm)
             mine = {k: v.chunk(2)[comm.rank] for k, v in shuffled.items()}
             state, metrics = fs.train_step(loss_fn, fs.optim.sgd(1.0), microbatches=microbatches)(state, mine, comm)
-            return fs.full(state.params, comm=comm)["layers"][1]["w"], metrics.loss
+            return fs.full_tree(state.params, comm=comm)["layers"][1]["w"], metrics.loss
 
         return simulate(mesh, rank_fn)[0]
 

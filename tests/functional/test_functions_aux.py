@@ -85,7 +85,7 @@ def test_parameters_in_aux_are_those_before_a_donated_update(strategy, scheduled
             step = fs.Scheduler(comm)(step)
         found = []
         for _ in range(3):
-            before = fs.full(state.params, comm=comm)["a"]["b"].clone()
+            before = fs.full_tree(state.params, comm=comm)["a"]["b"].clone()
             state, (_, aux) = step(state, torch.ones(6), **({} if scheduled else {"comm": comm}))
             found.append((aux["b"], before))
         return found

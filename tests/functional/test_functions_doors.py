@@ -239,7 +239,7 @@ def sharded_gradients(program, strategy, n, tree):
 
         loss, grads = fs.value_and_grad(loss_fn)(fs.shard(tree, layout, comm), batch_of(comm.rank), comm=comm)
         metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
-        return metrics.loss, fs.full(grads, comm=comm)
+        return metrics.loss, fs.full_tree(grads, comm=comm)
 
     return simulate(mesh, rank_fn, timeout=20)[0]
 
@@ -307,7 +307,7 @@ def test_joint_maml_is_that_of_plain_torch_on_the_joint_batch(strategy, n, outer
             _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
         else:
             grads = torch.func.grad(lambda p: loss_fn(p, x, comm) / n)(params)
-        return fs.full(grads, comm=comm)
+        return fs.full_tree(grads, comm=comm)
 
     results = simulate(mesh, rank_fn, timeout=20)
     expected = maml_of_plain_torch(n, tree)
@@ -350,12 +350,12 @@ def test_a_gradient_with_respect_to_parameters_at_rest_is_that_of_all_ranks(stra
             grads = optree.tree_unflatten(spec, found)
         else:
             grads = torch.func.grad(loss)(fs.gather(state.params, comm=comm))
-            with pytest.raises(TreeError, match="this rank's part"):
+            with pytest.raises(TreeError, match="this rank's summand"):
                 fs.update(fs.optim.sgd(0.1), grads, state, comm=comm)
-            with pytest.raises(TreeError, match="this rank's part"):
+            with pytest.raises(TreeError, match="this rank's summand"):
                 fs.average(fs.Loss(torch.ones(()), torch.ones(())), grads, comm=comm)
         new = fs.update(fs.optim.sgd(0.1), fs.reduce_scatter(grads, comm=comm), state, comm=comm)
-        return fs.full(new.params, comm=comm)
+        return fs.full_tree(new.params, comm=comm)
 
     _, expected = plain_gradients(target_first, n, tree)
     results = simulate(mesh, rank_fn, timeout=20)
@@ -378,7 +378,7 @@ def test_a_penalty_on_the_buffers_themselves_is_differentiated():
                 return inner_loss(partial(fs.forward, comm=comm), decayed, x)
 
             value, grads = fs.value_and_grad(loss)(fs.shard(tree, layout, comm), batch_of(comm.rank), comm=comm)
-            return fs.full(fs.average(value, fs.reduce_scatter(grads, comm=comm), comm=comm)[1], comm=comm)
+            return fs.full_tree(fs.average(value, fs.reduce_scatter(grads, comm=comm), comm=comm)[1], comm=comm)
 
         found[strategy] = simulate(mesh, rank_fn)[0]
 

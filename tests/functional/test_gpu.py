@@ -26,7 +26,7 @@ def train(device, steps=5, precision=fs.Precision()):
     step = fs.train_step(loss_fn, TX, microbatches=2, donate=True)
     for batch in make_batches(steps, 32):
         state, metrics = step(state, {k: v.to(device) for k, v in batch.items()}, comm)
-    return fs.full(state.params, comm=comm), metrics
+    return fs.full_tree(state.params, comm=comm), metrics
 
 
 def test_a_step_on_cuda_agrees_with_the_cpu(gpu):

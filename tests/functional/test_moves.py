@@ -117,7 +117,7 @@ def _tie(tree, like):
 @given(cases(max_ranks=8))
 def test_full_gives_every_rank_the_tree(case):
     def rank_fn(comm):
-        return fs.full(fs.shard(case.tree, case.layout, comm), comm=comm)
+        return fs.full_tree(fs.shard(case.tree, case.layout, comm), comm=comm)
 
     for tree in simulate(case.layout.mesh, rank_fn):
         assert optree.tree_structure(tree) == optree.tree_structure(case.tree)
@@ -131,18 +131,18 @@ def test_init_depends_on_key_and_path_alone(case, key):
     paths_of = optree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), case.tree)
     alone = fs.plan(paths_of, fs.Mesh({"one": 1}), fs.ddp("one"))
     layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.layouts.Rows(2))
-    expected = fs.full(
+    expected = fs.full_tree(
         fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key), comm=fs.SingleComm(alone.mesh)
     )
 
     def rank_fn(comm):
-        return fs.full(fs.init_params(fs.init.normal(), layout, comm, key=key), comm=comm)
+        return fs.full_tree(fs.init_params(fs.init.normal(), layout, comm, key=key), comm=comm)
 
     for tree in simulate(layout.mesh, rank_fn):
         for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(expected), strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
-    other = fs.full(
+    other = fs.full_tree(
         fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key + 1), comm=fs.SingleComm(alone.mesh)
     )
     pairs = zip(optree.tree_leaves(other), optree.tree_leaves(expected), strict=True)
@@ -153,7 +153,7 @@ def test_patterns_choose_initializers_and_the_last_counts():
     shapes = {"w": torch.empty(3, 2), "b": torch.empty(5), "n": torch.empty((), dtype=torch.int64)}
     layout = fs.plan(shapes, fs.Mesh({"dp": 2}), fs.zero3("dp"))
     rules = {"**": fs.init.zeros, "w": fs.init.ones, "b": fs.init.uniform(2.0, 3.0)}
-    tree = simulate(layout.mesh, lambda comm: fs.full(fs.init_params(rules, layout, comm, key=1), comm=comm))[1]
+    tree = simulate(layout.mesh, lambda comm: fs.full_tree(fs.init_params(rules, layout, comm, key=1), comm=comm))[1]
     assert torch.equal(tree["w"], torch.ones(3, 2))
     assert tree["n"].item() == 0
     assert bool(((tree["b"] >= 2) & (tree["b"] < 3)).all())

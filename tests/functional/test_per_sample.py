@@ -327,8 +327,8 @@ def test_a_step_that_clips_by_sample_has_the_same_bits_when_scheduled(name):
             for _ in range(4):
                 state, loss = run(state, batch)
                 losses.append(loss)
-                first = fs.full(state.params, comm=comm)["embed"] if first is None else first
-            found.append([*losses, *optree.tree_leaves(fs.full(state.params, comm=comm))])
+                first = fs.full_tree(state.params, comm=comm)["embed"] if first is None else first
+            found.append([*losses, *optree.tree_leaves(fs.full_tree(state.params, comm=comm))])
         assert all(map(torch.equal, *found))
         return first
 

@@ -101,7 +101,7 @@ def test_gradients_that_autograd_shares_between_units_are_not_added_twice():
         total, grads = fs.value_and_grad(loss, microbatches=2)(params, torch.ones(2), comm=comm)
         first = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
         again = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
-        return [fs.full(g, comm=comm) for g in (grads_of(grads, comm), first, again)]
+        return [fs.full_tree(g, comm=comm) for g in (grads_of(grads, comm), first, again)]
 
     def grads_of(grads, comm):
         return fs.reduce_scatter(grads, comm=comm)
@@ -122,10 +122,10 @@ def test_donation_reaches_nothing_that_was_not_donated(strategy, n):
     def rank_fn(comm):
         params = fs.shard(tree, fs.plan(tree, mesh, strategy("dp")), comm)
         state = fs.init_state(fs.optim.sgd(0.1), params, comm=comm)
-        snapshot = fs.full(state.params, comm=comm)
+        snapshot = fs.full_tree(state.params, comm=comm)
         step = fs.train_step(lambda p, b, c: fs.forward(lambda q: q["w"].sum(), p, comm=c), fs.optim.sgd(0.1), donate=True)
         new, _ = step(state, None, comm)
-        return params.buffers[0], snapshot["w"], fs.full(new.params, comm=comm)["w"]
+        return params.buffers[0], snapshot["w"], fs.full_tree(new.params, comm=comm)["w"]
 
     for start, snapshot, new in simulate(mesh, rank_fn):
         assert start.eq(1).all()
@@ -207,7 +207,7 @@ def test_a_loss_that_no_parameter_reaches_is_refused(strategy):
 
 def test_an_initializer_may_return_its_values():
     layout = fs.plan({"w": torch.empty(4)}, ONE.mesh, fs.zero3("dp"))
-    assert fs.full(fs.init_params(lambda t, g: torch.full_like(t, 3.0), layout, ONE, key=0), comm=ONE)["w"].eq(3).all()
+    assert fs.full_tree(fs.init_params(lambda t, g: torch.full_like(t, 3.0), layout, ONE, key=0), comm=ONE)["w"].eq(3).all()
 
 
 @pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"c": 1}}, {"": 1}, {"a": {"x.y": 1}}])

@@ -153,7 +153,7 @@ def test_within_the_loss(name, strategy):
             again, same, _ = run(params, x)
             assert torch.equal(again, loss)
             assert all(map(torch.equal, same, buffers))
-        return loss, fs.full(grads, comm=comm)
+        return loss, fs.full_tree(grads, comm=comm)
 
     expected = expected_of(name)
     assert any(g.abs().max() > 1e-3 for g in optree.tree_leaves(expected[1]))
@@ -171,7 +171,7 @@ def test_around_the_loss(name, strategy):
             forward, whole = partial(fs.forward, comm=comm), partial(fs.gather, comm=comm)
             return PROGRAMS[name](forward, whole, params, batch_of(comm.rank)) / DP.size
 
-        return fs.full(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm)
+        return fs.full_tree(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm)
 
     for got in simulate(DP, rank_fn):
         assert_close(got, expected_of(name)[1])
@@ -191,7 +191,7 @@ def test_vmap_over_parameters(strategy):
         params = members(fs.shard(make_tree(), layout, comm))
         losses = vmap(lambda p: energy(partial(fs.forward, comm=comm), p, batches[comm.rank]))(params)
         losses.sum().backward()
-        return fs.full(optree.tree_map(lambda b: b.grad if b.grad is not None else torch.zeros_like(b), params), comm=comm)
+        return fs.full_tree(optree.tree_map(lambda b: b.grad if b.grad is not None else torch.zeros_like(b), params), comm=comm)
 
     def plain(tree):
         return sum(energy(plain_forward, tree, x) for x in batches)
@@ -218,7 +218,7 @@ def test_a_unit_that_one_rank_skips_for_each_sample(strategy):
         params = fs.shard(make_tree(), layout, comm)
         loss, grads = fs.value_and_grad(loss_fn)(params, batch_of(comm.rank), comm=comm)
         metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
-        return metrics.loss, fs.full(grads, comm=comm)
+        return metrics.loss, fs.full_tree(grads, comm=comm)
 
     def program(forward, p, x, rank):
         h = forward(linear, p["a"], x)

@@ -370,7 +370,7 @@ def steps(comm, block, is_scheduled):
     run = fs.Scheduler(counting)(step) if is_scheduled else lambda state, batch: step(state, batch, counting)
     for batch in gpt_like.make_batches(4, 24):
         state, _ = run(state, {name: x.chunk(comm.mesh.size)[comm.rank] for name, x in batch.items()})
-    return fs.full(state.params, comm=comm), dict(counting.calls)
+    return fs.full_tree(state.params, comm=comm), dict(counting.calls)
 
 
 def check_scheduled(comm):

@@ -25,7 +25,7 @@ def trained(device):
     step = fs.Scheduler(comm)(fs.train_step(gpt_like.loss_fn, tx))
     for batch in gpt_like.make_batches(5, 16):
         state, _ = step(state, {name: x.to(device) for name, x in batch.items()})
-    return layout, state, fs.full(state.params, comm=comm)
+    return layout, state, fs.full_tree(state.params, comm=comm)
 
 
 def test_from_optax_on_a_gpu():

@@ -286,7 +286,7 @@ def across_processes(comm, port):
     assert pointers(arrays) == [x.data_ptr() for x in buffers(mine)]
     doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), out_shardings=shardings(layout))(arrays)
     total = float(jax.jit(lambda tree: sum(x.sum() for x in jax.tree.leaves(tree)))(arrays))
-    result = fs.full(from_jax(doubled, layout), comm=comm)
+    result = fs.full_tree(from_jax(doubled, layout), comm=comm)
     return total, [torch.equal(x, 2 * y) for x, y in zip(optree.tree_leaves(result), optree.tree_leaves(params), strict=True)]
 
 

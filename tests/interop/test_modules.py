@@ -1,4 +1,4 @@
-"""functionalize: modules of Equinox and Flax, planned, sharded and trained, beside the same training in JAX alone."""
+"""make_functional: modules of Equinox and Flax, planned, sharded and trained, beside the same training in JAX alone."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.interop.jax import functionalize, to_arrays, to_tensors
+from fsharp.interop.jax import make_functional, to_arrays, to_tensors
 from fsharp.testing import simulate
 
 DIM, RATE, STEPS = 6, 0.1, 3
@@ -75,7 +75,7 @@ def trained_by_jax(make, call):
 
 
 def train(comm, make, call, strategy):
-    fns, trees = zip(*(functionalize(block) for block in make()), strict=True)
+    fns, trees = zip(*(make_functional(block) for block in make()), strict=True)
     if call is equinox_call:
         fns = [fs_vmapped(fn) for fn in fns]
     params = {"blocks": list(trees)}
@@ -92,7 +92,7 @@ def train(comm, make, call, strategy):
     step = fs.train_step(loss_fn, tx)
     for x in batches():
         state, _ = step(state, torch.from_numpy(x).chunk(comm.mesh.size)[comm.rank], comm)
-    return fs.full(state.params, comm=comm)["blocks"]
+    return fs.full_tree(state.params, comm=comm)["blocks"]
 
 
 def fs_vmapped(fn):
@@ -108,7 +108,7 @@ def test_modules_train_as_in_jax_alone(name):
 
 def test_functionalize_gives_a_module_of_nnx_its_weights_back():
     model = Block(nnx.Rngs(0))
-    _, params = functionalize(model)
+    _, params = make_functional(model)
     assert sorted(optree.tree_paths(params)) == [
         ("inner", "bias"), ("inner", "kernel"), ("norm", "bias"), ("norm", "scale"), ("outer", "kernel"),
     ]  # fmt: skip
@@ -121,7 +121,7 @@ def test_functionalize_gives_a_module_of_nnx_its_weights_back():
 
 def test_functionalize_gives_a_module_of_equinox_its_weights_back():
     model = eqx.nn.MLP(DIM, DIM, 7, 1, key=jax.random.key(0))
-    _, params = functionalize(model)
+    _, params = make_functional(model)
     back = to_arrays(optree.tree_map(lambda x: 2 * x, params), like=model)
     assert np.array_equal(back.layers[0].weight, 2 * model.layers[0].weight)
     assert back.activation is model.activation
@@ -137,11 +137,11 @@ def test_functionalize_refuses_a_module_that_changes_its_variables():
             return self.norm(x)
 
     model = Normed()
-    fn, params = functionalize(model)
+    fn, params = make_functional(model)
     with pytest.raises(TreeError, match=r"changes its variable 'norm.mean'.*use_running_average=True"):
         fn(params, torch.ones(4, DIM))
     model.eval()
-    fn, params = functionalize(model)
+    fn, params = make_functional(model)
     assert fn(params, torch.ones(4, DIM)).shape == (4, DIM)
 
 
@@ -160,19 +160,19 @@ def test_functionalize_tells_variables_that_a_call_adds_from_those_that_it_chang
             return y
 
     model = Odd(is_frozen=True)
-    fn, params = functionalize(model)
+    fn, params = make_functional(model)
     x = batches()[0]
     assert np.allclose(fn(params, torch.from_numpy(x)), model(jnp.array(x)), atol=1e-6)
-    fn, params = functionalize(Odd(is_frozen=False))
+    fn, params = make_functional(Odd(is_frozen=False))
     with pytest.raises(TreeError, match=r"changes its variable 'linear.kernel'"):
         fn(params, torch.from_numpy(x))
 
 
 def test_functionalize_refuses_what_is_no_module():
     with pytest.raises(TreeError, match=r"got \{'a': Array.*expected a module of Equinox or Flax that can be called"):
-        functionalize({"a": jnp.ones(3)})
+        make_functional({"a": jnp.ones(3)})
     with pytest.raises(TreeError, match=r"got .*sin.*expected a module of Equinox or Flax that can be called"):
-        functionalize(jnp.sin)
+        make_functional(jnp.sin)
 
 
 def test_to_tensors_of_a_checkpoint_tree_and_back():
@@ -214,7 +214,7 @@ def test_a_module_of_nnx_beside_optax():
     """All of it: a Flax module, an optax chain, ZeRO-3 on two ranks, and the weights brought back."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     model = Block(nnx.Rngs(3))
-    fn, params = functionalize(model)
+    fn, params = make_functional(model)
     graph, state = nnx.split(model)
     opt = tx.init(state)
     for x in batches():
@@ -229,7 +229,7 @@ def test_a_module_of_nnx_beside_optax():
         step = fs.train_step(lambda p, x, comm: fs.forward(fn, p, x, comm=comm).square().mean(), mine)
         for x in batches():
             held, _ = step(held, torch.from_numpy(x).chunk(2)[comm.rank], comm)
-        return fs.full(held.params, comm=comm)
+        return fs.full_tree(held.params, comm=comm)
 
     result = simulate(fs.Mesh({"dp": 2}), run)[0]
     torch.testing.assert_close(result, to_tensors(state), rtol=1e-5, atol=1e-6)
@@ -270,7 +270,7 @@ def test_a_module_of_linen_trains_with_its_statistics_and_random_keys():
         stats = [new for _, new in halves]
 
     def train(comm):
-        fn, tree = functionalize(*linen_start())
+        fn, tree = make_functional(*linen_start())
         stats = tree["batch_stats"]
         layout = fs.plan(tree["params"], comm.mesh, fs.zero3("dp"))
         tx = fs.optim.sgd(RATE)
@@ -288,7 +288,7 @@ def test_a_module_of_linen_trains_with_its_statistics_and_random_keys():
             seed = torch.tensor(10 * number + comm.rank)
             state, (_, new) = step(state, (stats, torch.tensor(x)[3 * comm.rank :][:3], seed))
             stats = optree.tree_map(torch.clone, new)
-        return fs.full(state.params, comm=comm), stats
+        return fs.full_tree(state.params, comm=comm), stats
 
     for rank, (params, mine) in enumerate(simulate(fs.Mesh({"dp": 2}), train)):
         for found, expected in ((params, to_tensors(want)), (mine, to_tensors(stats[rank]))):
@@ -297,6 +297,6 @@ def test_a_module_of_linen_trains_with_its_statistics_and_random_keys():
 
 def test_linen_without_variables_and_variables_without_linen_are_refused():
     with pytest.raises(TreeError, match=r"Linen such as Noisy does not have its variables: pass the result of init\(\)"):
-        functionalize(Noisy())
+        make_functional(Noisy())
     with pytest.raises(TreeError, match="variables are for modules of Flax Linen, and a Block has its own"):
-        functionalize(nnx_blocks()[0], {})
+        make_functional(nnx_blocks()[0], {})

@@ -96,7 +96,7 @@ def sharded(comm, strategy, tx, frozen=(), donate=False):
     for step in range(STEPS):
         grads = fs.trainable(fs.shard(grads_at(step), layout, comm, place="optim"))
         state = fs.update(tx, grads, state, comm=comm, donate=donate, value=1.0)
-    return fs.full(state.params, comm=comm), state
+    return fs.full_tree(state.params, comm=comm), state
 
 
 def difference(found, expected):
@@ -276,7 +276,7 @@ def test_bfloat16_leaves_and_numbers_and_empty_leaves():
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         for _ in range(STEPS):
             state = fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm)
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     for found in simulate(fs.Mesh({"dp": 3}), rank_fn):
         for name in ("half", "w"):
@@ -306,7 +306,7 @@ def trained(comm, strategy, wrap):
     for batch in my_batches(comm, 4):
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
-    return losses, optree.tree_leaves(fs.full(state.params, comm=comm))
+    return losses, optree.tree_leaves(fs.full_tree(state.params, comm=comm))
 
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero1", marks=pytest.mark.deep)])

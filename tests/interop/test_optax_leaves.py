@@ -28,7 +28,7 @@ def run_sharded(tx, world, strategy, tree=TREE, steps=2):
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         for _ in range(steps):
             state = fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm)
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     return simulate(fs.Mesh({"dp": world}), rank_fn)
 
@@ -141,7 +141,7 @@ def test_whole_leaves_are_read_by_leaves_that_are_cut():
         ours = fs.optim.from_optax(tx)
         layout = fs.plan(tree, comm.mesh, specs, units=["cut", "whole"])
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
-        return fs.full(fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm).params, comm=comm)
+        return fs.full_tree(fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm).params, comm=comm)
 
     for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
         torch.testing.assert_close(found["cut"]["a"], TREE["a"] + 2 * TREE["c"])
@@ -178,7 +178,7 @@ def test_what_is_computed_from_leaves_of_one_rank_stays_with_them(name):
         layout = fs.plan(tree, comm.mesh, {"e": fs.ddp("dp").varying("ep"), "w": fs.ddp("dp", "ep")}, units=["e", "w"])
         ours = fs.optim.from_optax(tx)
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
-        return fs.full(fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm).params, comm=comm)
+        return fs.full_tree(fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm).params, comm=comm)
 
     mesh = fs.Mesh({"dp": 1, "ep": 2})
     if message is not None:

@@ -159,7 +159,7 @@ def test_value_is_kept_from_what_takes_none(name):
         state, grads = begin(comm, tx, strategy)
         for _ in range(3):
             state = fs.update(tx, grads, state, comm=comm, value=1.0)
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
         for key, x in plain.items():
@@ -182,7 +182,7 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named():
     def rank_fn(comm):
         state, grads = begin(comm, tx)
         new = fs.update(tx, grads, state, comm=comm, value=1.0, temperature=torch.tensor(2.0))
-        torch.testing.assert_close(fs.full(new.params, comm=comm)["w"], 3 * TREE["w"])
+        torch.testing.assert_close(fs.full_tree(new.params, comm=comm)["w"], 3 * TREE["w"])
         with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not use"):
             fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
         with pytest.raises(TreeError, match=r"needs temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
@@ -236,7 +236,7 @@ def test_simulated_ranks_that_have_the_same_share_a_compilation(monkeypatch):
 
     def rank_fn(comm):
         state, grads = begin(comm, tx, strategy)
-        return [fs.full(fs.update(tx, grads, state, comm=comm).params, comm=comm)["w"]]
+        return [fs.full_tree(fs.update(tx, grads, state, comm=comm).params, comm=comm)["w"]]
 
     strategy = fs.ddp("dp")
     found = simulate(fs.Mesh({"dp": 3}), rank_fn)
@@ -253,5 +253,5 @@ def test_a_transformation_travels():
     new = fs.update(tx, grads, state, comm=comm)
     again = cloudpickle.loads(cloudpickle.dumps(tx))
     assert torch.equal(
-        fs.full(fs.update(again, grads, state, comm=comm).params, comm=comm)["w"], fs.full(new.params, comm=comm)["w"]
+        fs.full_tree(fs.update(again, grads, state, comm=comm).params, comm=comm)["w"], fs.full_tree(new.params, comm=comm)["w"]
     )

@@ -64,7 +64,7 @@ def test_arrays_of_several_devices_are_loaded_onto_ranks(tmp_path):
 
     def run(comm):
         params = fs.shard({"w": torch.zeros(8, 3)}, fs.plan({"w": torch.zeros(8, 3)}, comm.mesh, fs.zero3("dp")), comm)
-        return fs.full(fs.checkpoint.load(tmp_path / "ours", params, comm=comm), comm=comm)["w"]
+        return fs.full_tree(fs.checkpoint.load(tmp_path / "ours", params, comm=comm), comm=comm)["w"]
 
     for found in simulate(fs.Mesh({"dp": 3}), run):
         assert torch.equal(found, torch.arange(24.0).view(8, 3))

@@ -67,7 +67,7 @@ def sharded(comm, strategy, make):
     layout, state = begin(comm, strategy, tx)
     for step in range(STEPS):
         state = fs.update(tx, fs.shard(grads_at(step), layout, comm, place="optim"), state, comm=comm)
-    return fs.full(state.params, comm=comm)
+    return fs.full_tree(state.params, comm=comm)
 
 
 def difference(found, expected):

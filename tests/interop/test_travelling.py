@@ -14,7 +14,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.interop.jax import as_torch, functionalize, to_jax, to_tensors
+from fsharp.interop.jax import as_torch, make_functional, to_jax, to_tensors
 
 
 @as_torch
@@ -69,7 +69,7 @@ def test_functions_of_modules_travel():
     equinox = pytest.importorskip("equinox")
     import jax
 
-    fn, params = functionalize(equinox.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)))
+    fn, params = make_functional(equinox.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)))
     expected = fn(params, torch.ones(3))
     assert torch.equal(cloudpickle.loads(cloudpickle.dumps(fn))(params, torch.ones(3)), expected)
 

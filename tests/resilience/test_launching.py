@@ -39,7 +39,7 @@ def test_steps_travel_and_no_process_prints(capfd):
         tree = {"w": torch.ones(4)}
         params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm, place="optim")
         state, _ = train_step(fs.init_state(tx, params, comm=comm), torch.ones(4) * comm.rank, comm)
-        return fs.full(state.params, comm=comm)["w"].tolist(), len(schedule.init(params))
+        return fs.full_tree(state.params, comm=comm)["w"].tolist(), len(schedule.init(params))
 
     assert fs.launch(rank_fn, 2) == [([0.75] * 4, 2)] * 2  # the mean of gradients 0 and 1
     assert capfd.readouterr() == ("", "")

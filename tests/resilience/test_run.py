@@ -81,7 +81,7 @@ def test_a_run_that_was_ended_goes_on_with_the_same_bits(tmp_path, strategy):
 
 def test_another_number_of_ranks_and_strategy_goes_on_with_the_same_batches(tmp_path):
     def full(comm, state):
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     def begin(comm):
         train(comm, tmp_path / "a", until=5)

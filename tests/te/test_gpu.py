@@ -158,7 +158,7 @@ def test_parts_have_the_bytes_of_the_whole_and_nothing_is_written_around_their_m
     cuts = [0, 13 * 32, 13 * 32, main.numel() // 96 * 64, main.numel()]  # inside of rows and of blocks; one rank has none
     with on(HOPPER):
         recipe = RECIPES[name][1]
-        codec = fs.te.weights_of(recipe).leaves
+        codec = fs.te.weight_format(recipe).leaves
 
         def encoded(agree):
             parts = []
@@ -263,10 +263,10 @@ def test_memory_in_use_is_the_same_after_each_step(group, name):
 
 def program(comm, recipe, *, is_quantized, **policy):
     """A scheduled step of three layers, and its state."""
-    functions = [fs.functionalize(each) for each in Case(THREE, quantized=is_quantized).model(recipe).layers]
+    functions = [fs.make_functional(each) for each in Case(THREE, quantized=is_quantized).model(recipe).layers]
     tree, precision = {"layers": [params for _, params in functions]}, {"**": PRECISION}
     if is_quantized:
-        precision["**.weight"] = replace(PRECISION, stored=fs.te.weights_of(recipe))
+        precision["**.weight"] = replace(PRECISION, stored=fs.te.weight_format(recipe))
     layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), units="layers.*", precision=precision)
 
     def loss_fn(params, x, comm):

@@ -86,7 +86,7 @@ def plant(comm, names):
             for omission, (what, step) in omissions.items():
                 with pytest.MonkeyPatch.context() as patch:
                     omission(patch, comm.rank)
-                    sharded, _ = train_sharded(CASE, recipe, comm, strategy, policy=fs.Policy(release="forward"))
+                    sharded, _ = train_sharded(CASE, recipe, comm, strategy, policy=fs.SchedulePolicy(release="forward"))
                 differing = [compare(mine, expected) for mine, expected in zip(sharded, whole, strict=True)]
                 first = next((i for i, each in enumerate(differing) if each), -1)
                 if first != step or differing[first][0] != what:

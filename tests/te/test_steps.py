@@ -64,9 +64,9 @@ STEPS = {
     "frozen": Case(THREE, prepare=freeze),
     "paused": Case(THREE, change=freeze),
     "one unit": Case(THREE, units=()),
-    "offload": Case(THREE, options={"policy": fs.Policy(offload=True)}, optimizer=lambda: (fs.optim.sgd(RATE), {})),
-    "no prefetch": Case(THREE, options={"policy": fs.Policy(prefetch=0)}),
-    "kept from forward to backward": Case(THREE, options={"policy": fs.Policy(release="backward")}),
+    "offload": Case(THREE, options={"policy": fs.SchedulePolicy(offload=True)}, optimizer=lambda: (fs.optim.sgd(RATE), {})),
+    "no prefetch": Case(THREE, options={"policy": fs.SchedulePolicy(prefetch=0)}),
+    "kept from forward to backward": Case(THREE, options={"policy": fs.SchedulePolicy(release="backward")}),
 }
 DOORS = {
     door: Case(lambda door=door: [linear(), Door(door), linear()], units=("layers.*",), loss=loss_with_weight)
@@ -151,17 +151,17 @@ def test_a_function_that_writes_to_a_weight_is_refused(recipe):
 
 def test_what_would_go_wrong_is_refused_by_name():
     recipe, comm = recipes.Float8CurrentScaling(), fs.SingleComm()
-    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.te.weights_of(recipe))
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.te.weight_format(recipe))
     tree = {"w": torch.ones(32, 32)}
     layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), precision=precision)
     params = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm, place="optim"), comm=comm).params
-    with pytest.raises(fs.errors.TreeError, match="which a scheduler alone hands out"):
+    with pytest.raises(fs.errors.TreeError, match="scheduler passes such tensors"):
         fs.forward(lambda tree: tree["w"].float(), params, comm=comm)
     fused = Case(lambda: [linear(fuse_wgrad_accumulation=True)])
     with pytest.raises(fs.errors.OptionError, match=r"module 'layers\.0' has fuse_wgrad_accumulation=True"):
         shard(fused, recipe, comm, fs.zero3("dp"))
     with pytest.raises(fs.errors.OptionError, match="weights of a Float8Quantizer are not supported as a format"):
-        fs.te.weights_of(recipes.DelayedScaling())
+        fs.te.weight_format(recipes.DelayedScaling())
     with te_cpu.architecture(10, 0):
         narrow = Case(lambda: other(96, 32))
         with pytest.raises(fs.errors.OptionError, match=r"of shape \[32, 96\] cannot be encoded in NVFP4"):

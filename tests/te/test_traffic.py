@@ -31,9 +31,9 @@ CASE = Case(lambda: [linear(), linear(), linear()])
 
 def train_functions(comm, recipe, strategy):
     """Train by functions under a scheduler. Return losses and calls of each step, and the layout."""
-    functions = [fs.functionalize(layer) for layer in CASE.model(recipe).layers]
+    functions = [fs.make_functional(layer) for layer in CASE.model(recipe).layers]
     tree = {"layers": [params for _, params in functions]}
-    precision = {"**": PRECISION, "**.weight": replace(PRECISION, stored=fs.te.weights_of(recipe))}
+    precision = {"**": PRECISION, "**.weight": replace(PRECISION, stored=fs.te.weight_format(recipe))}
     layout = fs.plan(tree, comm.mesh, strategy, units="layers.*", precision=precision)
 
     def loss_fn(params, x, comm):
@@ -44,7 +44,7 @@ def train_functions(comm, recipe, strategy):
 
     tx, counting, losses, calls = fs.optim.sgd(RATE), fs.collectives.CountingComm(comm), [], []
     state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
-    step = fs.Scheduler(counting, policy=fs.Policy(release="forward", bucket_nbytes=0))(fs.train_step(loss_fn, tx))
+    step = fs.Scheduler(counting, policy=fs.SchedulePolicy(release="forward", bucket_nbytes=0))(fs.train_step(loss_fn, tx))
     for number in range(STEPS):
         counting.calls.clear()
         state, metrics = step(state, CASE.batch(number, 0, comm.rank).detach())
@@ -92,7 +92,7 @@ def test_functions_have_the_bits_of_the_whole_model_and_make_the_predicted_calls
 def test_bytes_of_a_gather(name, nbytes):
     architecture, recipe = RECIPES[name]
     with te_cpu.architecture(*architecture):
-        precision = replace(PRECISION, stored=fs.te.weights_of(recipe))
+        precision = replace(PRECISION, stored=fs.te.weight_format(recipe))
         tree = {name: {"weight": torch.empty(WIDTH, WIDTH)} for name in "abc"}
         layout = fs.plan(tree, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="*", precision=precision)
         traffic = fs.inspect.step_traffic(layout)

@@ -43,18 +43,18 @@ def largest(x: torch.Tensor, comm: Comm, *, label: str = "") -> torch.Tensor:
 
 @options_checked
 def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | None = None) -> None:
-    """Raise the same error on every rank if a field differs between ranks, or if one of them failed.
+    """Compare values between ranks. If a value differs, or a rank has failed, raise one error with equal text on all ranks.
 
     Args:
-        where: the function that asks, for the message.
-        fields: name to text; the text of a field is compared as it stands.
-        comm: ranks to compare with.
-        failure: what is wrong on this rank alone, if something is.
+        where: name of the calling function, for the message.
+        fields: the values to compare, as texts by name.
+        comm: the ranks.
+        failure: an error text, if this rank has failed; None otherwise.
 
     Raises:
-        AgreementError: the text names the field, what differs in it, and the ranks; the same on all ranks.
+        AgreementError: the message names the field, the values and the ranks.
 
-    Cost: one collective of 40 bytes for each axis; more only if something is wrong.
+    Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
     if comm.mesh.size == 1:
         return

@@ -88,9 +88,9 @@ def _parts(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
-    """Concatenate every rank's ``x`` of shape ``[..., c]`` into ``[..., n * c]``, in order of coordinate.
+    """All-gather along the last dim: concatenate ``x`` of all ranks, ``[..., c]``, to ``[..., n * c]``, in order of coordinate.
 
-    Gradient: :func:`reduce_scatter_last`. Cost: ``(n - 1) * x.nbytes`` sent by each rank.
+    Gradient: :func:`reduce_scatter_last`. Cost: each rank sends ``(n - 1) * x.nbytes``.
     """
     if _is_free(x, comm, axis):
         return x
@@ -104,18 +104,18 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Sum over ranks and keep the own part.
+    """Reduce-scatter along the last dim: sum ``x`` over ranks, and return this rank's part of the sum.
 
     Args:
-        x: ``[..., n * c]``.
+        x: ``[..., n * c]`` for ``n`` ranks along ``axis``.
         comm: the ranks.
-        axis: the axis to sum along.
-        dtype: of the sum and the result; None means that of ``x``.
+        axis: the mesh axis along which to sum.
+        dtype: dtype of the sum and the result; None means the dtype of ``x``.
 
     Returns:
         ``[..., c]``.
 
-    Gradient: :func:`all_gather_last`. Cost: ``(n - 1) / n * x.nbytes`` sent by each rank.
+    Gradient: :func:`all_gather_last`. Cost: each rank sends ``(n - 1) / n * x.nbytes``.
     """
     _check_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
     if _is_free(x, comm, axis):
@@ -165,9 +165,9 @@ def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format,
 
 
 def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
-    """Sum ``x`` over ranks.
+    """Return the sum of ``x`` over the ranks along ``axis``.
 
-    Gradient: itself. Cost: ``2 * (n - 1) / n * x.nbytes`` sent by each rank.
+    Gradient: :func:`all_reduce`. Cost: each rank sends ``2 * (n - 1) / n * x.nbytes``.
     """
     if _is_free(x, comm, axis):
         return x
@@ -176,9 +176,9 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
 
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
-    """Return the own part ``[..., c]`` of ``x`` of shape ``[..., n * c]``, a view.
+    """Return this rank's part ``[..., c]`` of ``x``, ``[..., n * c]``, as a view, for ``n`` ranks along ``axis``.
 
-    Gradient: the cotangent, with zeros for the parts of others. Cost: none.
+    Gradient: the cotangent, padded with zeros in place of other ranks' parts. Cost: none.
     """
     n = comm.mesh.axis_size(axis)
     _check_divides("local_slice()", x, axis, n)

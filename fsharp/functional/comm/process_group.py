@@ -46,23 +46,23 @@ _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp
 
 @options_checked
 class ProcessGroupComm:
-    """Blocking collectives over the groups of a :class:`torch.distributed.device_mesh.DeviceMesh`.
+    """A Comm with blocking collectives over the process groups of a :class:`torch.distributed.device_mesh.DeviceMesh`.
 
-    Sums are taken in order of rank: each rank receives its part from all others and adds them itself. That moves as
-    many bytes as a ring, gives the same bits however a buffer is cut, and is faster than gloo's own reductions.
+    Sums are taken in order of rank: each rank receives its part from all other ranks, and adds the parts. So bits do not depend
+    on how a buffer is cut. This moves as many bytes as a ring, and is faster than gloo's own reductions.
 
     Args:
-        device_mesh: a mesh with named dims, of all ranks of the job or of some, as ``world_mesh["dp"]`` is. Numbers of
-            ranks here and in messages are those in this mesh.
-        rank_order: False hands sums to the backend (NCCL: faster, SHARP-capable, order of summation unspecified);
-            None means True unless the backend is NCCL.
+        device_mesh: a mesh with dim names, of all ranks of the job or of some, such as ``world_mesh["dp"]``. Rank numbers, in
+            errors as well, are numbers in this mesh.
+        rank_order: False leaves sums to the backend (NCCL: faster, can use SHARP, order of summation unspecified). None means
+            False for NCCL and True for other backends.
 
     Attributes:
-        ranks: of the job, by rank in the mesh.
-        tree_counts: of all Comms of these ranks.
+        ranks: numbers of the ranks in the job, by rank in the mesh.
+        tree_counts: counters of tree names that all Comms of these ranks share.
 
     Raises:
-        MeshError: a mesh without dim names, without this rank, or with ranks that do not rise.
+        MeshError: the DeviceMesh has no dim names, lacks this rank, or has ranks that are not in rising order.
     """
 
     def __init__(self, device_mesh: DeviceMesh, *, rank_order: bool | None = None) -> None:
@@ -101,7 +101,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group along ``axis``; a new one if that has been aborted, which every rank has to ask for."""
+        """Return the process group along ``axis``. After an abort all ranks have to call this method, for a new group."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -110,7 +110,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
-        """Return a new process group along ``axis``. Every rank of the mesh has to make it, and no other rank of the job."""
+        """Return a new process group along ``axis``. All ranks of the mesh have to call this method."""
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return _group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
 
@@ -119,7 +119,7 @@ class ProcessGroupComm:
         return Messages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def apart(self) -> "ProcessGroupComm":
-        """Return a Comm of the same ranks that numbers its collectives by itself. Every rank has to call it."""
+        """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
         other = copy.copy(self)
         other._start()
         if other.is_native:  # in the same groups, which it ends if it fails
@@ -127,15 +127,16 @@ class ProcessGroupComm:
         return other
 
     def make_groups(self) -> None:
-        """Go on in groups of its own, which nobody else calls in. Every rank has to call it."""
+        """Make new process groups that this Comm alone uses. All ranks have to call this method."""
         self._groups = {axis: self.new_group(axis) if size > 1 else self._groups[axis] for axis, size in self.mesh.axes}
         self._whole = None
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def on_host(self, *, flat: bool = False) -> "ProcessGroupComm":
-        """Return a Comm of the same ranks over gloo, for tensors in host memory. Every rank has to call it.
+        """Return a Comm of these ranks over gloo, for tensors in host memory. All ranks have to call this method.
 
-        It has groups of its own, so another thread may use it. ``flat`` puts all ranks along one axis, ``"ranks"``.
+        The new Comm has its own process groups, so another thread may use it. ``flat`` puts all ranks along one axis,
+        ``"ranks"``.
         """
         other = copy.copy(self)
         if flat:
@@ -146,9 +147,9 @@ class ProcessGroupComm:
         return other
 
     def abort(self) -> None:
-        """Have whatever is under way in its groups end in an error, here and elsewhere: nothing can be called any more.
+        """End all collectives under way in this Comm's groups with an error, on all ranks.
 
-        NCCL's communicators are gone then. This Comm, and others in the same groups, make new ones when they are next used.
+        Over NCCL this aborts the communicators. Comms that share these groups make new communicators at their next collective.
         """
         held = {axis: self._groups[axis] for axis, size in self.mesh.axes if size > 1}
         groups = [group for group in (*held.values(), self._whole) if group is not None]
@@ -159,7 +160,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return every rank's ``x`` as ``[n, *x.shape]``, in order of coordinate. Bytes travel, so any dtype does."""
+        """Return a tensor ``[n, *x.shape]`` with ``x`` of all ranks, in order of coordinate. Any dtype: bytes travel."""
         try:
             n = self.mesh.axis_size(axis)
             out = x.new_empty((n, *x.shape))
@@ -175,7 +176,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum over ranks of ``x[own coordinate]`` in ``dtype``."""
+        """Return the sum over ranks of ``x[c]`` in ``dtype``, where ``c`` is this rank's coordinate along the axis."""
         try:
             dtype = dtype or x.dtype
             if not self._rank_order:
@@ -190,7 +191,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Return the sum (in order of rank), maximum or minimum over ranks of ``x``."""
+        """Return the elementwise sum (in order of rank), maximum or minimum over ranks of ``x``."""
         try:
             n = self.mesh.axis_size(axis)
             if not self._rank_order:
@@ -215,7 +216,7 @@ class ProcessGroupComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Send the next ``send[r]`` elements of ``x`` to each rank ``r`` along the axis; return ``receive[r]`` from each."""
+        """Send the next ``send[r]`` elements of ``x`` to each rank ``r``; return ``receive[r]`` elements from each."""
         try:
             out = x.new_empty(sum(receive))
             width = x.element_size()
@@ -395,22 +396,24 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
 
 @options_checked
 def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | None = None) -> Comm:
-    """Return this process's Comm on ``mesh``: :class:`SingleComm` for one rank, else process groups over a DeviceMesh.
+    """Join the job's other processes, and return this process's Comm on ``mesh``.
 
-    Joins the job that torchrun describes in the environment if no process group exists yet.
+    If no process group exists yet, the function calls ``init_process_group`` with the environment that torchrun sets. It
+    returns a :class:`SingleComm` for a mesh with one rank, and a :class:`ProcessGroupComm` otherwise.
 
     Args:
         mesh: the mesh that all processes form.
-        device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo); None takes CUDA where there is one device a process.
-        timeout: of ``init_process_group``: how long a rank waits for others before it raises an error that names them; None
-            means torch's default, 30 minutes over gloo.
+        device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo); None means CUDA if there is a device for each process.
+        timeout: the longest time that a rank waits for others, before an error that names them: the ``timeout`` of
+            ``init_process_group``. None means torch's default, 30 minutes over gloo.
 
     Raises:
-        MeshError: the number of processes is not the size of the mesh; a ``timeout`` for a job that has been joined before.
-        CommError: the other processes have not joined within the limit, or one of them has ended meanwhile.
-        AgreementError: processes that ask for different meshes; on every rank, before any group is made.
+        MeshError: the number of processes differs from the size of the mesh; or ``timeout`` is given for a job that has a
+            process group already.
+        CommError: other processes did not join within the time limit, or a process ended meanwhile.
+        AgreementError: processes pass different meshes. All ranks raise, before any group is made.
 
-    Cost: one small collective, and one group for each axis.
+    Cost: one small collective, and one process group for each axis.
     """
     if timeout is not None and dist.is_initialized():
         raise MeshError(
@@ -436,13 +439,13 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 @api_boundary
 def destroy() -> None:
-    """Leave the job, once saves that are under way in the background have come to their end; harmless if there is none.
+    """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
 
-    Other ranks that wait for this one, now or later, raise a :class:`CommError` that says after which step it has left, and the
-    traceback if that was because of an error. The end of the interpreter does the same.
+    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError` with the last
+    step of this rank; and with its traceback, if the rank leaves because of an error. At exit the interpreter does the same.
 
-    Cost: rank 0, which hosts the job's store unless torchrun does, waits for others to leave: for at most 30 seconds, or the
-    job's limit if that is shorter.
+    Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave: for at most 30 seconds,
+    or the job's time limit if that is shorter.
     """
     for finish in before_leaving:
         finish()

@@ -24,55 +24,55 @@ ReduceOp = Literal["sum", "max", "min"]
 
 @runtime_checkable
 class Comm(Protocol):
-    """The view that one rank has of a mesh.
+    """The object through which one rank calls collectives: a protocol.
 
-    Every rank of a group along an axis has to call the same collectives in the same order, with equal shapes, dtypes and
-    labels: a label says what a call is for, and ranks whose labels differ get an error instead of each other's data. Along an
-    axis of size 1 callers skip the call.
+    All ranks of a group along an axis have to call the same collectives in the same order, with equal shapes, dtypes and
+    labels. A label says what a call is for. If labels differ, ranks get an error in place of wrong data. Along an axis of size
+    1 callers skip the call.
     """
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh this rank is part of."""
+        """The mesh of all ranks."""
 
     @property
     def rank(self) -> int:
-        """This rank's number in the mesh."""
+        """Number of this rank in the mesh."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of this library's own, such as losses to sum, have to be for a collective."""
+        """Device of the tensors that collectives take."""
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return ``[n, *x.shape]``: every rank's ``x`` in order of coordinate. Any dtype; bits are kept."""
+        """Return a tensor ``[n, *x.shape]`` with ``x`` of all ``n`` ranks, in order of coordinate. Any dtype; bits are kept."""
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum over ranks of ``x[own coordinate]``, shape ``s``, in ``dtype``; ``x`` is ``[n, *s]``."""
+        """Return the sum over ranks of ``x[c]`` in ``dtype``; ``c`` is this rank's coordinate, and ``x`` is ``[n, *s]``."""
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Return the sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
+        """Return the elementwise sum, maximum or minimum over ranks of ``x``, with equal bits on every rank."""
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Send each other rank elements of ``x``, and return the elements that other ranks send.
+        """Send elements of ``x`` to all other ranks, and return the elements that they send to this rank.
 
         Args:
-            x: 1-D; the first ``send[0]`` elements go to rank 0, the next ``send[1]`` to rank 1, and so on.
-            send: elements for each rank; their sum is the size of ``x``.
-            receive: elements from each rank, as many as it sends.
-            axis: the ranks are those along it, in order of coordinate; None means all ranks of the mesh.
+            x: a 1-D tensor; the first ``send[0]`` elements go to rank 0, the next ``send[1]`` to rank 1, and so on.
+            send: number of elements for each rank; the sum is the size of ``x``.
+            receive: number of elements from each rank; equals the number that this rank sends.
+            axis: exchange between ranks along this axis, in order of coordinate; None means all ranks of the mesh.
             label: what the call is for.
 
         Returns:
-            1-D: what came from rank 0, then from rank 1, and so on.
+            A 1-D tensor: the elements from rank 0, then those from rank 1, and so on.
         """
 
 
 class Engine(ABC):
-    """A :class:`Comm` that also decides when data move and where they are: pure functions hand it whole calls.
+    """A :class:`Comm` that also decides when data move and where they are. Pure functions pass whole calls to it.
 
-    It computes what they would have computed, bit for bit. Nodes are :class:`~fsharp.Sharded`.
+    The results have the bits of the pure functions. Nodes are :class:`~fsharp.Sharded`.
     """
 
     @abstractmethod
@@ -102,10 +102,10 @@ class Engine(ABC):
 
 @options_checked
 class SingleComm:
-    """The only rank of a mesh of size 1. Needs no process group and sends nothing.
+    """A Comm for a mesh with one rank: needs no process group, and sends nothing.
 
     Raises:
-        MeshError: a mesh of more than one rank.
+        MeshError: the mesh has more than one rank.
     """
 
     def __init__(self, mesh: Mesh = Mesh({"dp": 1}), *, device: torch.device | str = "cpu") -> None:
@@ -124,21 +124,21 @@ class SingleComm:
         return x[0].to(dtype or x.dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Return ``x``: the sum, maximum and minimum of one."""
+        """Return ``x``: the sum, maximum and minimum over one rank."""
         self.mesh.index(axis)
         return x
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Return ``x``: what the only rank sends itself."""
+        """Return ``x``: the only rank sends all elements to itself."""
         return x
 
 
 class Call(NamedTuple):
-    """One kind of collective call: what, along which axis, and how many bytes this rank sends for it.
+    """A kind of collective call: operation, mesh axis, and the bytes that this rank sends.
 
-    The ``axis`` of an ``all_to_all`` over all ranks of the mesh is empty.
+    ``axis`` is empty for an ``all_to_all`` over all ranks of the mesh.
     """
 
     op: str
@@ -238,10 +238,11 @@ class PassingComm:
 @options_checked
 @dataclass
 class CountingComm(PassingComm, _CommWrapper):
-    """Passes every call on to ``inner`` and counts it.
+    """A Comm that passes every call on to another Comm, and counts calls and bytes.
 
     Attributes:
-        calls: how often each :class:`Call` was made.
+        inner: the Comm that runs the calls.
+        calls: number of calls, by :class:`Call`.
     """
 
     inner: Comm
@@ -252,12 +253,12 @@ class CountingComm(PassingComm, _CommWrapper):
 
     @property
     def num_calls(self) -> int:
-        """Collectives called since it was made, of all operations and axes."""
+        """Number of collective calls so far, over all operations and axes."""
         return sum(self.calls.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all collectives called since it was made, as :class:`Call` counts them."""
+        """Bytes that this rank has sent in all calls so far, as :class:`Call` counts them."""
         return sum(call.nbytes * count for call, count in self.calls.items())
 
     def _passed(self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()) -> tuple[Comm, str]:
@@ -270,7 +271,7 @@ class CountingComm(PassingComm, _CommWrapper):
         return self.inner, label
 
     def count(self, op: str, axis: str, nbytes: int) -> None:
-        """Count a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
+        """Count a collective; ``nbytes`` is as in :func:`sent_nbytes`. Safe to call in several threads."""
         self._add(Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis))))
 
     def _add(self, call: Call) -> None:
@@ -280,11 +281,11 @@ class CountingComm(PassingComm, _CommWrapper):
 
 @dataclass(frozen=True)
 class Labelled(PassingComm, _CommWrapper):
-    """A Comm whose calls are all for one thing.
+    """A Comm that puts a text in front of the labels of all calls.
 
     Attributes:
-        inner: the Comm.
-        label: what they are for, in front of labels of their own, such as ``"step 3: "``.
+        inner: the Comm that runs the calls.
+        label: the text, such as ``"step 3: "``.
     """
 
     inner: Comm

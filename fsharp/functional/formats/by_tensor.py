@@ -94,7 +94,7 @@ float8_e4m3_by_tensor = _scaled(
     lambda numbers: numbers.masked_fill(numbers.isinf(), torch.nan).to(torch.float8_e4m3fn),
     torch.Tensor.float,
 )
-"""Numbers of torch.float8_e4m3fn with one scale a tensor, a byte a value. Gathered as bytes.
+"""Numbers of torch.float8_e4m3fn with one scale for each tensor: one byte for each value. For parameters.
 
 The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude of the tensor, whichever is larger.
 """
@@ -107,13 +107,15 @@ float8_e5m2_by_tensor = _scaled(
     lambda numbers: numbers.to(torch.float8_e5m2),
     torch.Tensor.float,
 )
-"""Numbers of torch.float8_e5m2 with one scale a tensor, a byte a value. Infinities stay infinities.
+"""Numbers of torch.float8_e5m2 with one scale for each tensor: one byte for each value. For parameters.
 
+Infinities stay infinities.
 The error is at most 1/8 of the value, or 1/7,000,000,000 of the largest magnitude of the tensor, whichever is larger.
 """
 
 int8_by_row = _scaled("int8_by_row", torch.int8, 127.0, _by_row, _int8_codes, _int8_numbers)
-"""Integers from -127 to 127 with one scale for each row (index in dim 0), one for tensors of fewer than two dims.
+"""Integers from -127 to 127 with one scale for each row (index of dim 0): one byte for each value. For parameters.
 
+A tensor with fewer than two dims has one scale.
 The error is at most 1/253 of the largest magnitude of the row. An infinity becomes NaN.
 """

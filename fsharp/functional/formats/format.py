@@ -18,14 +18,14 @@ T = TypeVar("T")
 @options_checked
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Describe one array of numbers that a format stores, such as values of 8 bits, or their scales.
+    """One array of numbers that a format stores, such as the 8-bit codes of values, or the scales of blocks.
 
     Args:
-        dtype: of the numbers.
-        per_block: how many of them each block of values has.
+        dtype: dtype of the numbers.
+        per_block: number of these numbers for each block of values.
 
     Raises:
-        LayoutError: ``per_block`` is less than 1, or the dtype is a quantised one of torch, which has scales of its own.
+        LayoutError: ``per_block`` is less than 1, or ``dtype`` is a quantized dtype of torch.
     """
 
     dtype: torch.dtype
@@ -43,25 +43,25 @@ PLANE_ALIGNMENT = 16
 
 Shape = tuple[int, ...]
 Facts = Callable[[], Sequence[tuple[str, object]]]
-"""A function that says, for an error, which values are encoded: unit, leaves, axis."""
+"""A function that returns facts for an error: unit, leaves and axis of the values that are encoded."""
 AgreeMax = Callable[[torch.Tensor], None]
-"""A function that replaces each number of a tensor by the largest of that number over ranks. A collective."""
+"""A function that replaces each number of a tensor by its maximum over ranks, in place. A collective."""
 
 
 @options_checked
 @dataclass(frozen=True, slots=True)
 class LeafPart:
-    """Describe the elements ``[first, last)`` of a flattened leaf, which lie in one part of a buffer.
+    """The elements ``leaf.flatten()[first:last]`` on one rank: input and output of a :class:`LeafCodec`.
 
     Attributes:
         path: path of the leaf in the user's tree.
-        shape: sizes of the whole leaf.
-        dtype: in which functions use the leaf.
-        first: the first element.
-        last: one behind the last element; equal to ``first`` if this rank has none.
-        planes: memory of the elements, a 1-D tensor for each plane of the format. A leaf's last, ragged block is stored whole.
-        scales: memory of the scales of the whole leaf, 1-D, uint8; every rank has all of them.
-        values: the elements to encode, 1-D, in the main dtype; None where they are to be decoded.
+        shape: shape of the whole leaf.
+        dtype: dtype in which functions use the leaf.
+        first: index of the first element.
+        last: index after the last element; equal to ``first`` if this rank holds no element.
+        planes: encoded elements: a 1-D tensor for each plane of the format. A short last block is stored as a whole block.
+        scales: scales of the whole leaf, as 1-D uint8; every rank has all scales.
+        values: the elements to encode, 1-D, in the ``main`` dtype; None for decoding.
     """
 
     path: str
@@ -76,16 +76,17 @@ class LeafPart:
 
 @dataclass(frozen=True, slots=True)
 class LeafClass:
-    """Describe the tensors that functions compute with, where these are of a class of their own and keep what is stored.
+    """A tensor class with which functions compute on encoded leaves, without decoding, such as TransformerEngine's.
 
-    Such a tensor is a wrapper of inner tensors, by torch's ``__tensor_flatten__``, which lie in the leaf's memory. When the
-    memory is released, the inner tensors become empty, also for aliases of the wrapper, which share the inner tensors. When
-    the memory is filled again with the same bytes, the inner tensors get it back.
+    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. At the release of
+    this memory the inner tensors become empty, for all aliases of the wrapper. When the memory is filled again with equal
+    bytes, the inner tensors get it back.
 
     Attributes:
-        make: maps a whole leaf to a tensor in the leaf's memory. The inner tensors are no views (:func:`unviewed`).
-        derive: called with such a tensor when its memory is filled, in a forward or a backward.
-        forget: has such a tensor hold nothing that was derived from its bytes: its memory is about to be released.
+        make: function from a whole leaf to a tensor in the leaf's memory. The inner tensors must be no views
+            (:func:`unviewed`).
+        derive: function that is called with the tensor when its memory has been filled, in a forward or a backward.
+        forget: function that is called with the tensor before its memory is released. It drops values derived from the bytes.
     """
 
     make: Callable[[LeafPart], torch.Tensor]
@@ -96,18 +97,20 @@ class LeafClass:
 @options_explained
 @dataclass(frozen=True, slots=True)
 class LeafCodec:
-    """Describe how whole leaves are encoded, with scales on which all ranks agree: scales by tensor or by row, for example.
+    """Functions that encode whole leaves with scales on which all ranks agree, such as one scale for each tensor or row.
 
-    Ranks keep the scales of whole leaves, at the end of a buffer. Scales do not travel with the values: encoding makes the same
-    scales on every rank.
+    Encoding makes equal scales on every rank, so scales do not travel. Each rank keeps the scales of whole leaves, at the end
+    of its buffer.
 
     Args:
-        scales_nbytes: maps the shape of a leaf to the bytes of the leaf's scales.
-        agreed: maps the shape of a leaf to how many numbers of the leaf, and of which dtype, each call of ``agree`` has.
-        encode: gets one LeafPart for each leaf, in the same order on all ranks, and ``agree``. Fills the memory of planes and
-            scales. Calls ``agree`` as often as ``agreed`` has entries, each time with one tensor, on every rank.
-        decode: maps a LeafPart to its elements, 1-D, floating-point.
-        tensors: the tensors that functions get under a scheduler; None for decoded values.
+        scales_nbytes: function from the shape of a leaf to the bytes of the leaf's scales.
+        agreed: function from the shape of a leaf to a list with an entry ``(count, dtype)`` for each call of ``agree``: the
+            numbers that this leaf adds to the call.
+        encode: function ``(parts, agree)``. ``parts`` has one LeafPart for each leaf, in the same order on all ranks. The
+            function fills ``planes`` and ``scales`` of each part. It calls ``agree(tensor)`` once for each entry of ``agreed``,
+            on every rank.
+        decode: function from a LeafPart to its elements, 1-D and floating-point.
+        tensors: the tensor class that functions get under a scheduler; None means decoded values.
     """
 
     scales_nbytes: Callable[[Shape], int]
@@ -124,28 +127,26 @@ def _by_leaf(values: Any) -> Any:
 @options_explained
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Describe how values are encoded. Parameters use a format at rest and in gathers, gradients use one in reductions.
+    """An encoding of values, for :class:`~fsharp.Precision`: of parameters at rest and in gathers, gradients, or updates.
 
-    Updates of parameters use a format in gathers, if they travel as differences.
+    The values that one rank keeps, or sends to one receiver, are a *part*: a number of whole blocks. A part is stored as bytes,
+    one plane after another, so that one message moves all planes. A buffer holds parts one after another.
 
-    A *part* is the values that one rank keeps, or that a rank sends to one receiver. A part is whole blocks, and is stored as
-    bytes, one plane after another. A buffer holds parts one after another, so one message moves all planes. Buffers are cut
-    between parts alone.
-
-    ``encode`` gets values in the dtype of the main copy, or of a gradient's sum, whatever function encodes. For parameters,
-    decoding to the main copy's dtype and encoding the result again has to give the same bytes: checkpoints have such values.
-    Neither function may change what it is given.
+    Parameters are encoded from their ``main`` dtype, gradients from ``accumulate``. For parameters, decoding to the ``main``
+    dtype and encoding again has to give equal bytes, as checkpoints hold decoded values. ``encode`` and ``decode`` must not
+    change their arguments.
 
     Args:
-        name: names it in layouts, checkpoints and labels.
-        planes: what it stores.
-        encode: maps 1-D values, in whole blocks, to the planes, each 1-D with ``per_block`` numbers for each block.
-        decode: maps the planes to 1-D values of any floating-point dtype. The caller casts the values.
-        block: number of values that are encoded together; parts are cut between blocks.
-        leaves: encodes whole leaves, in place of ``encode`` and ``decode``. For parameters alone.
+        name: name of the format in layouts, checkpoints and labels: a Python identifier.
+        planes: the arrays that the format stores, a tuple of :class:`Plane`.
+        encode: function from 1-D values, in whole blocks, to a list of planes: 1-D tensors with ``per_block`` numbers for each
+            block.
+        decode: function from the list of planes to 1-D values in any floating-point dtype.
+        block: number of values that are encoded together.
+        leaves: codec of whole leaves, in place of ``encode`` and ``decode``; for parameters alone.
 
     Raises:
-        LayoutError: no planes, a block that is no positive number, or a name that is none.
+        LayoutError: there are no planes, the block is less than 1, or the name is no identifier.
     """
 
     name: str
@@ -175,28 +176,28 @@ class Format:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it stores values as they are, in one dtype."""
+        """Whether the format stores plain values in one dtype, without encoding."""
         return self.encode is _as_they_are
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a stored buffer: that of the values if the format is plain, else bytes."""
+        """The dtype of a stored buffer: the values' dtype for a plain format, else ``torch.uint8``."""
         return self.planes[0].dtype if self.is_plain else torch.uint8
 
     def size(self, values: int) -> int:
-        """Numbers of :attr:`dtype` in which a part of so many values is stored, a multiple of :attr:`block`."""
+        """Return the length of a stored part in :attr:`dtype`, for a number of values that is a multiple of :attr:`block`."""
         return values if self.is_plain else sum(map(aligned, self.plane_nbytes(values)))
 
     def plane_nbytes(self, values: int) -> list[int]:
-        """Return the bytes of each plane of so many values, a multiple of :attr:`block`."""
+        """Return the bytes of each plane, for a number of values that is a multiple of :attr:`block`."""
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
     def store(self, values: torch.Tensor, part: int, facts: Facts = tuple) -> torch.Tensor:
-        """Return 1-D values, in whole parts of ``part`` values each, as they are stored.
+        """Encode 1-D values, in parts of ``part`` values, and return the stored buffer.
 
         Raises:
-            FormatError: ``encode`` raises an error, or returns other planes than the format says; the text has the facts.
+            FormatError: ``encode`` raises an error, or returns planes that do not match the format. The message has the facts.
         """
         if self.is_plain:
             return values.to(self.dtype)
@@ -214,11 +215,11 @@ class Format:
 
     @api_boundary
     def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
-        """Return the 1-D values, in ``dtype``, of a buffer of whole parts, as :meth:`store` has returned them.
+        """Decode a buffer from :meth:`store`, and return 1-D values in ``dtype``.
 
         Raises:
-            FormatError: ``decode`` raises an error, or does not return one floating-point number for each value; the text has
-                the facts.
+            FormatError: ``decode`` raises an error, or does not return one floating-point number for each value. The message
+                has the facts.
         """
         if self.is_plain:
             return stored
@@ -236,11 +237,11 @@ class Format:
         return values.to(dtype, copy=is_view)
 
     def padded(self, values: int, parts: int) -> int:
-        """Return the number of values in a part, if ``parts`` equal parts of whole blocks have room for so many values."""
+        """Return the number of values in each of ``parts`` equal parts of whole blocks that hold so many values."""
         return -(-values // (parts * self.block)) * self.block
 
     def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
-        """Return the sum of stored parts of ``part`` values each. Parts are decoded and added in ``dtype``, in stored order."""
+        """Decode stored parts of ``part`` values each, and return their sum in ``dtype``, added in stored order."""
         first, *others = stored.view(-1, self.size(part)).unbind()
         total = self.load(first, part, dtype, facts).to(dtype, copy=True)
         for each in others:
@@ -357,10 +358,10 @@ _formats: dict[str, Format] = {}
 
 @options_explained
 def register_format(format: Format) -> Format:
-    """Register a format, and return the format. Layouts and checkpoints that are read find it by its name.
+    """Register a format by its name, so that layouts and checkpoints can be read, and return the format.
 
     Raises:
-        LayoutError: a dtype or another format has this name already, or one with other functions.
+        LayoutError: a dtype, another format, or a format with other functions has this name already.
     """
     is_dtype = isinstance(getattr(torch, format.name, None), torch.dtype)
     found = plain(getattr(torch, format.name)) if is_dtype else _formats.setdefault(format.name, format)

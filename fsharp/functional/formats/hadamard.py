@@ -13,11 +13,11 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def hadamard(format: Format, size: int = 32) -> Format:
-    """Return a format that encodes the Hadamard transform of each ``size`` values, and transforms back what it decodes.
+    """Return a format that rotates blocks of ``size`` values by a Hadamard matrix before ``format`` encodes them.
 
-    A Hadamard matrix has entries of 1 and -1, and is orthogonal: each encoded number is a sum of all values of its block with
-    signs. One large value becomes ``size`` equal numbers, and small values beside it are no longer rounded to zero. It helps
-    where few values are much larger than the rest, as in gradients, and formats have few codes, as ``mxint4`` and ``mxfp4``.
+    Decoded numbers are rotated back. Each encoded number is a signed sum of all values of its block. So one large value becomes
+    ``size`` numbers of equal size, and small values beside it are no longer rounded to zero. The rotation helps if few values
+    are much larger than the rest, as in gradients, and the format has few codes, as ``mxint4`` and ``mxfp4``.
 
     >>> import fsharp as fs
     >>> wire = fs.formats.hadamard(fs.formats.mxint4)
@@ -28,24 +28,24 @@ def hadamard(format: Format, size: int = 32) -> Format:
     >>> [f.load(f.store(gradient, 32), 32, torch.float32)[0].item() for f in (fs.formats.mxint4, wire)]
     [0.0, 0.0078125]
 
-    What is encoded is ``H x / size``, for which a float32 has room whatever the values; decoded values are ``H`` times the
-    decoded numbers. That is the orthonormal rotation up to the factor ``sqrt(size)``, which scales of blocks take up.
+    The encoded numbers are ``H x / size``, which never overflow float32. Decoded values are ``H`` times the decoded numbers. Up
+    to the factor ``sqrt(size)``, which scales of blocks absorb, this is an orthonormal rotation.
 
     Args:
         format: a format of blocks, such as ``fs.formats.mxint4``.
-        size: values that are transformed together, a power of two. Blocks of the result are multiples of it, and of the
-            format's.
+        size: number of values that are rotated together: a power of two. The block of the result is a multiple of ``size``, and
+            of the block of ``format``.
 
     Returns:
-        A registered format with the bytes of ``format``. The same arguments give the same format.
+        A registered format with as many bytes as ``format``. Equal arguments return one format.
 
-    The error of a value is at most the sum of the errors of the ``size`` numbers that are encoded in its place. The root of the
-    mean square of errors is ``sqrt(size)`` times that of these numbers. A value that is not finite makes all ``size`` values
-    of its block infinite or NaN, also those of another leaf that lie in the block. As ``Precision(stored=...)`` use formats of
-    integers, sizes up to their blocks, and a main copy in float32: encoding decoded values then gives the same bytes.
+    The error of a value is at most the sum of the errors of the ``size`` encoded numbers of its block. The root mean square
+    error of values is ``sqrt(size)`` times the root mean square error of these numbers. An infinity or NaN makes all ``size``
+    values of its block infinite or NaN, also values of another leaf in this block. For ``Precision(stored=...)`` use formats of
+    integers, ``size`` up to their block, and main copies in float32: encoding decoded values then gives equal bytes.
 
     Raises:
-        LayoutError: a format that encodes whole leaves, or is plain; a size that is no power of two.
+        LayoutError: ``format`` encodes whole leaves or is plain, or ``size`` is no power of two.
 
     Source: QuaRot, https://arxiv.org/abs/2404.00456, and SDP4Bit, https://arxiv.org/abs/2410.15526, for gradients.
     """

@@ -166,7 +166,7 @@ mxfp8 = _blocks_of_32(
     lambda numbers: numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8),
     _numbers_of_e4m3,
 )
-"""OCP's MXFP8: numbers of torch.float8_e4m3fn in blocks of 32 with a scale, 33 bytes for 32 values.
+"""OCP's MXFP8: numbers of torch.float8_e4m3fn with a scale for each block of 32 values: 33 bytes for 32 values.
 
 The error is at most 1/16 of the value or 1/230,000 of the largest magnitude of its block, whichever is larger.
 """
@@ -177,13 +177,13 @@ mxfp8_e5m2 = _blocks_of_32(
     lambda numbers: numbers.clamp_(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8),
     lambda codes: (codes.to(torch.int16) << 8).view(torch.float16).float(),
 )
-"""OCP's MXFP8 with numbers of torch.float8_e5m2: blocks of 32 with a scale, 33 bytes for 32 values.
+"""OCP's MXFP8 with numbers of torch.float8_e5m2 and a scale for each block of 32 values: 33 bytes for 32 values.
 
 The error is at most 1/8 of the value or 1/4,000,000,000 of the largest magnitude of its block, whichever is larger.
 """
 
 mxfp4 = _blocks_of_32("mxfp4", 7.0, codes_of_e2m1, numbers_of_e2m1, packed=True)
-"""OCP's MXFP4: numbers of 4 bits (e2m1, 0 to 6) in blocks of 32 with a scale, 17 bytes for 32 values.
+"""OCP's MXFP4: numbers of 4 bits (e2m1) with a scale for each block of 32 values: 17 bytes for 32 values.
 
 The error is at most 1/5 of the value or 1/14 of the largest magnitude of its block, whichever is larger.
 """
@@ -194,8 +194,9 @@ mxint8 = _blocks_of_32(
     lambda numbers: numbers.round_().to(torch.int8).view(torch.uint8),
     lambda codes: codes.view(torch.int8).float(),
 )
-"""Integers from -127 to 127 in blocks of 32 with a scale, 33 bytes for 32 values: OCP's MXINT8, whose scales are 64 times ours.
+"""OCP's MXINT8: integers from -127 to 127 with a scale for each block of 32 values: 33 bytes for 32 values.
 
+OCP's scales are 64 times as large, as its numbers are 64ths.
 The error is at most 1/127 of the largest magnitude of the block.
 """
 
@@ -206,8 +207,8 @@ mxint4 = _blocks_of_32(
     lambda codes: codes.float().sub_(8),
     packed=True,
 )
-"""Integers from -7 to 7 in blocks of 32 with a scale, 17 bytes for 32 values; not of the OCP.
+"""Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. No format of the OCP.
 
-The error is at most 1/7 of the largest magnitude of the block: for gradients, where the errors of many ranks average out,
-and for updates of parameters, where they do not accumulate.
+The error is at most 1/7 of the largest magnitude of the block. Use this format for gradients, where errors of many ranks
+average out, and for updates of parameters, where errors do not accumulate.
 """

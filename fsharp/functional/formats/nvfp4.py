@@ -99,9 +99,10 @@ _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode,
 nvfp4 = register_format(
     Format("nvfp4", (Plane(torch.uint8, BLOCK // 2), Plane(torch.float8_e4m3fn)), block=BLOCK, leaves=_CODEC)
 )
-"""NVIDIA's NVFP4, for parameters: blocks of 16 numbers of 4 bits with a scale, 9 bytes for 16 values; a scale for each tensor.
+"""NVIDIA's NVFP4: numbers of 4 bits with a scale for each block of 16 values and for each tensor. For parameters.
 
-The error is at most 1/5 of the value, 1/22 of the largest magnitude of its block, or 1/356,000 of the largest magnitude of the
-tensor, whichever is largest. A block with an infinity or NaN has NaN as its scale: its infinities and NaN are kept, its
-finite values become zero. Gradients have no tensor's scale that ranks agree on: :data:`~fsharp.formats.mxfp4` is for these.
+It takes 9 bytes for 16 values; scales of tensors do not travel. The error is at most 1/5 of the value, 1/22 of the largest
+magnitude of its block, or 1/356,000 of the largest magnitude of the tensor, whichever is largest. A block with an infinity or
+NaN has NaN as its scale: infinities and NaN are kept, finite values become zero. For gradients use
+:data:`~fsharp.formats.mxfp4`.
 """

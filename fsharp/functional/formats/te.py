@@ -60,22 +60,22 @@ class Kind:
 
 
 @api_boundary
-def weights_of(recipe: Any) -> Format:
-    """Return the format of weights of modules that run under a recipe of TransformerEngine.
+def weight_format(recipe: Any) -> Format:
+    """Return the format in which TransformerEngine stores the weights of modules under a recipe.
 
-    >>> fs.te.weights_of(Float8CurrentScaling())    # doctest: +SKIP
+    >>> fs.te.weight_format(Float8CurrentScaling())    # doctest: +SKIP
     Format(name='te_float8_current_e4m3', ...)
 
-    Pass the format as ``Precision(compute=torch.bfloat16, main=torch.float32, stored=...)``, by a pattern that selects weights
-    of matrices alone. Run forwards under ``te.autocast(enabled=True, recipe=recipe)``, and under a
-    :class:`~fsharp.Scheduler` or in a :class:`~fsharp.ShardedModule`.
+    Pass the format as ``Precision(compute=torch.bfloat16, main=torch.float32, stored=...)``, with a pattern that selects weight
+    matrices alone. Run forwards under ``te.autocast(enabled=True, recipe=recipe)``, by a :class:`~fsharp.Scheduler` or in a
+    :class:`~fsharp.ShardedModule`.
 
     Args:
         recipe: Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling.
 
     Raises:
-        OptionError: TransformerEngine is not installed; another recipe. Weights under DelayedScaling depend on a history of
-            earlier steps, which is kept in modules.
+        OptionError: TransformerEngine is not installed, or the recipe is another one. Under DelayedScaling the bytes of weights
+            depend on earlier steps.
 
     Source: ``transformer_engine/pytorch/tensor/utils.py`` of TransformerEngine 2.20.
     """

@@ -1,4 +1,4 @@
-"""Layout: the units of a tree, and what they take on each rank. Static, hashable, integers only."""
+"""Layout: the units of a tree, and their bytes on each rank. Static, hashable, integers only."""
 
 import hashlib
 from collections.abc import Mapping
@@ -21,11 +21,13 @@ from fsharp.tracebacks import api_boundary
 @api_boundary
 @dataclass(frozen=True)
 class Layout:
-    """Where every element of a tree rests.
+    """Which element of which leaf of a tree rests on which rank; :func:`~fsharp.plan` makes a layout.
+
+    A layout is hashable, holds integers and no tensors, and prints as a table of its units.
 
     Attributes:
-        mesh: the mesh it is laid out on.
-        units: in tree order.
+        mesh: the mesh.
+        units: layouts of the units, in tree order.
         spec: structure of the user's tree above the units.
     """
 
@@ -43,7 +45,7 @@ class Layout:
         return self._by_name[unit]
 
     def unit_around(self, path: str) -> UnitLayout | None:
-        """Return the innermost unit that is, or holds, what is at ``path``."""
+        """Return the innermost unit at ``path`` or around it; None if there is none."""
         name = innermost(path, self._by_name)
         return None if name is None else self._by_name[name]
 
@@ -52,12 +54,12 @@ class Layout:
         """Return the bytes of one kind of state that one rank holds at rest.
 
         Args:
-            kind: ``"params"``, ``"grads"``, ``"main"`` (the copies that exist beside the parameters), or ``"optim"``
-                (one buffer of optimizer state at its place, in ``dtype`` or the main dtype).
-            dtype: overrides the element size.
+            kind: ``"params"``, ``"grads"``, ``"main"`` (main copies), or ``"optim"`` (one value of optimizer state for each
+                parameter, such as Adam's first moment).
+            dtype: count elements of this dtype in place of the layout's own.
 
         Raises:
-            LayoutError: an unknown kind.
+            LayoutError: ``kind`` is unknown.
         """
         if kind not in _KINDS:
             raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {list(_KINDS)}.")
@@ -75,22 +77,22 @@ class Layout:
 
     @property
     def nbytes_unsharded(self) -> int:
-        """Bytes of the parameters without sharding or padding, in the dtype they rest in."""
+        """Bytes of all parameters, without sharding and padding, in the ``compute`` dtype."""
         return sum(group.used * group.dtypes.compute.itemsize for unit in self.units for group in unit.groups)
 
     @property
     def num_params(self) -> int:
-        """Elements of all leaves; tied leaves count once, those that vary along an axis for one rank on it."""
+        """Number of elements of all leaves. Tied leaves count once; leaves that vary along an axis count for one rank."""
         return sum(group.used for unit in self.units for group in unit.groups)
 
     @property
     def num_padding(self) -> int:
-        """Elements of padding in all buffers."""
+        """Number of elements of padding in all buffers."""
         return sum(group.size - group.used for unit in self.units for group in unit.groups)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the JSON form: equal on ranks whose layouts are equal."""
+        """SHA-256 of the layout's JSON; equal layouts have equal digests."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -100,10 +102,10 @@ class Layout:
     @staticmethod
     @api_boundary
     def from_json(text: str) -> "Layout":
-        """Return the layout that :meth:`to_json` wrote.
+        """Return the layout that :meth:`to_json` wrote as text.
 
         Raises:
-            LayoutError: the text is not one.
+            LayoutError: the text is no layout.
         """
         return Layout(*layout_from_json(text))
 

@@ -20,16 +20,16 @@ class Mesh:
     (4, 5, 6, 7)
 
     Args:
-        axes: axis name to axis size, outermost first, or a ``jax.sharding.Mesh``, whose devices are the ranks in order.
+        axes: axis sizes by axis name, outermost axis first; or a ``jax.sharding.Mesh``, whose devices are the ranks in order.
             ``Mesh({})`` has one rank.
 
     Attributes:
-        names: of the axes, outermost first.
-        shape: their sizes.
+        names: names of the axes, outermost first.
+        shape: sizes of the axes, outermost first.
         size: number of ranks.
 
     Raises:
-        MeshError: no such axes, a name that is empty, or a size that is not a positive integer.
+        MeshError: ``axes`` has no sizes by name, a name is empty or repeats, or a size is not a positive integer.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -67,7 +67,7 @@ class Mesh:
 
     @api_boundary
     def index(self, axis: str) -> int:
-        """Return the position of ``axis`` among the axes, 0 for the outermost.
+        """Return the index of ``axis`` among the axes; the outermost axis has index 0.
 
         Raises:
             MeshError: no such axis.
@@ -78,7 +78,7 @@ class Mesh:
 
     @api_boundary
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of ``rank``, one per axis.
+        """Return the coordinates of ``rank``, one for each axis.
 
         Raises:
             MeshError: no such rank.
@@ -111,27 +111,27 @@ class Mesh:
         return result
 
     def index_along(self, axes: Iterable[str], rank: int) -> int:
-        """Return the number of ``rank`` among the ranks along some axes, of which the last varies fastest."""
+        """Return the index of ``rank`` in the grid of ``axes`` alone; the last of these axes varies fastest."""
         index = 0
         for axis in axes:
             index = index * self.axis_size(axis) + self.coord(axis, rank)
         return index
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` along ``axis`` only, ``rank`` among them, in order of coordinate."""
+        """Return the ranks of the group of ``rank`` along ``axis``, in order of coordinate; ``rank`` is one of them."""
         coords, i = list(self.coords(rank)), self.index(axis)
         return tuple(self.rank([*coords[:i], c, *coords[i + 1 :]]) for c in range(self.shape[i]))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return every group along ``axis``: a partition of all ranks."""
+        """Return all groups along ``axis``; each rank is in one of these groups."""
         return tuple(self.group(axis, rank) for rank in range(self.size) if self.coord(axis, rank) == 0)
 
     @api_boundary
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a world of another size than this mesh.
+        """Raise an error if the number of processes differs from the number of ranks in this mesh.
 
         Raises:
-            MeshError: the number of processes is not the number of ranks in the mesh.
+            MeshError: the two numbers differ.
         """
         if world_size != self.size:
             raise MeshError(

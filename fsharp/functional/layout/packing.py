@@ -19,7 +19,7 @@ _EXHAUSTIVE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """Cut anywhere: padding is less than one element per rank."""
+    """An atom of one element: a leaf is cut anywhere. Padding is less than one element for each rank."""
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Return the elements in one atom of a leaf of this shape."""
@@ -32,10 +32,10 @@ class Element:
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Keep ``n`` consecutive indices of dim 0 together; ``Rows(1)`` cuts between rows. A last, shorter block is allowed.
+    """An atom of ``n`` rows: a leaf is cut between blocks of ``n`` indices of dim 0. The last block may be shorter.
 
     Args:
-        n: rows in a block, at least 1.
+        n: number of rows in a block, at least 1.
     """
 
     n: int = 1
@@ -54,7 +54,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Keep the leaf whole on one rank, as an optimizer that needs matrices asks for."""
+    """An atom of the whole leaf: one rank holds all elements, for an optimizer that needs whole matrices, such as Muon."""
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Return the elements in one atom of a leaf of this shape."""

@@ -32,12 +32,12 @@ def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
             if str(entry) == "" or "." in str(entry):
                 raise TreeError(
                     f"the key {entry!r} in the path {path} is empty or contains a dot, which separates keys: nest the tree, "
-                    "as functionalize() nests the names of a module's parameters."
+                    "as make_functional() nests the names of a module's parameters."
                 )
     dotted = tuple(map(join, paths))
     if len(set(dotted)) != len(dotted):
         twice = next(path for path in dotted if dotted.count(path) > 1)
-        raise TreeError(f"two leaves share the dotted path {twice!r}: a dict has keys that differ in type alone.")
+        raise TreeError(f"two leaves have the path {twice!r}: a dict has keys that differ in type alone. Use keys of one type.")
     return dotted, leaves, spec
 
 
@@ -68,7 +68,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile("".join(parts))
     except re.error as error:
-        raise PatternError(f"the pattern {pattern!r} is malformed: {error}.") from error
+        raise PatternError(
+            f"the pattern {pattern!r} is malformed: {error}. Patterns have '*', '?', '[...]' and '**'."
+        ) from error
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -135,7 +137,7 @@ def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternEr
             where,
             f"the pattern {pattern!r} matches nothing.",
             [("closest", ", ".join(near) or "there are none")],
-            "'*' stands for one key, '**' for any number of them.",
+            "In a pattern '*' stands for one key, and '**' for any number of keys.",
         )
     )
 
@@ -179,8 +181,8 @@ def assign(
             result.update(dict.fromkeys(hit, value))
         missing = [path for path in paths if path not in result]
         if missing:
-            remedy = "Add a rule for '**' in front of the others."
-            raise PatternError(problem(where, f"no pattern selects {missing[0]!r}.", [("rules", list(rules))], remedy))
+            remedy = "Add the pattern '**' in front of the others: it selects all leaves, and the last match counts."
+            raise PatternError(problem(where, f"no pattern selects {missing[0]!r}.", [("patterns", list(rules))], remedy))
         return result
     if callable(rules):
         return {path: rules(path) for path in paths}

@@ -34,16 +34,16 @@ from fsharp.type_checks import options_explained
 
 
 class Placement(Enum):
-    """How one tensor relates to the ranks along one mesh axis."""
+    """How the ranks along one mesh axis hold one tensor."""
 
     REPLICATE = "replicate"
     """Every rank holds the whole value."""
     SHARD = "shard"
-    """Each rank holds one contiguous part; in order of coordinate they make the value."""
+    """Each rank holds one contiguous part; the parts, in order of coordinate, are the value."""
     PARTIAL = "partial"
-    """Each rank holds a summand of the same shape; their sum is the value."""
+    """Each rank holds a summand with the shape of the value; the sum of all summands is the value."""
     VARY = "vary"
-    """Each rank holds a value of its own, of the same shape; no collective runs along this axis."""
+    """Each rank holds a different value; all values have equal shapes, and no collective runs along this axis."""
 
     def __repr__(self) -> str:
         return self.name.capitalize()
@@ -55,12 +55,12 @@ Replicate, Shard, Partial, Vary = Placement.REPLICATE, Placement.SHARD, Placemen
 @options_explained
 @dataclass(frozen=True, slots=True)
 class AxisRule:
-    """What one mesh axis does to each kind of state; Vary for all three, or for none.
+    """Placements of parameters, gradients and optimizer state along one mesh axis. Either all three are ``Vary``, or none.
 
     Args:
-        params: Replicate or Shard.
-        grads: Partial or Shard; the place between microbatches.
-        optim: Replicate or Shard; also the place of a main copy of the parameters.
+        params: ``Replicate`` or ``Shard``.
+        grads: ``Partial`` or ``Shard``: how gradients rest between microbatches.
+        optim: ``Replicate`` or ``Shard``: also the placement of main copies of parameters.
     """
 
     params: Placement
@@ -71,7 +71,7 @@ class AxisRule:
 _REASONS = (
     (
         lambda r: 0 < (r.params, r.grads, r.optim).count(Vary) < 3,
-        "parameters that vary have gradients and optimizer state that do, and no others",
+        "if one of the three is Vary, all three have to be: a rank with its own parameters has its own gradients and state",
     ),
     (
         lambda r: r.params is Partial or r.optim is Partial,
@@ -94,14 +94,14 @@ _REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One placement for each mesh axis: where one kind of tensor rests.
+    """Where one kind of tensor rests: a placement for each mesh axis.
 
-    Sharded axes cut the flat buffer one after another in ``order``, so the parts that a rank holds under any two places
-    of a strategy nest, and every change of place is a collective along one axis at a time, without a transpose.
+    Axes that shard cut a flat buffer one after another, in ``order``. So one rank's parts under two places of a strategy nest.
+    A move between two places takes at most one collective for each axis, and no transpose.
 
     Args:
-        order: every axis of the mesh. The first axis that shards cuts the buffer into the largest parts.
-        placements: the placement of each axis, in that order.
+        order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.
+        placements: the placement along each axis, in the order of ``order``.
     """
 
     order: tuple[str, ...]
@@ -117,25 +117,25 @@ class Place:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """Axes along which this is a partial sum."""
+        """Axes along which each rank holds a summand."""
         return self._axes(Partial)
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """Axes along which every rank holds the same."""
+        """Axes along which every rank holds the same value."""
         return self._axes(Replicate)
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Axes along which every rank holds a value of its own."""
+        """Axes along which every rank holds a different value."""
         return self._axes(Vary)
 
     @property
     def dual(self) -> "Place":
-        """Where the cotangent of a tensor in this place rests: shards stay shards, copies and summands change places.
+        """The place of the cotangent of a tensor in this place: ``Replicate`` and ``Partial`` are swapped, others stay.
 
-        A value that ranks share is used by each of them, so each holds a summand of its gradient; a summand goes into
-        one sum, whose gradient ranks share.
+        Each rank uses a replicated value, so each rank holds a summand of the value's gradient. A summand goes into one sum,
+        and all ranks share the gradient of this sum.
         """
         swap = {Replicate: Partial, Partial: Replicate, Shard: Shard, Vary: Vary}
         return Place(self.order, tuple(swap[p] for p in self.placements))
@@ -154,19 +154,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Strategy:
-    """For each mesh axis, where parameters, gradients and optimizer state rest.
+    """Where parameters, gradients and optimizer state rest: an :class:`~fsharp.layouts.AxisRule` for each mesh axis.
 
     >>> Strategy({"a": AxisRule(params=Replicate, grads=Partial, optim=Shard),
     ...           "b": AxisRule(params=Replicate, grads=Shard, optim=Shard)}).grads
     Place(b:Shard, a:Partial)
 
     Raises:
-        StrategyError: placements that are illegal on an axis, or that do not nest across axes; the text says why.
+        StrategyError: placements are illegal on an axis, or do not nest across axes; the message says why.
     """
 
     rules: tuple[tuple[str, AxisRule], ...]
     order: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    """Axes in the order in which they cut a flat buffer: those that shard most kinds of state lead."""
+    """Axes in the order in which they cut a flat buffer: axes that shard more kinds of state come first."""
     params: Place = field(init=False, repr=False, compare=False)
     """Where parameters rest."""
     grads: Place = field(init=False, repr=False, compare=False)
@@ -174,7 +174,7 @@ class Strategy:
     optim: Place = field(init=False, repr=False, compare=False)
     """Where optimizer state, main copies and finished gradients rest."""
     full: Place = field(init=False, repr=False, compare=False)
-    """Replicated on every axis along which it does not vary: the place in which functions use parameters."""
+    """The place in which functions use parameters: ``Replicate`` on every axis, but for axes with ``Vary``."""
 
     @options_explained
     def __init__(self, rules: Mapping[str, AxisRule]) -> None:
@@ -213,16 +213,16 @@ class Strategy:
 
     @api_boundary
     def varying(self, *axes: str) -> "Strategy":
-        """Return this strategy for parameters of which every rank along ``axes`` has its own, such as experts.
+        """Return this strategy for parameters that differ from rank to rank along ``axes``, such as experts.
 
         >>> zero3("dp").varying("ep").params
         Place(dp:Shard, ep:Vary)
 
-        Gradients are summed over the ranks that have the same parameters, and no others: what an expert has done for
-        other ranks' losses comes to it through the exchange of tokens.
+        Gradients are summed over ranks that hold the same parameters, and over no other ranks. An expert gets gradients of
+        other ranks' losses through the backward of the all-to-all of tokens.
 
         Raises:
-            StrategyError: an axis that the strategy names already.
+            StrategyError: the strategy has a rule for one of ``axes`` already, or ``axes`` is empty.
         """
         taken = {axis for axis, _ in self.rules} & set(axes)
         if not axes or taken:
@@ -231,16 +231,18 @@ class Strategy:
 
     @api_boundary
     def check_mesh(self, mesh: Mesh) -> None:
-        """Refuse a mesh whose axes are not the ones this strategy names.
+        """Raise an error if the axes of a mesh differ from the axes of this strategy.
 
         Raises:
-            StrategyError: an axis that only one of the two has.
+            StrategyError: only the mesh, or only the strategy, has an axis.
         """
         named = {axis for axis, _ in self.rules}
         for axis in sorted(named - set(mesh.names)):
             raise StrategyError(f"Strategy names the unknown axis {axis!r}: {mesh} has {list(mesh.names)}.")
         for axis in sorted(set(mesh.names) - named):
-            raise StrategyError(f"Strategy says nothing of axis {axis!r} of {mesh}; it names {sorted(named)}.")
+            raise StrategyError(
+                f"Strategy has no rule for axis {axis!r} of {mesh}: its axes are {sorted(named)}. Name all axes of the mesh."
+            )
 
     def __str__(self) -> str:
         short = {Replicate: "R", Shard: "S", Partial: "P", Vary: "V"}
@@ -255,25 +257,37 @@ def _uniform(name: str, axes: tuple[str, ...], rule: AxisRule) -> Strategy:
 
 @options_explained
 def ddp(*axes: str) -> Strategy:
-    """Everything replicated, gradients all-reduced once a step. Source: PyTorch DDP, arXiv 2006.15704."""
+    """Return the strategy of DDP: all state is replicated, and gradients are all-reduced once a step.
+
+    Source: PyTorch DDP, arXiv 2006.15704.
+    """
     return _uniform("ddp", axes, AxisRule(Replicate, Partial, Replicate))
 
 
 @options_explained
 def zero1(*axes: str) -> Strategy:
-    """Optimizer state sharded. Source: ZeRO, arXiv 1910.02054, stage 1."""
+    """Return the strategy of ZeRO-1: optimizer state is sharded, parameters and gradients are not.
+
+    Source: ZeRO, arXiv 1910.02054, stage 1.
+    """
     return _uniform("zero1", axes, AxisRule(Replicate, Partial, Shard))
 
 
 @options_explained
 def zero2(*axes: str) -> Strategy:
-    """Optimizer state and gradients sharded. Source: ZeRO, arXiv 1910.02054, stage 2."""
+    """Return the strategy of ZeRO-2: optimizer state and gradients are sharded, parameters are replicated.
+
+    Source: ZeRO, arXiv 1910.02054, stage 2.
+    """
     return _uniform("zero2", axes, AxisRule(Replicate, Shard, Shard))
 
 
 @options_explained
 def zero3(*axes: str) -> Strategy:
-    """Optimizer state, gradients and parameters sharded: the default choice. Source: ZeRO stage 3, arXiv 1910.02054."""
+    """Return the strategy of ZeRO-3 and FSDP: parameters, gradients and optimizer state are sharded. The usual choice.
+
+    Source: ZeRO, arXiv 1910.02054, stage 3.
+    """
     return _uniform("zero3", axes, AxisRule(Shard, Shard, Shard))
 
 
@@ -285,23 +299,28 @@ def _hybrid(name: str, outer: str, inner: str, outer_rule: AxisRule) -> Strategy
 
 @options_explained
 def hsdp(outer: str, inner: str) -> Strategy:
-    """ZeRO-3 inside ``inner``, plain replicas across ``outer``. Source: PyTorch FSDP, arXiv 2304.11277, section 3.2.2."""
+    """Return the strategy of HSDP: ZeRO-3 along the axis ``inner``, replicas along the axis ``outer``.
+
+    Source: PyTorch FSDP, arXiv 2304.11277, section 3.2.2.
+    """
     return _hybrid("hsdp", outer, inner, AxisRule(Replicate, Partial, Replicate))
 
 
 @options_explained
 def hfsdp(outer: str, inner: str) -> Strategy:
-    """ZeRO-3 inside ``inner``, ZeRO-1 across ``outer``: optimizer state is sharded over both. Source: Megatron-FSDP."""
+    """Return the strategy of HFSDP: ZeRO-3 along the axis ``inner``, ZeRO-1 along the axis ``outer``.
+
+    Optimizer state is sharded over both axes, parameters over ``inner`` alone. Source: Megatron-FSDP.
+    """
     return _hybrid("hfsdp", outer, inner, AxisRule(Replicate, Partial, Shard))
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class P:
-    """Which mesh axes cut each dim of a leaf, in the words of ``jax.sharding.PartitionSpec``.
+    """A partition spec: the mesh axes that cut each dim of a leaf, as in ``jax.sharding.PartitionSpec``.
 
-    :func:`~fsharp.plan` takes it in place of a strategy. Along the axes that it names, parameters, gradients and optimizer
-    state are sharded, and rows (indices of dim 0) are never cut. Along the others, parameters and optimizer state are
-    replicated.
+    :func:`~fsharp.plan` takes a spec in place of a strategy. Along the axes in the spec, parameters, gradients and optimizer
+    state are sharded, and no row (index of dim 0) is cut. Along the other axes, parameters and optimizer state are replicated.
 
     ==========================  ================================================
     ``P()``                     ``ddp`` over all axes of the mesh
@@ -310,20 +329,19 @@ class P:
     ``P(("outer", "inner"))``   ``zero3("outer", "inner")`` with ``atoms=Rows(1)``
     ==========================  ================================================
 
-    A unit rests as one buffer that ranks cut into equal parts. So a leaf has the same number of rows on every rank if it is a
-    unit of its own and its rows divide evenly; otherwise ranks hold different numbers of its rows.
-    :func:`fsharp.inspect.sharding` shows which. Where optimizer state rests elsewhere than parameters, name a strategy:
-    ``zero1``, ``zero2``, ``hfsdp``.
+    The leaves of a unit share one flat buffer, which is cut into equal parts. So a leaf has equally many rows on every rank
+    only if the leaf is a unit of its own and its rows divide evenly. :func:`fsharp.inspect.sharding` shows the rows of each
+    rank. If parameters and optimizer state are to rest in different places, pass a strategy: ``zero1``, ``zero2`` or ``hfsdp``.
 
     >>> P("dp", None), P(("outer", "inner")), P()
     (P('dp', None), P(('outer', 'inner')), P())
 
     Args:
-        partitions: for each dim, from dim 0 on: the name of an axis, a tuple of names of which the first cuts first, or
-            None. Dims that are left out are not cut.
+        partitions: one entry for each dim, from dim 0 on: the name of an axis, a tuple of names whose first axis cuts first, or
+            None. Dims without an entry are not cut.
 
     Raises:
-        StrategyError: an entry of another type, or an axis that is named twice.
+        StrategyError: an entry has another type, or an axis occurs twice.
     """
 
     partitions: tuple[str | tuple[str, ...] | None, ...]
@@ -349,21 +367,21 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that cut dim 0, in the order in which they cut."""
+        """Axes that cut dim 0; the first axis cuts first."""
         return _axes(self.partitions[0]) if self.partitions else ()
 
     @api_boundary
     def strategy(self, mesh: Mesh, *, path: str, shape: tuple[int, ...]) -> Strategy:
-        """Return the strategy on ``mesh`` under which a leaf rests as this spec says.
+        """Return the strategy that shards a leaf on ``mesh`` as this spec says.
 
         Args:
             mesh: the ranks.
-            path: of the leaf, for the texts of errors.
-            shape: of the leaf.
+            path: path of the leaf, for error messages.
+            shape: shape of the leaf.
 
         Raises:
-            StrategyError: an axis that the mesh does not have.
-            LayoutError: more dims than the leaf has, or a dim other than the first one is cut.
+            StrategyError: the mesh lacks an axis of the spec.
+            LayoutError: the spec has more dims than the leaf, or cuts another dim than dim 0.
         """
         facts = [("leaf", f"params[{path!r}] of shape {list(shape)}"), ("spec", repr(self)), ("mesh", str(mesh))]
         unknown = [axis for entry in self.partitions for axis in _axes(entry) if axis not in mesh.names]

@@ -9,6 +9,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
@@ -32,10 +33,10 @@ def plan(
     labels: str | Mapping[str, str] | Callable[[str], str] = "default",
     precision: Precisions = Precision(),
 ) -> Layout:
-    """Lay out a tree of tensors on a mesh.
+    """Return the layout of a tree of tensors on a mesh: which rank holds which elements.
 
-    Every pattern selects leaves by key path, a pattern for a subtree selecting all leaves below it; of several rules
-    that select a leaf the last one counts.
+    Patterns match key paths such as ``layers.0.w``. A pattern that matches a subtree selects all leaves below the subtree. If
+    several rules select a leaf, the last rule counts.
 
     >>> from fsharp import zero3
     >>> params = {"embed": torch.empty(10, 4), "layers": [{"w": torch.empty(4, 4)}, {"w": torch.empty(4, 4)}]}
@@ -44,32 +45,32 @@ def plan(
     (['embed', 'layers.0', 'layers.1'], 72, 6)
 
     Args:
-        params: any pytree of tensors, which may be on the meta device; or of arrays of JAX or numpy, or of
-            ``jax.ShapeDtypeStruct``, each of which counts as a tensor of its own. Not kept.
+        params: any pytree of tensors. Only shapes, dtypes and storages are read, so tensors may be on the meta device. Arrays
+            of JAX or numpy, and ``jax.ShapeDtypeStruct``, also serve as leaves; none of these are tied.
         mesh: the ranks, as a :class:`Mesh` or a ``jax.sharding.Mesh``.
-        strategy: where state rests: a strategy, a partition spec, a dict of these by pattern, or a tree of these, each leaf of
-            which applies to a subtree of ``params``. All leaves of a unit have to get the same strategy.
-        units: patterns of subtrees to gather and release together. What no pattern matches is cut into the largest
-            subtrees that hold no match. None makes the whole tree one unit.
-        frozen: leaves without gradients and optimizer state. Leaves that are not floating-point are frozen anyway.
-        atoms: what must not be cut, of all leaves or by pattern; under a partition spec that cuts, a row at least.
-        labels: names by which :func:`~fsharp.optim.partition` selects an update rule, of all leaves or by pattern.
-        precision: dtypes of parameters, main copy and gradients, of all leaves or by pattern.
+        strategy: a strategy, a partition spec, a dict of these by pattern, or a tree of these that is a prefix of ``params``.
+            All leaves of a unit need the same strategy.
+        units: patterns of subtrees; each match is one unit, gathered and released as one. The rest of the tree is cut into the
+            largest subtrees without a match, and each of these is a unit. None makes the whole tree one unit.
+        frozen: patterns of leaves without gradients and optimizer state. Leaves with another dtype than a floating-point one
+            are always frozen.
+        atoms: the atom of all leaves, or atoms by pattern. A leaf that a partition spec cuts has at least the atom ``Rows(1)``.
+        labels: labels by which :func:`~fsharp.optim.partition` selects an optimizer: one label, or labels by pattern.
+        precision: dtypes of parameters, main copies and gradients: one :class:`Precision`, or precisions by pattern.
 
     Returns:
-        The layout. Leaves that are the same view of the same storage are stored once.
+        The layout. Tied leaves (the same view of the same storage) are stored once.
 
     Raises:
-        TreeError: a leaf that is neither a strided tensor nor an array with a shape and a dtype that torch has.
-        PatternError: a pattern that matches nothing, or unit patterns that overlap.
-        StrategyError: a strategy whose axes are not the mesh's, or a partition spec with an axis that the mesh does not have.
-        LayoutError: leaves that share storage without being the same view, tied leaves that disagree on a rule, leaves of one
-            unit with different strategies, a partition spec that does not fit the shape of a leaf, a precision that says
-            how to cast inputs or outputs, which only modules have, a format of updates that no update would travel in, or a
-            trained leaf of ``torch.float8_*``.
-        OptionError: an option of a type that it cannot have.
+        TreeError: a leaf is neither a strided tensor nor an array with a shape and a dtype of torch.
+        PatternError: a pattern matches nothing, or patterns of units overlap.
+        StrategyError: the axes of a strategy are not the axes of the mesh, or a partition spec has an unknown axis.
+        LayoutError: leaves are different views of one storage; tied leaves have different rules; leaves of one unit have
+            different strategies; a partition spec does not fit the shape of a leaf; a precision casts inputs or outputs, which
+            only modules have; a precision has a format of updates, and no updates travel; a trained leaf is ``torch.float8_*``.
+        OptionError: an option has a wrong type.
 
-    Cost: no tensor is read or allocated; time grows with the number of leaves and not with the number of ranks.
+    Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     paths, given, _ = flatten(params)
@@ -186,7 +187,7 @@ def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Preci
                     problem(
                         "plan()",
                         f"the precision of {asked}, and no updated parameters of this unit travel.",
-                        [("unit", repr(unit.name)), ("strategy", unit.strategy)],
+                        [("unit", unit.shown), ("strategy", unit.strategy)],
                         "Leave out update=, or choose a strategy that shards optimizer state along an axis along which "
                         "parameters are replicated, such as zero1 or zero2. Under zero3, stored= encodes what travels.",
                     )
@@ -221,8 +222,8 @@ def _by_pattern(rules: Any) -> Any:
     for rule in found:
         if not _is_rule(rule):
             raise LayoutError(
-                f"plan(): strategy has {rule!r:.80}, expected a Strategy such as zero3('dp'), or P('dp'): one, a tree of "
-                "them, or several by path pattern: {'**': P('dp'), 'layers.*.b': P()}."
+                f"plan(): strategy has {rule!r:.80}, expected a Strategy such as zero3('dp'), or a partition spec such as "
+                "P('dp'). Pass one of these, a tree of these, or a dict by path pattern: {'**': P('dp'), 'layers.*.b': P()}."
             )
     if _is_rule(rules) or (isinstance(rules, Mapping) and all(map(_is_rule, rules.values()))):
         return rules
@@ -297,12 +298,17 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
                 problem(
                     "plan()",
                     f"params[{owner!r}] and params[{path!r}] share storage but are different views of it.",
-                    [(f"{p!r}", f"{tuple(t.shape)}, strides {t.stride()}") for p, t in ((owner, other), (path, leaf))],
+                    [(f"{p!r}", _view_text(t)) for p, t in ((owner, other), (path, leaf))],
                     "Tie leaves by using one tensor at both paths and taking the view in the function, or clone one.",
                 )
             )
         ties[path] = owner
     return ties
+
+
+def _view_text(t: torch.Tensor) -> str:
+    marks = ", conjugated" * t.is_conj() + ", negated" * t.is_neg()
+    return f"{dtype_name(t.dtype)}{list(t.shape)}, strides {t.stride()}{marks}"
 
 
 def _view(t: torch.Tensor) -> tuple[Any, ...]:
@@ -331,6 +337,6 @@ def _check_ties(
                         "plan()",
                         f"tied leaves disagree on {what}.",
                         [(repr(owner), a), (repr(path), b)],
-                        "They are one tensor: give both the same rule.",
+                        "Tied leaves are one tensor: give both paths the same rule.",
                     )
                 )

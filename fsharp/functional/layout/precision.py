@@ -18,32 +18,33 @@ Wire = torch.dtype | Format | None
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Choose dtypes for floating-point parameters, gradients and outputs.
+    """Dtypes and formats of floating-point parameters, gradients, updates and outputs: mixed precision.
 
     Args:
-        compute: the dtype in which parameters are used; ``None`` means the leaf's own. Parameters also rest and travel in
-            ``compute``, unless ``stored`` is given.
-        main: the dtype of the copy that the optimizer updates; ``None`` means the leaf's own. If ``main`` is not ``compute``, a
-            main copy is kept at the optimizer's place, and takes its bytes there.
-        wire: the dtype in which gradients travel; ``None`` means ``compute``'s. The sum over ranks is taken in
-            ``accumulate`` by backends that add on arrival (all but NCCL's own reductions). A format of several planes is
-            encoded from values in ``accumulate``, exchanged, and decoded and summed in ``accumulate`` by all backends. A
-            mapping gives a wire by mesh axis, such as ``{"outer": fs.formats.mxint4}`` for what travels between hosts.
-        accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
-        stored: the format in which trained parameters rest and travel, and from which they are decoded where they are used;
-            ``None`` means not encoded. With a format the optimizer has a main copy.
-        update: the format in which updates of parameters travel from the optimizer's place to where parameters rest, if that
-            is wider, as under ``zero1``, ``zero2`` and ``hfsdp``; ``None`` means that updated parameters travel themselves.
-            With a format the optimizer has a main copy, and sends the difference between this copy and the parameters. All
-            ranks add the decoded difference to the parameters. So parameters differ from main copies by the error of one
-            difference, which does not accumulate. Along axes of one rank nothing is encoded. Not together with ``stored``.
-        output: the dtype to which floating-point outputs of a module are cast; ``None`` leaves them. For
-            :func:`~fsharp.shard_module`.
-        cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if that is given. For
-            :func:`~fsharp.shard_module`.
+        compute: the dtype in which functions use parameters; ``None`` keeps the dtype of the leaf. Parameters also rest and
+            travel in ``compute``, unless ``stored`` is given.
+        main: the dtype of the parameters that the optimizer updates; ``None`` keeps the dtype of the leaf. If ``main`` differs
+            from ``compute``, the optimizer keeps a main copy (master weights), sharded like optimizer state.
+        wire: the dtype or format in which gradients travel; ``None`` means ``compute``. gloo and simulated ranks sum in
+            ``accumulate``, NCCL's own reductions sum in ``wire``. Gradients in a format are encoded from ``accumulate``,
+            exchanged, decoded, and summed in ``accumulate``, over any backend. A mapping chooses by mesh axis:
+            ``{"outer": fs.formats.mxint4}`` for gradients that travel between hosts.
+        accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``.
+        stored: the format in which trained parameters rest and travel; they are decoded where functions use them. ``None``
+            means no encoding. With a format the optimizer keeps a main copy.
+        update: the format in which updates travel from the optimizer to the parameters, under ``zero1``, ``zero2`` and
+            ``hfsdp``: along axes that shard optimizer state but not parameters. ``None`` means that updated parameters travel
+            themselves. With a format the optimizer keeps a main copy, and sends the difference between main copy and
+            parameters. All ranks add the decoded difference to their parameters. So parameters differ from main copies by the
+            error of one difference; errors do not accumulate. Along axes of one rank nothing is encoded. ``update`` and
+            ``stored`` exclude each other.
+        output: the dtype to which floating-point outputs of a module are cast; ``None`` means no cast. For
+            :func:`~fsharp.shard_module` alone.
+        cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if ``compute`` is given. For
+            :func:`~fsharp.shard_module` alone.
 
     Raises:
-        LayoutError: a dtype that is not floating-point, or of 8 bits or less, which needs a scale for each block of values.
+        LayoutError: a dtype is not floating-point, or has 8 bits or less and so needs a scale for each block of values.
     """
 
     compute: torch.dtype | None = None
@@ -104,7 +105,7 @@ class Precision:
 
     @property
     def of_parameters(self) -> "Precision":
-        """The same without what is said of a module's inputs and outputs."""
+        """This precision without ``output`` and ``cast_inputs``, which only modules have."""
         return replace(self, output=None, cast_inputs=True)
 
 
@@ -113,10 +114,10 @@ Precisions = Precision | Mapping[str, Precision]
 
 
 def check_precisions(where: str, precision: Precisions) -> None:
-    """Refuse what is no precision.
+    """Raise an error if a pattern has no Precision.
 
     Raises:
-        OptionError: the pattern, and what it stands for.
+        OptionError: the message names the pattern and its value.
     """
     for pattern, each in precision.items() if isinstance(precision, Mapping) else ():
         if not isinstance(each, Precision):
@@ -125,16 +126,16 @@ def check_precisions(where: str, precision: Precisions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtypes of one group of parameters.
+    """Dtypes and formats of one group of parameters, as a :class:`Precision` resolves them for a leaf's dtype.
 
     Attributes:
-        compute: of parameters in use.
-        main: of the optimizer's copy and its state.
-        wire: the format of gradients in collectives.
-        accumulate: of gradients at rest.
-        format: of parameters at rest and in collectives, if that is not plain ``compute``.
-        wires: pairs of a mesh axis and the format of gradients in collectives along it, where that is not ``wire``.
-        update: of differences between main copies and parameters, if these travel in place of updated parameters.
+        compute: dtype of parameters in use.
+        main: dtype of main copies and optimizer state.
+        wire: format of gradients in collectives.
+        accumulate: dtype of gradients at rest.
+        format: format of parameters at rest and in collectives; None means plain ``compute``.
+        wires: pairs of a mesh axis and the format of gradients along it, for axes with another format than ``wire``.
+        update: format of differences between main copies and parameters; None if updated parameters travel themselves.
     """
 
     compute: torch.dtype
@@ -161,18 +162,18 @@ class Dtypes:
 
     @property
     def block(self) -> int:
-        """Number of values that no rank may have a part of: a multiple of the blocks of all formats."""
+        """Number of values in a block that no rank boundary may cut: a multiple of the blocks of all formats."""
         update = 1 if self.update is None else self.update.block
         return math.lcm(self.stored.block, self.wire.block, update, *[wire.block for _, wire in self.wires])
 
     @property
     def names(self) -> list[str]:
-        """The names of what has to be equal where buffers share a collective."""
+        """Names of dtypes and formats; buffers share a collective only if these names are equal."""
         return self._listed(lambda each: each.name)
 
     @property
     def texts(self) -> list[str]:
-        """The same with the planes and blocks of formats: what ranks compare."""
+        """Names of dtypes and formats, with planes and blocks of the formats: ranks compare these texts."""
         return self._listed(str)
 
     def _listed(self, text: Callable[[Format], str]) -> list[str]:
@@ -185,7 +186,7 @@ class Dtypes:
 
     @property
     def has_main_copy(self) -> bool:
-        """Whether the optimizer keeps a copy of its own."""
+        """Whether the optimizer keeps a main copy."""
         return self.compute != self.main or self.format is not None or self.update is not None
 
 

@@ -20,7 +20,7 @@ PlaceName = str | Place
 
 
 class Context(NamedTuple):
-    """What a Sharded is besides its buffers: static and hashable.
+    """The static, hashable part of a :class:`Sharded`: all but its buffers.
 
     Attributes:
         unit: the layout of the unit.
@@ -40,7 +40,7 @@ class Context(NamedTuple):
 
 
 class LazyBuffers:
-    """Buffers that are on their way, as an engine hands them out: whoever looks at them waits. A base class."""
+    """Buffers that an engine may not have filled yet; reading them waits. A base class."""
 
     raw: tuple[Any, ...]
     """The tensors themselves: to know which they are, not what is in them."""
@@ -50,33 +50,33 @@ class LazyBuffers:
         raise NotImplementedError
 
     def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
-        """Return other tensors with the same memory, which are there when these are."""
+        """Return lazy buffers of other tensors that share the memory of these buffers."""
         raise NotImplementedError
 
 
 class Sharded:
-    """One unit's flat local buffers, in place of its subtree.
+    """A pytree node that takes the place of a unit's subtree, and holds one rank's part of the unit as flat buffers.
 
-    The children of this node are the buffers, so ``tree_map``, ``torch.func`` and elementwise optimizers see a handful
-    of large 1-D tensors; leading dims, as ``vmap`` makes them, are allowed.
+    The buffers are the node's children. So ``tree_map``, ``torch.func`` and elementwise optimizers see a few large 1-D tensors.
+    Buffers may have leading dims, such as a batch dim of ``vmap``.
 
     Args:
-        buffers: one 1-D tensor for each group in ``groups``, ``unit.local_size(group, place)`` elements long; or an engine's.
+        buffers: a 1-D tensor of ``unit.local_size(group, place)`` elements for each group in ``groups``; or an engine's
+            buffers.
         unit: the layout of the unit.
         place: where the buffers rest.
-        groups: indices of the groups they belong to; gradients and optimizer state have trainable ones only.
-        is_gathered: set by ``gather`` to ``"full"``: copies that each rank computes with by itself. A gradient with respect
-            to them is this rank's summand.
-        ledger: set by :func:`~fsharp.value_and_grad`, which knows through it where gradients go.
-        scale: of gradients as ``value_and_grad`` and ``average`` return them: ``"sum"`` or ``"mean"``. What is made of them by
-            other functions has none.
-        tree_name: of which tree the buffers are, for labels of collectives.
+        groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.
+        is_gathered: whether :func:`~fsharp.gather` to ``"full"`` made the buffers. Each rank then computes with its copies
+            alone, so a gradient with respect to the buffers is this rank's summand.
+        ledger: a record of :func:`~fsharp.value_and_grad` of where gradients of the buffers go.
+        scale: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
+        tree_name: which tree the buffers belong to, for labels of collectives.
 
     Attributes:
-        raw_buffers: the buffers without waiting: to know which they are, not what is in them.
-        lazy: the buffers as an engine has handed them out, if it has.
-        is_donated: whether its memory has been given away; such a node is refused.
-        rank: whose buffers they are, as a state dict says it; None elsewhere.
+        raw_buffers: the buffers, possibly not filled yet: to compare identities, not to read values.
+        lazy: buffers that an engine has not filled yet; None if all are filled.
+        is_donated: whether the memory was donated; functions refuse a donated node.
+        rank: rank that holds the buffers, for a node in a state dict; None elsewhere.
     """
 
     __slots__ = (
@@ -122,15 +122,15 @@ class Sharded:
 
     @property
     def buffers(self) -> tuple[Any, ...]:
-        """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
+        """One tensor for each group in :attr:`groups`. Reading this attribute waits until the tensors are filled."""
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
     def values(self, rank: int = 0, *, main: bool = False) -> tuple[Any, ...]:
-        """Return the buffers; those of parameters that are stored in a format, decoded: one number for each element.
+        """Return the buffers with one number for each element: parameters that a format has encoded are decoded.
 
         Args:
-            rank: whose buffers they are. Of full parameters all ranks have the same.
-            main: decode to the dtype of the main copy, from which values can be encoded again without a loss.
+            rank: rank that holds the buffers; for full parameters any rank will do.
+            main: decode to the dtype of main copies, so that encoding the values again gives the same bytes.
         """
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
         if not unit.has_formats:
@@ -139,23 +139,23 @@ class Sharded:
 
     @property
     def is_stored(self) -> bool:
-        """Whether some of its buffers are parameters in a format that is not plain."""
+        """Whether some buffers hold parameters that a format has encoded."""
         rows = zip(self.groups, self.raw_buffers, strict=True)
         return self.unit.has_formats and any(self.unit.groups[g].is_stored(b) for g, b in rows)
 
     def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
-        """Return a node with a ledger, of tensors that have the memory of this one's: whoever reads them waits for these."""
+        """Return a node with a ledger, whose tensors share the memory of this node's buffers; reading them waits for these."""
         held = buffers if self.lazy is None else self.lazy.aliased(buffers)
         return self.with_buffers(held, ledger=ledger)
 
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
-        """Where the gradients of these buffers go, for each trainable group; none outside of a loss, or of other buffers."""
+        """Tensors that collect gradients of the buffers, one for each trainable group; empty outside of a loss."""
         return () if self.ledger is None else self.ledger.sinks(self.raw_buffers)
 
     @property
     def name(self) -> str:
-        """The path of the unit."""
+        """Path of the unit."""
         return self.unit.name
 
     def with_buffers(
@@ -166,7 +166,7 @@ class Sharded:
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
     ) -> "Sharded":
-        """Return a node of the same values, or of some groups of them, in other tensors."""
+        """Return a node with other tensors of the same values, for all groups or some."""
         return Sharded(
             buffers,
             self.unit,
@@ -179,7 +179,7 @@ class Sharded:
         )
 
     def replace(self, buffers: Sequence[Any] | LazyBuffers, place: Place | None = None) -> "Sharded":
-        """Return a node of the same groups with other buffers, perhaps in another place."""
+        """Return a node of the same groups with buffers of new values, in ``place`` or in this node's place."""
         name = self.tree_name
         return Sharded(
             buffers,
@@ -191,11 +191,11 @@ class Sharded:
         )
 
     def drop(self) -> None:
-        """Hold no buffers from here on, so that their memory is free once nobody else does; the node is refused."""
+        """Release the buffers and mark the node as donated: functions refuse it from now on."""
         self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True
 
     def select(self, groups: Sequence[int]) -> "Sharded":
-        """Return a node of the given groups alone, which have to be among this node's."""
+        """Return a node with some of this node's groups."""
         chosen = tuple(groups)
         if chosen == self.groups and self.ledger is None and self.scale is None:
             return self
@@ -204,13 +204,13 @@ class Sharded:
 
     @api_boundary
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
-        """Return the unit's subtree, its leaves views of the buffers. Differentiable.
+        """Return the unit's subtree; leaves are views of the buffers. Differentiable.
 
         Args:
-            ties: full units that hold leaves to which leaves of this one are tied.
+            ties: full units that store leaves to which leaves of this unit are tied.
 
         Raises:
-            TreeError: the buffers are not full, or a tied leaf's unit is missing.
+            TreeError: the buffers are not full, or ``ties`` lacks the unit of a tied leaf.
         """
         owners = {each.name: each for each in ties} | {self.name: self}
         views = {self.name: self._views()}
@@ -236,9 +236,9 @@ class Sharded:
             raise TreeError(
                 problem(
                     "Sharded.tree()",
-                    f"unit {self.name!r} is not whole.",
+                    f"this rank does not hold all of unit {self.unit.shown}.",
                     [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")],
-                    "gather() it first.",
+                    "Call gather() first." if self.groups == self.unit.all_groups else "Add the other groups by merge() first.",
                 )
             )
         views = {}
@@ -255,9 +255,9 @@ class Sharded:
         return views
 
     def local_leaves(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return by path the elements of each leaf that ``rank`` holds, as 1-D views of this rank's buffers.
+        """Return a dict from the path of each leaf to the elements that ``rank`` holds, as 1-D views of the buffers.
 
-        Leaves that it holds nothing of are absent. Cost: none.
+        Leaves without elements on ``rank`` are left out. Cost: none.
         """
         result = {}
         for group, buffer in zip(self.groups, self.values(rank), strict=True):
@@ -267,7 +267,7 @@ class Sharded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers on this rank, padding included."""
+        """Bytes of the buffers on this rank, with padding."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     def __repr__(self) -> str:
@@ -340,7 +340,7 @@ def check_values(where: str, nodes: Sequence[Sharded]) -> None:
     for node in nodes:
         if node.unit.has_formats and node.is_stored:
             raise TreeError(
-                f"{where}: parameters of unit {node.name!r} are stored in a format, and not as values. Pass main copies "
+                f"{where}: parameters of unit {node.unit.shown} are stored in a format, and not as values. Pass main copies "
                 '(state.main), or what gather() brings to "full".'
             )
 
@@ -369,14 +369,14 @@ def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
     for node in nodes:
         if any(buffer.numel() and buffer.data_ptr() in _LENT for buffer in node.buffers):
             raise TreeError(
-                f"{where}: arrays of JAX have the memory of unit {node.name!r}, which JAX takes for constant. Leave out "
+                f"{where}: arrays of JAX have the memory of unit {node.unit.shown}, which JAX takes for constant. Leave out "
                 "donate=True, let go of those arrays, or convert a copy: optree.tree_map(torch.clone, tree)."
             )
 
 
 @api_boundary
 def tree_nbytes(tree: Any) -> int:
-    """Return the bytes of all tensors in a tree, for example of a :class:`~fsharp.TrainState`: what this rank holds at rest."""
+    """Return the bytes of all tensors in a tree on this rank; the tree may be a :class:`~fsharp.TrainState`."""
     leaves = optree.tree_leaves(tree)
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -386,7 +386,7 @@ is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 
 
 def units_of(tree: Any) -> list[Sharded]:
-    """Return all :class:`Sharded` in a tree, in tree order."""
+    """Return a list of all :class:`Sharded` nodes in a tree, in tree order."""
     try:
         return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
     except Exception as error:
@@ -400,7 +400,7 @@ def units_by_name(tree: Any) -> dict[str, Sharded]:
 
 
 def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
-    """Refuse nodes whose memory has been given away.
+    """Raise an error if a node was donated.
 
     Raises:
         TreeError: names the unit.
@@ -408,20 +408,20 @@ def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
     for node in nodes:
         if node.is_donated:
             raise TreeError(
-                f"{where}: unit {node.name!r} belongs to a donated state (donate=True), whose memory the new state uses. Use "
-                "the state that was returned, or leave out donate=True."
+                f"{where}: unit {node.unit.shown} belongs to a donated state (donate=True), whose memory the new state uses. "
+                "Use the state that was returned, or leave out donate=True."
             )
 
 
 def donate_nodes(tree: Any, new: Any = ()) -> None:
-    """Refuse the nodes of a tree from here on, but those that are in ``new`` as well: others may have their buffers."""
+    """Mark the nodes of a tree as donated, except for nodes that are also in ``new``."""
     kept = set(map(id, units_of(new)))
     for node in units_of(tree):
         node.is_donated = id(node) not in kept
 
 
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return ``tree`` with ``fn`` of every :class:`Sharded` in it, and of those in the same position of ``rest``."""
+    """Return ``tree`` with ``fn(node, *others)`` in place of each :class:`Sharded`; ``others`` are its partners in ``rest``."""
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
     except Exception as error:
@@ -441,28 +441,33 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
         return getattr(unit.strategy, place)  # type: ignore[no-any-return]
     order, full = unit.strategy.order, unit.strategy.full
     if place.order != order or place.sharded != order[: len(place.sharded)] or place.varying != full.varying:
-        raise LayoutError(
-            problem("place", f"{place!r} is not one of unit {unit.name!r}.", [("order of axes", ", ".join(order))])
-        )
+        facts = [
+            ("axes of the strategy", ", ".join(order)),
+            ("its places", f"{unit.strategy.params!r}, {unit.strategy.optim!r}"),
+        ]
+        what = f"{place!r} does not belong to the strategy of unit {unit.shown}: other axes, another order, or a gap in them."
+        raise LayoutError(problem("place", what, facts, "Shard along the first axes of the strategy, in its order."))
     if not set(place.sharded) <= set(unit.strategy.optim.sharded):
         raise LayoutError(
-            f"{place!r} cuts unit {unit.name!r} finer than its layout, which divides it over "
-            f"{list(unit.strategy.optim.sharded)}."
+            f"{place!r} shards unit {unit.shown} along {list(place.sharded)}, and its layout along "
+            f"{list(unit.strategy.optim.sharded)} alone. Plan with a strategy that shards optimizer state along all these axes."
         )
     return place
 
 
 def not_sharded(where: str, leaf: Any) -> TreeError:
     """Return the error of a leaf that is no unit, in a tree of units."""
-    return TreeError(f"{where}: expected a tree of Sharded, got {leaf!r:.80}, a {type(leaf).__name__}: shard() the tree first.")
+    return TreeError(
+        f"{where}: expected a tree of Sharded, got the leaf {leaf!r:.80}, a {type(leaf).__name__}. Call shard() first."
+    )
 
 
 @api_boundary
 def trainable(tree: Any) -> Any:
-    """Return every unit's trainable groups: the part of the parameters that has gradients and optimizer state.
+    """Return a tree of parameters without frozen groups: the groups with gradients and optimizer state.
 
     Raises:
-        TreeError: a leaf that is not a :class:`Sharded`.
+        TreeError: a leaf is not a :class:`Sharded`.
     """
 
     def one(node: Sharded) -> Sharded:
@@ -476,10 +481,10 @@ def trainable(tree: Any) -> Any:
 
 @api_boundary
 def merge(tree: Any, part: Any) -> Any:
-    """Return ``tree`` with the groups that ``part`` has, in place of its own: the inverse of :func:`trainable`.
+    """Return ``tree`` with the groups in ``part`` replaced by those of ``part``: the inverse of :func:`trainable`.
 
     Raises:
-        TreeError: a leaf of either tree that is not a :class:`Sharded`.
+        TreeError: a leaf of one of the trees is not a :class:`Sharded`.
     """
 
     def one(whole: Sharded, new: Sharded) -> Sharded:

@@ -22,7 +22,7 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "params") -> Any:
-    """Return the part of a tree that ``rank`` holds: pure slicing, no other rank needed.
+    """Return the shards of ``rank``, sliced out of a whole tree. No collective.
 
     >>> import fsharp as fs
     >>> tree = {"w": torch.arange(6.).view(2, 3), "b": torch.ones(1)}
@@ -35,17 +35,17 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
             [3., 4., 5.]])
 
     Args:
-        params: a tree like the one that was planned: same paths, shapes, dtypes and ties.
-        layout: where it rests.
-        rank: whose part.
-        place: ``"params"`` gives parameters in their compute dtype; ``"optim"`` the main copy in its own dtype, of
-            trainable groups and frozen ones alike.
+        params: a tree of tensors with the paths, shapes, dtypes and ties of the tree that was planned.
+        layout: the layout of the tree.
+        rank: the rank whose shards to return.
+        place: ``"params"`` returns parameters in their ``compute`` dtype; ``"optim"`` returns parameters in their ``main``
+            dtype, sharded like optimizer state, as :func:`~fsharp.init_state` needs them.
 
     Returns:
-        The tree with a :class:`Sharded` for each unit. Buffers are new; padding is zero.
+        The tree with a :class:`Sharded` in place of each unit. Buffers are new tensors; padding is zero.
 
     Raises:
-        TreeError: a tree that is not the planned one; every difference is named.
+        TreeError: the tree differs from the tree that was planned; the message lists the differences.
     """
     check_tree("shard()", params, layout)
     sections = cut_at(params, frozenset(unit.name for unit in layout.units))
@@ -62,7 +62,7 @@ def build(
     """Return a unit's buffers on one rank, made of one leaf at a time, and only of leaves that this rank holds a part of."""
     if unit.has_leaf_formats and not main:
         raise TreeError(
-            f"shard(): unit {unit.name!r} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
+            f"shard(): unit {unit.shown} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
             "copies with place='optim', and the state of them with init_state()."
         )
     buffers = []
@@ -75,7 +75,7 @@ def build(
                 buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=value.device)
             if value.device != buffer.device:
                 raise TreeError(
-                    f"shard(): {unit.full_path(span.leaf)!r} is on {value.device}, other leaves of unit {unit.name!r} "
+                    f"shard(): {unit.full_path(span.leaf)!r} is on {value.device}, other leaves of unit {unit.shown} "
                     f"on {buffer.device}: move them to one device."
                 )
             buffer[span.start : span.stop] = value.detach().reshape(-1)[span.first : span.last]
@@ -89,14 +89,14 @@ def build(
 
 @options_checked
 def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
-    """Return the user's tree from all ranks' trees of :class:`Sharded`, in order of rank: the inverse of :func:`shard_for`.
+    """Return the whole tree, put together from the shards of all ranks: the inverse of :func:`shard_for`. No collective.
 
     Args:
-        shards: one tree for each rank.
-        rank: whose tree; the same for all but where units vary along an axis.
+        shards: the trees of :class:`Sharded` of all ranks, in order of rank.
+        rank: the rank whose tree to return, if units vary along an axis; otherwise all ranks have the same tree.
 
     Raises:
-        TreeError: trees of another number of ranks, of different layouts, or that rest partial.
+        TreeError: there is not one tree for each rank, trees have different layouts, or a unit is a partial sum.
     """
     trees = list(shards)
     if not trees:
@@ -104,14 +104,17 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
     per_rank = [units_of(tree) for tree in trees]
     for r, nodes in enumerate(per_rank):
         if [flatten_node(node)[1] for node in nodes] != [flatten_node(node)[1] for node in per_rank[0]]:
-            raise TreeError(f"unshard(): the tree of rank {r} has another layout or place than that of rank 0.")
+            raise TreeError(
+                f"unshard(): the tree of rank {r} has another layout or place than the tree of rank 0. Pass what "
+                "shard_for() returned for all ranks, with one layout and one place."
+            )
     whole = []
     for parts in zip(*per_rank, strict=True):
         unit, place, mesh = parts[0].unit, parts[0].place, parts[0].unit.mesh
         if len(trees) != mesh.size:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
         if place.partial:
-            raise TreeError(f"unshard(): unit {unit.name!r} rests partial ({place}); reduce_scatter() it first.")
+            raise TreeError(f"unshard(): unit {unit.shown} rests partial ({place}): sum it by reduce_scatter() first.")
         own = mesh.index_along(place.varying, rank)
         alike = [r for r in range(mesh.size) if mesh.index_along(place.varying, r) == own]
         holders = {mesh.index_along(place.sharded, r): parts[r] for r in reversed(alike)}
@@ -162,7 +165,10 @@ def check_tree(where: str, params: Any, layout: Layout) -> None:
         )
     structure = optree.tree_unflatten(layout.spec, [optree.tree_unflatten(u.spec, [0] * len(u.leaves)) for u in layout.units])
     if optree.tree_structure(structure) != optree.tree_structure(params):
-        raise TreeError(f"{where}: the tree's containers are not those planned: {optree.tree_structure(params)}.")
+        raise TreeError(
+            f"{where}: the tree has other containers than the planned tree: got {optree.tree_structure(params)}, expected "
+            f"{optree.tree_structure(structure)}."
+        )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -31,13 +31,13 @@ class Leaf:
     """One leaf of the user's tree.
 
     Attributes:
-        path: key path within its unit, ``""`` if the unit is the leaf.
+        path: key path of the leaf within its unit; ``""`` if the unit is a single leaf.
         shape: sizes of the dims.
-        dtype: the dtype that the user's leaf had.
-        atom: what must not be cut.
-        group: index of the group whose buffer holds it, -1 for a tied leaf.
-        offset: its first element in that buffer.
-        tied_to: ``(unit, path)`` of the leaf that holds its storage, or None.
+        dtype: dtype of the leaf in the user's tree.
+        atom: the run of elements that no rank boundary cuts.
+        group: index of the group whose buffer stores the leaf; -1 for a leaf that is tied to another one.
+        offset: index of the leaf's first element in the buffer.
+        tied_to: ``(unit, path)`` of the leaf that stores the values of a tied leaf; None for a leaf with its own storage.
     """
 
     path: str
@@ -50,21 +50,21 @@ class Leaf:
 
     @property
     def numel(self) -> int:
-        """Number of elements, the product of its sizes."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One flat buffer of a unit.
+    """Leaves of a unit that share one flat buffer.
 
     Attributes:
-        dtypes: of parameters, main copy and gradients.
-        trainable: whether it has gradients and optimizer state.
-        label: what :func:`~fsharp.optim.partition` selects by.
-        num_parts: ranks among which the optimizer's place divides it.
-        capacity: elements in one part.
-        used: elements that belong to leaves; the rest is padding.
+        dtypes: dtypes of parameters, main copies and gradients.
+        trainable: whether the leaves have gradients and optimizer state.
+        label: label by which :func:`~fsharp.optim.partition` selects an optimizer.
+        num_parts: number of equal parts of the buffer; in the optimizer's place each rank holds one part.
+        capacity: number of elements in one part.
+        used: number of elements that belong to leaves; the rest of the buffer is padding.
     """
 
     dtypes: Dtypes
@@ -76,21 +76,21 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Elements in the whole buffer."""
+        """Number of elements in the whole buffer, with padding."""
         return self.num_parts * self.capacity
 
     def is_stored(self, buffer: torch.Tensor) -> bool:
-        """Return whether a buffer has parameters in a format that is not plain."""
+        """Return whether a buffer holds parameters that a format has encoded."""
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
 
     def store(self, values: torch.Tensor, facts: Facts) -> torch.Tensor:
-        """Return values of whole parts as they are stored at rest. A format that is not plain gets them in the main dtype."""
+        """Return the stored form of the values of whole parts. A format encodes values in the main dtype."""
         values = values if self.dtypes.format is None else values.to(self.dtypes.main)
         return self.dtypes.stored.store(values, self.capacity, facts)
 
 
 class Span(NamedTuple):
-    """The part of one leaf that lies in one rank's buffer: ``buffer[start:stop]`` is ``leaf.flatten()[first:last]``."""
+    """The elements of a leaf in one rank's buffer: ``buffer[start:stop]`` holds ``leaf.flatten()[first:last]``."""
 
     leaf: Leaf
     start: int
@@ -105,11 +105,11 @@ class UnitLayout:
 
     Attributes:
         name: path of the unit in the user's tree.
-        mesh: the mesh it is laid out on.
-        strategy: where its state rests.
-        leaves: in tree order.
-        groups: its flat buffers.
-        spec: structure of its subtree.
+        mesh: the mesh.
+        strategy: where parameters, gradients and optimizer state of the unit rest.
+        leaves: leaves of the unit, in tree order.
+        groups: groups of leaves, each with one flat buffer.
+        spec: structure of the unit's subtree.
     """
 
     name: str
@@ -139,6 +139,11 @@ class UnitLayout:
     def _key(self) -> tuple[Any, ...]:
         return (self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec)
 
+    @property
+    def shown(self) -> str:
+        """The name of the unit for an error; ``(root)`` if the whole tree is one unit."""
+        return repr(self.name) if self.name else "(root)"
+
     @cached_property
     def trainable(self) -> tuple[int, ...]:
         """Indices of the groups that have gradients."""
@@ -146,17 +151,17 @@ class UnitLayout:
 
     @cached_property
     def with_main_copy(self) -> tuple[int, ...]:
-        """Indices of the groups that have gradients, and a main copy in another dtype than the parameters."""
+        """Indices of the trainable groups that have a main copy."""
         return tuple(i for i in self.trainable if self.groups[i].dtypes.has_main_copy)
 
     @cached_property
     def gradient_sizes(self) -> tuple[int, ...]:
-        """For each group that has gradients, the elements of its gradient that a rank holds between microbatches."""
+        """Number of elements of each trainable group's gradient that one rank holds between microbatches."""
         return tuple(self.local_size(i, self.strategy.grads) for i in self.trainable)
 
     @cached_property
     def has_formats(self) -> bool:
-        """Whether parameters of some group are stored in a format that is not plain."""
+        """Whether some group stores parameters in a format."""
         return any(group.dtypes.format is not None for group in self.groups)
 
     @cached_property
@@ -173,7 +178,7 @@ class UnitLayout:
 
     @cached_property
     def varying(self) -> tuple[str, ...]:
-        """Axes along which every rank has values of its own."""
+        """Axes along which every rank holds different parameters."""
         return self.strategy.full.varying
 
     @cached_property
@@ -183,24 +188,24 @@ class UnitLayout:
 
     @cached_property
     def tied_units(self) -> frozenset[str]:
-        """Names of other units to whose leaves leaves of this one are tied."""
+        """Names of the other units that store tied leaves of this unit."""
         return frozenset(leaf.tied_to[0] for leaf in self.leaves if leaf.tied_to is not None) - {self.name}
 
     def local_size(self, group: int, place: Place) -> int:
-        """Return the elements of a group that one rank holds in ``place``."""
+        """Return the number of elements of a group that one rank holds in ``place``."""
         return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded)
 
     def stored_size(self, group: int, place: Place) -> int:
-        """Return numbers in the buffer in which one rank holds a group's parameters in ``place``."""
+        """Return the length of the buffer in which one rank stores a group's parameters in ``place``."""
         return self.travelling_size(group, place) + self.scales_size(group)
 
     def travelling_size(self, group: int, place: Place) -> int:
-        """Return numbers of that buffer that a gather sends: all but the scales of leaves, which every rank has."""
+        """Return the length of the part of this buffer that a gather sends: all but the scales of whole leaves."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored.size(capacity) if capacity else 0
 
     def travelling_nbytes(self, group: int, place: Place) -> int:
-        """Return the bytes of what a gather sends."""
+        """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
         return self.travelling_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
 
     def stored_nbytes(self, group: int, place: Place) -> int:
@@ -209,12 +214,12 @@ class UnitLayout:
 
     @cached_property
     def update_axes(self) -> tuple[str, ...]:
-        """Axes along which updated parameters are gathered, in order of the gathers, to bring them to where they rest."""
+        """Axes along which updated parameters are gathered, in the order of the gathers."""
         params, optim = self.strategy.params, self.strategy.optim
         return tuple([a for a in reversed(self.strategy.order) if optim[a] is Shard and params[a] is Replicate])
 
     def update_format(self, group: int) -> Format | None:
-        """The format in which differences of a group's parameters travel; None if parameters do themselves, or nothing does."""
+        """Return the format in which a group's updates travel; None if parameters travel themselves, or nothing travels."""
         return self.groups[group].dtypes.update if self._is_update_sent else None
 
     @cached_property
@@ -222,7 +227,7 @@ class UnitLayout:
         return any(self.mesh.axis_size(axis) > 1 for axis in self.update_axes)
 
     def update_nbytes(self, group: int) -> int:
-        """Bytes of what a rank has of a group, and sends, when updated parameters are gathered."""
+        """Return the bytes of one rank's part of a group that travels when updated parameters are gathered."""
         form = self.update_format(group)
         if form is None:
             return self.travelling_nbytes(group, self.strategy.optim)
@@ -355,19 +360,19 @@ class UnitLayout:
         return out
 
     def facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
-        """Return what errors say of a group whose values are encoded or decoded."""
+        """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
         leaves = [self.full_path(leaf) for leaf in self.leaves_of(group)]
         along = (
             ("gradients", f"along axis {axis!r}") if axis else ("parameters", f"over axes {some_of(self.strategy.optim.order)}")
         )
-        return [("unit", repr(self.name)), ("leaves", some_of(leaves)), along]
+        return [("unit", self.shown), ("leaves", some_of(leaves)), along]
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """Return the first element of the group's buffer that ``rank`` holds in ``place``."""
         return self.mesh.index_along(place.sharded, rank) * self.local_size(group, place)
 
     def spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
-        """Yield what ``rank`` holds of each leaf of a group in ``place``, in order of the buffer."""
+        """Yield a :class:`Span` for each leaf of a group that ``rank`` holds a part of in ``place``, in order of the buffer."""
         start, size = self.local_start(group, place, rank), self.local_size(group, place)
         for leaf in self.leaves_of(group):
             low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
@@ -385,7 +390,7 @@ class UnitLayout:
         return all(self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded + place.varying)
 
     def leaves_of(self, group: int) -> tuple[Leaf, ...]:
-        """Return the leaves stored in a group's buffer, in order of offset; empty leaves lead."""
+        """Return the leaves in a group's buffer, in order of offset; leaves without elements come first."""
         return self._stored[group]
 
     @cached_property
@@ -394,7 +399,7 @@ class UnitLayout:
         return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
 
     def stored_path(self, leaf: Leaf) -> str:
-        """Return the path in the user's tree of the leaf that stores ``leaf``: ``leaf`` itself, or the leaf it is tied to."""
+        """Return the path in the user's tree of ``leaf``, or of the leaf to which ``leaf`` is tied."""
         return self.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
 
     def full_path(self, leaf: Leaf) -> str:

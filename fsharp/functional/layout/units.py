@@ -41,7 +41,7 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
         is_path = is_literal(pattern) and pattern in around
         hits = [pattern] if is_path else [path for path in around if matches(pattern, path)]
         if not hits:
-            raise nothing_matches("units", pattern, paths)
+            raise nothing_matches("plan(units=...)", pattern, paths)
         for hit in hits:
             if hit in matched:
                 raise _overlap((matched[hit], hit), (pattern, hit))
@@ -91,9 +91,9 @@ def cut_at(tree: Any, names: frozenset[str]) -> UnitPartition:
 def _overlap(first: tuple[str, str], second: tuple[str, str]) -> PatternError:
     return PatternError(
         problem(
-            "units",
-            "two patterns overlap: a parameter belongs to one unit only.",
+            "plan(units=...)",
+            "two patterns overlap, and a parameter can be in one unit only.",
             [(f"{pattern!r}", f"matches {path or 'the root'!r}") for pattern, path in (first, second)],
-            "Keep the outer or the inner one.",
+            "Keep the pattern of the outer unit, or that of the inner one.",
         )
     )

@@ -1,4 +1,4 @@
-"""Transform: the (init, update) pair, what it may know of the ranks, and how pairs are chained.
+"""Transform: an (init, update) pair that knows the ranks; and chains of pairs.
 
 A pair is all that :func:`~fsharp.update` asks for, so optimizers of other libraries work as they are. They see a tree whose
 leaves are flat shards, which is the same to an elementwise rule; others are refused when their state is made. A
@@ -27,21 +27,24 @@ from fsharp.tracebacks import api_boundary
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """A gradient transformation.
+    """A gradient transformation (an optimizer or a part of one) as pure functions that know the ranks.
 
-    All trees it sees are of trainable groups at the optimizer's place: gradients in the accumulation dtype, parameters in the
-    main dtype. Functions that do not name ``comm`` or an extra argument are called without it.
+    All trees hold trainable groups in the place of optimizer state. Gradients have the ``accumulate`` dtype, parameters the
+    ``main`` dtype. A function that has no argument ``comm``, or lacks an extra argument, is called without it.
 
     Attributes:
-        init: ``init(params, comm=...) -> state``.
-        update: ``update(grads, state, params, comm=..., **extra) -> (updates, state)``: updates are added to the parameters.
-        config: what ranks have to agree on, by name.
-        apply: ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)``: new parameters in one go, for
-            rules that have a fused kernel; ``donate`` allows to overwrite the old ones. None adds the updates.
-        name: by which its state is told from that of another one; one without a name takes any.
-        extra: names of the extra arguments, such as ``value``, the loss, that ``update`` and ``apply`` use; None for any, and
-            :func:`~fsharp.update` refuses others. Signatures say these names, unless one of the two takes ``**extra``: pass the
-            ``extra`` of an inner transformation then.
+        init: function ``init(params, comm=...) -> state``.
+        update: function ``update(grads, state, params, comm=..., **extra) -> (updates, state)``. Updates are added to
+            parameters.
+        config: settings that have to be equal on all ranks, by name.
+        apply: function ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)`` that returns new
+            parameters, for optimizers with a fused kernel. With ``donate`` it may overwrite its arguments. None means that
+            updates are added.
+        name: name of the transformation. :func:`~fsharp.update` refuses state of a transformation with another name. An empty
+            name takes any state.
+        extra: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss. :func:`~fsharp.update`
+            refuses others. None reads the names from the signatures; a signature with ``**extra`` takes any. A wrapper with
+            ``**extra`` passes the ``extra`` of its inner transformation.
     """
 
     init: Callable[..., Any]
@@ -127,7 +130,7 @@ def as_transform(tx: Any) -> Transform:
     if init is None and isinstance(tx, tuple) and len(tx) == 2:
         init, update = tx
     if not (callable(init) and callable(update)):
-        raise TreeError(f"expected an (init, update) pair, got {tx!r:.80}.")
+        raise TreeError(f"expected an (init, update) pair such as fs.optim.adamw(1e-3), got {tx!r:.80}.")
     keywords = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
     pure = {"inplace": False} if "inplace" in keywords else {}
     known = _with_what_it_names(update)
@@ -228,14 +231,14 @@ def add_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
 
 @api_boundary
 def chain(*transforms: Any) -> Transform:
-    """Apply one transformation after another: each gets the updates of the one before as its gradients.
+    """Return a transformation that applies several in order: each one gets the updates of the previous one as its gradients.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
     """
     txs = tuple(map(as_transform, transforms))
     if not txs:
-        raise TreeError("chain(): no transformation.")
+        raise TreeError("chain(): got no transformation, expected at least one.")
 
     def init(params: Any, /, *, comm: Comm | None = None) -> Any:
         return tuple(tx.init(params, comm=comm) for tx in txs)
@@ -292,7 +295,11 @@ def per_leaf(
 def check_gradients(where: str, grads: Any, params: Any) -> None:
     """Refuse gradients whose units, places, groups, sizes or dtypes are not those of the parameters; names the first."""
     if optree.tree_structure(grads, is_leaf=is_sharded) != optree.tree_structure(params, is_leaf=is_sharded):
-        raise TreeError(f"{where}: gradients and parameters are trees of different structure.")
+        raise TreeError(
+            f"{where}: gradients and parameters are trees of different structure. Pass the gradients that "
+            "value_and_grad() returned for these parameters, through reduce_scatter() and average()."
+        )
+
     for g, p in zip(units_of(grads), units_of(params), strict=True):
         check_shared(where, g)
         for what, got, expected in _differences(g, p):
@@ -301,7 +308,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
                     where,
                     f"gradients of unit {g.name!r} do not fit its parameters.",
                     [("differs", what), ("got", got), ("expected", expected)],
-                    "Pass what value_and_grad() returned, through reduce_scatter(grads, comm=comm).",
+                    "Pass the gradients that value_and_grad() returned, through reduce_scatter() and average().",
                 )
             )
 
@@ -309,7 +316,11 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
 def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
     """Yield what of a unit's gradients is not as its parameters are, what it is, and what is expected; the first one counts."""
     if g.unit is not p.unit and g.unit != p.unit:
-        yield "layout of unit", g.name, p.name
+        yield (
+            "layout of unit",
+            f"{g.name!r} under {g.unit.strategy}",
+            f"{p.name!r} under {p.unit.strategy}, from another plan()",
+        )
     if g.place is not p.place and g.place != p.place:
         yield "place", g.place, p.place
     if g.groups != p.groups:
@@ -326,6 +337,6 @@ def check_shared(where: str, grads: Sharded) -> None:
     """Refuse gradients with respect to gathered parameters: ranks have not summed them, though their place does not say so."""
     if grads.is_gathered:
         raise TreeError(
-            f"{where}: the gradient of unit {grads.name!r} is this rank's part of it: it was taken with respect to gathered "
-            "parameters. reduce_scatter() it, or differentiate with respect to parameters at rest."
+            f"{where}: the gradient of unit {grads.unit.shown} is this rank's summand, as it is with respect to "
+            "gathered parameters. Sum it by reduce_scatter(), or differentiate with respect to parameters at rest."
         )

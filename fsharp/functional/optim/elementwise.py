@@ -22,16 +22,16 @@ from fsharp.functional.optim.base import Transform, config_of, per_leaf
 from fsharp.type_checks import options_checked
 
 ScalarOrSchedule = float | Callable[[int], float]
-"""A number, or a function of the number of updates made so far."""
+"""A number, or a function from the number of updates so far to a number."""
 PerPath = float | Mapping[str, float] | Callable[[str], float]
-"""A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
+"""A number; numbers by path pattern, of which the last match counts; or a function from a leaf's path to a number."""
 
 _shape_of = attrgetter("shape")
 _VECTOR_NBYTES = 128  # two of the widest SIMD registers, which torch's loops take at once; a multiple of all narrower ones
 
 
 class AdamState(NamedTuple):
-    """State of :func:`adam`, :func:`adamw` and :func:`~fsharp.optim.scale_by_adam`: updates made, first and second moments."""
+    """State of :func:`adam`, :func:`adamw` and :func:`~fsharp.optim.scale_by_adam`: number of updates, and both moments."""
 
     count: int | torch.Tensor  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any
@@ -39,7 +39,7 @@ class AdamState(NamedTuple):
 
 
 class MomentumState(NamedTuple):
-    """State of :func:`sgd`, :func:`lion` and :func:`~fsharp.optim.muon`: updates made, and the momentum, or None without."""
+    """State of :func:`sgd`, :func:`lion` and :func:`~fsharp.optim.muon`: number of updates, and the momentum or None."""
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any
@@ -64,15 +64,15 @@ def adam(
     lr_scale: PerPath = 1.0,
     capturable: bool = False,
 ) -> Transform:
-    """Adam without weight decay: :func:`adamw` with its other arguments, and its state.
+    """Return the Adam optimizer: :func:`adamw` without weight decay.
 
     Args:
         learning_rate: a number, or a schedule.
         b1: decay of the first moment.
         b2: decay of the second moment.
-        eps: added to the root.
-        lr_scale: factor on the learning rate, per path.
-        capturable: as of :func:`adamw`.
+        eps: number that is added to the square root.
+        lr_scale: factor of the learning rate, per path.
+        capturable: as for :func:`adamw`.
     """
     return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, lr_scale=lr_scale, capturable=capturable)
 
@@ -88,7 +88,7 @@ def adamw(
     lr_scale: PerPath = 1.0,
     capturable: bool = False,
 ) -> Transform:
-    """Adam with decoupled weight decay.
+    """Return the AdamW optimizer: Adam with decoupled weight decay.
 
     ``p <- p - lr * (wd * p + m' / (sqrt(v') + eps))`` with bias-corrected moments ``m'``, ``v'`` of the gradient.
 
@@ -96,20 +96,20 @@ def adamw(
         learning_rate: a number, or a schedule.
         b1: decay of the first moment.
         b2: decay of the second moment.
-        eps: added to the root.
-        weight_decay: per path, for example ``{"**": 0.1, "**.bias": 0.0}``: what optax has ``mask`` for. A function is one of
-            the path, not a schedule. ``torch.optim.AdamW`` has 0.01 by default.
-        lr_scale: factor on the learning rate, per path.
-        capturable: keep the count in a float32 scalar where the parameters are, so that a CUDA graph of a step counts on. A
-            schedule is then called with that tensor, which the schedules of ``fs.optim`` take and those of optax refuse.
+        eps: number that is added to the square root.
+        weight_decay: weight decay per path, for example ``{"**": 0.1, "**.bias": 0.0}``, in place of optax's ``mask``. A
+            function gets the path of a leaf, not a step count. The default of ``torch.optim.AdamW`` is 0.01.
+        lr_scale: factor of the learning rate, per path.
+        capturable: keep the step count in a float32 tensor on the parameters' device, for CUDA graphs. A schedule is then
+            called with this tensor: schedules of ``fs.optim`` take tensors, those of optax do not.
 
     Returns:
-        A transform with :class:`AdamState`. State: two buffers at the optimizer's place.
+        A transformation with :class:`AdamState`. Memory: two values of state for each parameter, sharded as optimizer state.
 
-    ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax are not here: ``fs.optim.from_optax(optax.adamw(...))`` has them.
+    For ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax use ``fs.optim.from_optax(optax.adamw(...))``.
 
-    Source: Loshchilov and Hutter, arXiv 1711.05101; the kernel is torch's fused one, so one rank gets the same bits as
-    from ``torch.optim.AdamW(fused=True)`` up to its treatment of tails. Names and defaults are those of ``optax.adamw``.
+    Source: Loshchilov and Hutter, arXiv 1711.05101. The kernel is torch's fused one: except for elements at the end of a
+    tensor, one rank gets the bits of ``torch.optim.AdamW(fused=True)``. Names and defaults are those of ``optax.adamw``.
     """
 
     def init(params: Any, /) -> AdamState:
@@ -151,21 +151,21 @@ def sgd(
     weight_decay: PerPath = 0.0,
     lr_scale: PerPath = 1.0,
 ) -> Transform:
-    """Stochastic gradient descent with momentum and L2 weight decay.
+    """Return stochastic gradient descent with momentum and L2 weight decay.
 
     ``m <- momentum * m + g + wd * p``, ``p <- p - lr * m``; as ``torch.optim.SGD`` without dampening.
 
     Args:
         learning_rate: a number, or a schedule.
-        momentum: decay of the momentum; None keeps no state.
-        nesterov: look ahead.
-        weight_decay: per path, added to the gradients; ``optax.sgd`` has none. A function is one of the path.
-        lr_scale: factor on the learning rate, per path.
+        momentum: decay of the momentum; None means no momentum and no state.
+        nesterov: use Nesterov momentum.
+        weight_decay: weight decay per path, added to gradients; ``optax.sgd`` has none. A function gets the path of a leaf.
+        lr_scale: factor of the learning rate, per path.
 
     Returns:
-        A transform with :class:`MomentumState`. State: one buffer at the optimizer's place, with momentum.
+        A transformation with :class:`MomentumState`. Memory: with momentum one value of state for each parameter.
 
-    ``accumulator_dtype`` of optax is not here: ``fs.optim.from_optax(optax.sgd(...))`` has it.
+    For ``accumulator_dtype`` of optax use ``fs.optim.from_optax(optax.sgd(...))``.
     """
 
     def init(params: Any, /) -> MomentumState:
@@ -215,21 +215,21 @@ def lion(
     weight_decay: PerPath = 1e-3,
     lr_scale: PerPath = 1.0,
 ) -> Transform:
-    """Sign of an interpolated momentum, with decoupled weight decay.
+    """Return the Lion optimizer: the sign of an interpolated momentum, with decoupled weight decay.
 
     ``p <- p - lr * (sign(b1 * m + (1 - b1) * g) + wd * p)``, then ``m <- b2 * m + (1 - b2) * g``.
 
     Args:
         learning_rate: a number, or a schedule.
-        b1: interpolation for the sign.
+        b1: weight of the momentum in the sign.
         b2: decay of the momentum.
-        weight_decay: per path. A function is one of the path, not a schedule.
-        lr_scale: factor on the learning rate, per path.
+        weight_decay: weight decay per path. A function gets the path of a leaf, not a step count.
+        lr_scale: factor of the learning rate, per path.
 
     Returns:
-        A transform with :class:`MomentumState`. State: one buffer at the optimizer's place.
+        A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
-    ``mu_dtype`` of optax is not here: ``fs.optim.from_optax(optax.lion(...))`` has it.
+    For ``mu_dtype`` of optax use ``fs.optim.from_optax(optax.lion(...))``.
 
     Source: Chen et al., arXiv 2302.06675, algorithm 2. Names and defaults are those of ``optax.lion``.
     """

@@ -19,7 +19,7 @@ class CheckedState(NamedTuple):
     """State of :func:`check_elementwise`.
 
     Attributes:
-        num_checked: updates that were compared.
+        num_checked: number of updates that were compared.
         inner_state: state of the wrapped pair.
     """
 
@@ -29,10 +29,11 @@ class CheckedState(NamedTuple):
 
 @options_checked
 def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
-    """Compare the first updates of an ``(init, update)`` pair on shards with its updates of whole leaves.
+    """Wrap an ``(init, update)`` pair, and compare its first updates of shards with its updates of whole leaves.
 
-    A pair of another library is tried on small tensors when its state is made. This trial does not see what the pair does only
-    at larger sizes. ``check_elementwise`` gathers leaves, gradients and state in the first steps, and updates them as well.
+    ``init_state`` tries a pair of another library on small tensors. This trial does not see how the pair treats large tensors.
+    In the first ``steps`` updates the wrapper also gathers whole leaves, gradients and state, updates them, and compares the
+    results.
 
     >>> import torch, fsharp as fs
     >>> def init(params):
@@ -42,15 +43,15 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
     >>> tx = fs.optim.check_elementwise((init, update), steps=2)
 
     Args:
-        inner: the pair. A :class:`Transform`, which knows of ranks, is refused.
+        inner: the pair. A :class:`Transform` is an error, as it knows the ranks already.
         steps: number of updates to compare.
 
     Raises:
         OptionError: ``inner`` is a Transform, or ``steps`` is no int.
-        TreeError: from an update, on all ranks: the two updates differ; names the leaf whose update or state does.
+        TreeError: in an update, on all ranks: the two results differ. The message names the leaf.
 
-    Cost: in the first ``steps`` updates, a gather of gradients, parameters and state, all of which each rank then holds whole.
-    Later updates cost nothing more.
+    Cost: in the first ``steps`` updates each rank gathers and holds whole gradients, parameters and state. Later updates cost
+    nothing extra.
     """
     if isinstance(inner, Transform):
         raise OptionError("check_elementwise(): inner is a Transform, which knows of ranks: pass (init, update) pairs alone.")

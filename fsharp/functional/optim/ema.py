@@ -12,7 +12,7 @@ from fsharp.type_checks import options_checked
 
 
 class EmaState(NamedTuple):
-    """State of :func:`ema`: updates made, and the average of updates."""
+    """State of :func:`ema`: number of updates, and the average of updates."""
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     ema: Any
@@ -20,14 +20,16 @@ class EmaState(NamedTuple):
 
 @options_checked
 def ema(decay: float, debias: bool = True) -> Transform:
-    """Average updates: ``e <- decay * e + (1 - decay) * u``, from zero. For an average of parameters see :func:`with_ema`.
+    """Return a transformation that replaces updates by their moving average ``e <- decay * e + (1 - decay) * u``, from zero.
+
+    For a moving average of parameters see :func:`with_ema`.
 
     Args:
-        decay: in [0, 1); else a LayoutError.
-        debias: hand on ``e / (1 - decay^t)`` in update ``t``; else ``e``.
+        decay: a number in [0, 1); any other is a LayoutError.
+        debias: return ``e / (1 - decay^t)`` in update ``t``, in place of ``e``.
 
-    Its state is :class:`EmaState`, one buffer at the optimizer's place, in the dtype of the parameters. ``accumulator_dtype``
-    of optax is not here: ``fs.optim.from_optax(optax.ema(...))`` has it.
+    The state is :class:`EmaState`: one value for each parameter, in the dtype of parameters. For ``accumulator_dtype`` of optax
+    use ``fs.optim.from_optax(optax.ema(...))``.
     """
     _check_decay("ema()", decay)
 
@@ -40,7 +42,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
 
 
 class WithEmaState(NamedTuple):
-    """State of :func:`with_ema`: averaged parameters of trainable groups in the main dtype, and the inner state."""
+    """State of :func:`with_ema`: averages of trainable parameters in the ``main`` dtype, and the inner state."""
 
     ema: Any
     inner_state: Any
@@ -48,14 +50,16 @@ class WithEmaState(NamedTuple):
 
 @options_checked
 def with_ema(tx: Any, *, decay: float) -> Transform:
-    """Wrap ``tx``, and average the parameters it makes: ``ema <- decay * ema + (1 - decay) * p``, from the first ones.
+    """Wrap an optimizer, and keep a moving average of parameters: ``ema <- decay * ema + (1 - decay) * p``.
+
+    The average begins with the initial parameters.
 
     Args:
-        tx: any ``(init, update)`` pair.
-        decay: in [0, 1); else a LayoutError.
+        tx: the optimizer: an ``(init, update)`` pair.
+        decay: a number in [0, 1); any other is a LayoutError.
 
     Returns:
-        A transform with :class:`WithEmaState`; ``gather(state.opt.ema, comm=comm)`` makes the average whole.
+        A transformation with :class:`WithEmaState`; ``gather(state.opt.ema, comm=comm)`` returns the whole average.
     """
     _check_decay("with_ema()", decay)
     inner = as_transform(tx)

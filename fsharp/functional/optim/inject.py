@@ -17,10 +17,10 @@ class InjectHyperparamsState(NamedTuple):
     """State of :func:`inject_hyperparams`.
 
     Attributes:
-        count: updates made.
-        hyperparams: numbers by name. Those without a schedule may be set, on all ranks alike:
-            ``state.opt.hyperparams["learning_rate"] = 1e-4``. Those with one are what the last update used.
-        inner_state: of the transformation that the factory makes.
+        count: number of updates.
+        hyperparams: numbers by name. You can set a number without a schedule, to an equal value on all ranks:
+            ``state.opt.hyperparams["learning_rate"] = 1e-4``. A number with a schedule is the value of the last update.
+        inner_state: state of the transformation that the factory returns.
     """
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
@@ -30,42 +30,41 @@ class InjectHyperparamsState(NamedTuple):
 
 @options_checked
 def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Iterable[str] = ()) -> Callable[..., Transform]:
-    """Return a factory of transformations whose hyper-parameters are in the state.
+    """Return a factory of optimizers whose hyper-parameters are numbers in the state, which you can read and set between steps.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.inject_hyperparams(fs.optim.adamw)(learning_rate=3e-4, weight_decay=0.1)
 
-    Arguments that are numbers can be set between steps. Those that are functions are schedules: they are evaluated at the
-    number of updates made, and to set them has no effect, as in optax. Others are passed on.
+    Numbers among the arguments can be set between steps. Functions are schedules, which each update calls with the number of
+    updates so far; to set their numbers has no effect, as in optax. Other arguments are passed to the factory.
 
     Args:
-        inner_factory: makes an ``(init, update)`` pair from arguments that it names, for example ``fs.optim.adamw``.
-        static_args: names of arguments that are passed on though they are numbers or functions, such as a function of the path
-            for ``weight_decay``.
+        inner_factory: function with named arguments that returns an ``(init, update)`` pair, such as ``fs.optim.adamw``.
+        static_args: names of arguments that are passed to the factory although they are numbers or functions, such as a
+            ``weight_decay`` that is a function of the path.
 
     Returns:
-        A function with the arguments of ``inner_factory``; what it returns has :class:`InjectHyperparamsState`.
+        A function with the arguments of ``inner_factory``. It returns a transformation with :class:`InjectHyperparamsState`.
 
     Raises:
-        TreeError: ``static_args`` that the factory does not have, or a factory that does not name its arguments. In ``update``:
-            hyper-parameters that are missing, unknown or no numbers.
-        AgreementError: in ``update``, on all ranks: ranks have set different numbers, or their schedules give some.
+        TreeError: the factory lacks an argument of ``static_args``, or has arguments without names. In ``update``: a
+            hyper-parameter is missing, unknown or no number.
+        AgreementError: in ``update``, on all ranks: ranks have different numbers, set or from schedules.
 
-    Cost: ranks compare the numbers in each update: 40 bytes for each axis, and a wait for them. The factory is called once an
-    update.
+    Cost: in each update ranks compare the numbers, by a collective of 40 bytes for each axis, and the factory is called once.
     """
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     if unknown := sorted(static - set(signature.parameters)):
         raise TreeError(
-            f"inject_hyperparams(): static_args names {unknown[0]!r}, expected some of {list(signature.parameters)}, which the "
-            "factory has."
+            f"inject_hyperparams(): static_args names {unknown[0]!r}, expected some of {list(signature.parameters)}, the "
+            "arguments of the factory."
         )
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TreeError(
-                f"inject_hyperparams(): the factory takes {str(parameter)!r}, expected arguments with names, as the state has "
-                "them by name. Pass a function that names them."
+                f"inject_hyperparams(): the factory takes {str(parameter)!r}, expected arguments with names, under "
+                "which the state holds numbers. Pass a function with named arguments."
             )
 
     @wraps(inner_factory)

@@ -57,38 +57,38 @@ def muon(
     lr_scale: PerPath = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Transform:
-    """Momentum, orthogonalised matrix by matrix, with decoupled weight decay.
+    """Return the Muon optimizer: momentum that is orthogonalised for each matrix, with decoupled weight decay.
 
     ``m <- beta * m + (1 - beta) * g``, ``p <- p - lr * (scale(shape) * orthogonalise(m') + wd * p)``. In update ``t`` ``m'`` is
     ``m / (1 - beta^t)``, or with ``nesterov`` ``beta * m / (1 - beta^(t + 1)) + (1 - beta) * g / (1 - beta^t)``.
 
-    Matrices are ``[out, in]``, as torch keeps them; optax and Flax keep them as ``[in, out]``. So this gives the transposed
-    result of optax for the transposed matrices.
+    Matrices are ``[out, in]`` as in torch; in optax and Flax they are ``[in, out]``. So transposed matrices get the transposed
+    results of optax.
 
     Args:
         learning_rate: a number, or a schedule.
         ns_coeffs: coefficients of the Newton-Schulz iteration.
-        ns_steps: iterations.
+        ns_steps: number of iterations.
         beta: decay of the momentum.
-        eps: added to the norm by which a matrix is divided first.
-        weight_decay: per path. A function is one of the path, not a schedule.
-        nesterov: orthogonalise the interpolation of gradient and momentum instead of the momentum.
-        consistent_rms: None scales by ``sqrt(max(1, out / in))``; a number by ``consistent_rms * sqrt(max(out, in))``. 0.2
-            gives updates as large as those of AdamW.
-        lr_scale: factor on the learning rate, per path.
-        dtype: in which to iterate; ``torch.bfloat16`` is much faster on GPUs.
+        eps: number that is added to the norm by which a matrix is divided first.
+        weight_decay: weight decay per path. A function gets the path of a leaf, not a step count.
+        nesterov: orthogonalise an interpolation of gradient and momentum in place of the momentum.
+        consistent_rms: None scales by ``sqrt(max(1, out / in))``; a number scales by ``consistent_rms * sqrt(max(out, in))``.
+            With 0.2 updates are as large as those of AdamW.
+        lr_scale: factor of the learning rate, per path.
+        dtype: dtype of the iteration; ``torch.bfloat16`` is much faster on GPUs.
 
     Returns:
-        A transform with :class:`MomentumState`. State: one buffer at the optimizer's place.
+        A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
-        LayoutError: at ``init``: a leaf that is not a matrix, or that may be cut: plan it with ``atoms=Whole()``. Use
-            labels and :func:`~fsharp.optim.partition` for the others, which ``optax.contrib.muon`` gives to AdamW by itself.
+        LayoutError: in ``init``: a leaf is no matrix, or may be cut. Plan matrices with ``atoms=Whole()``. Give other leaves
+            another label, and another optimizer by :func:`~fsharp.optim.partition`; ``optax.contrib.muon`` uses AdamW.
 
-    Cost: no communication: each rank orthogonalises the matrices it holds.
+    Cost: no communication: each rank orthogonalises the matrices that it holds.
 
-    ``adaptive``, ``preconditioning`` and ``muon_weight_dimension_numbers`` of optax are not here:
-    ``fs.optim.from_optax(optax.contrib.muon(...))`` has them, for leaves that rest whole.
+    For ``adaptive``, ``preconditioning`` and ``muon_weight_dimension_numbers`` of optax use
+    ``fs.optim.from_optax(optax.contrib.muon(...))``; leaves then have to rest whole.
 
     Source: Jordan et al., Muon, 2024; Moonlight, arXiv 2502.16982, for ``consistent_rms``; ``optax.contrib.muon``.
     """

@@ -20,21 +20,21 @@ _LIMBS, _BITS, _CHUNK = 3, 22, 1 << 20
 
 @options_checked
 def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.Tensor:
-    """Return the 2-norm of all elements of a tree of :class:`~fsharp.Sharded`, each counted once.
+    """Return the 2-norm of all elements of a sharded tree, over all ranks; each element counts once.
 
     Args:
-        tree: gradients or parameters in any place that is not partial, else a TreeError. Tied leaves, and what several ranks
-            hold, are counted once; what varies from rank to rank is counted for each of them; frozen leaves have no gradients.
+        tree: a tree of :class:`~fsharp.Sharded` with gradients or parameters. Partial sums are a TreeError. Tied leaves and
+            replicated elements count once. Leaves that vary along an axis count once for each rank.
         comm: the ranks.
-        deterministic: add squares as integers (22-bit limbs relative to the largest element, 66 bits in all), so that the
-            result does not depend on the mesh, the strategy or the way the tree is cut, to the last bit.
+        deterministic: add squares as integers (22-bit limbs relative to the largest element, 66 bits in all). The bits of the
+            result then do not depend on mesh, strategy or layout.
 
     Returns:
-        A scalar, float64 if some of the elements are and float32 else, the same bits on every rank; not finite if an element
-        is not.
+        A scalar with equal bits on every rank: float64 if an element is float64, else float32. It is infinite or NaN if an
+        element is.
 
-    Cost: one ``all_reduce`` of 8 bytes for each axis along which something is sharded or varies; with ``deterministic`` two, of
-    8 and 24 bytes, and about six passes over the elements instead of one. Not differentiable.
+    Cost: one ``all_reduce`` of 8 bytes for each axis along which the tree is sharded or varies. With ``deterministic`` two, of
+    8 and 24 bytes, and about six passes over the elements in place of one. Not differentiable.
     """
     return _norm(tree, comm, deterministic).to(_dtype(tree))
 
@@ -49,7 +49,9 @@ def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for node in units_of(tree):
         if node.place.partial:
-            raise TreeError(f"global_norm(): unit {node.name!r} rests partial ({node.place}); reduce_scatter() it first.")
+            raise TreeError(
+                f"global_norm(): unit {node.unit.shown} rests partial ({node.place}): sum it by reduce_scatter() first."
+            )
         held = [b.detach() for b in node.values(comm.rank) if b.numel()]
         by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(held)
     with torch.no_grad():
@@ -99,23 +101,25 @@ def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> to
 
 
 class ClipState(NamedTuple):
-    """State of :func:`clip_by_global_norm`: the norm of the last gradients, before clipping."""
+    """State of :func:`clip_by_global_norm`: the global norm of the last gradients before clipping."""
 
     norm: torch.Tensor
 
 
 @options_checked
 def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Transform:
-    """Scale gradients so that their global norm is at most ``max_norm``: ``g * min(1, max_norm / |g|)``.
+    """Return a transformation that scales gradients so that their global norm is at most ``max_norm``.
+
+    ``g <- g * min(1, max_norm / |g|)``.
 
     Args:
-        max_norm: positive; else a LayoutError.
-        deterministic: a norm that does not depend on how the tree is cut; see :func:`global_norm`.
+        max_norm: a positive number; any other is a LayoutError.
+        deterministic: compute a norm whose bits do not depend on the layout; see :func:`global_norm`.
 
     Returns:
-        A transform with :class:`ClipState`. With an infinite gradient the factor is zero, as in torch and optax: elements that
-        are infinite become NaN, all others zero. With a NaN all are NaN. Wrap the optimizer in
-        :func:`~fsharp.optim.apply_if_finite`, around the whole chain, to leave such steps out.
+        A transformation with :class:`ClipState`. As in torch and optax, an infinite gradient makes infinite elements NaN and
+        all others zero; a NaN makes all elements NaN. To skip such steps, wrap the whole chain in
+        :func:`~fsharp.optim.apply_if_finite`.
     """
     if not max_norm > 0:
         raise LayoutError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")

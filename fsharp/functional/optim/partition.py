@@ -14,7 +14,7 @@ from fsharp.type_checks import options_checked
 
 
 class PartitionState(NamedTuple):
-    """State of :func:`partition`: the states of transformations, by label."""
+    """State of :func:`partition`: states of the transformations by label."""
 
     inner_states: dict[str, Any]
 
@@ -23,22 +23,24 @@ class PartitionState(NamedTuple):
 def partition(
     transforms: Mapping[str, Any], param_labels: str | Mapping[str, str] | Callable[[str], str] | None = None
 ) -> Transform:
-    """Apply another transformation to each label: Muon to matrices, AdamW to the rest. ``multi_transform`` is an alias.
+    """Return a transformation that updates each leaf by the optimizer of the leaf's label.
+
+    For example Muon updates matrices, and AdamW all other leaves. ``multi_transform`` is an alias.
 
     Args:
-        transforms: label to ``(init, update)`` pair.
-        param_labels: None for the labels that :func:`~fsharp.plan` gave to leaves. Else labels by path pattern, the last
-            that selects a leaf counts, or a function of the leaf's path. optax's functions get the tree, and not a path.
+        transforms: an ``(init, update)`` pair for each label.
+        param_labels: None uses the labels from :func:`~fsharp.plan`. Or labels by path pattern, of which the last match counts;
+            or a function from a leaf's path to a label. Functions for optax get the tree, and do not work here.
 
     Returns:
-        A transform with :class:`PartitionState`.
+        A transformation with :class:`PartitionState`.
 
     Raises:
-        LayoutError: at ``init``: a label without a transformation.
-        PatternError: at ``init``: a pattern that selects nothing, a leaf that none selects, or a label that is no string.
+        LayoutError: in ``init``: a label has no transformation.
+        PatternError: in ``init``: a pattern matches no leaf, no pattern matches a leaf, or a label is no string.
 
-    Cost: with the labels of ``plan`` each transformation has state for its own leaves. With others each has state for all
-    leaves, and sees zeros in place of the gradients of other labels, at one more pass over the gradients.
+    Cost: with labels from ``plan`` each transformation has state for its own leaves alone. With ``param_labels`` each has state
+    for all leaves, and gets zeros as gradients of the other leaves: one more pass over the gradients.
     """
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
     config = {label: dict(tx.config) for label, tx in txs.items()}
@@ -68,8 +70,9 @@ def partition(
 
 def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
     if missing := sorted(labels - set(txs)):
-        facts = [("labels", sorted(labels)), ("rules for", sorted(txs))]
-        raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts))
+        facts = [("labels", sorted(labels)), ("transformations", sorted(txs))]
+        remedy = "Add a transformation for this label, or change the labels: plan(labels=...), or param_labels."
+        raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts, remedy))
 
 
 def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -105,27 +108,28 @@ def _join(like: Any, parts: list[Any]) -> Any:
 
 
 class MaskedState(NamedTuple):
-    """State of :func:`masked`: that of the wrapped transformation."""
+    """State of :func:`masked`: state of the wrapped transformation."""
 
     inner_state: Any
 
 
 @api_boundary
 def masked(inner: Any, mask: Any) -> Transform:
-    """Apply ``inner`` to the leaves that ``mask`` selects; pass the gradients of all other leaves on unchanged.
+    """Return a transformation that applies ``inner`` to the leaves in ``mask``, and leaves other gradients unchanged.
 
     Args:
-        inner: any ``(init, update)`` pair; it sees zeros in place of the gradients it is not meant for.
-        mask: patterns of leaf paths, whether to by pattern, or a predicate on the path. optax's functions get the tree, and
-            not a path.
+        inner: an ``(init, update)`` pair. It gets zeros as gradients of the other leaves.
+        mask: patterns of leaf paths, a dict from pattern to bool, or a function from a path to bool. Functions for optax get
+            the tree, and do not work here.
 
     Returns:
-        A transform with :class:`MaskedState`.
+        A transformation with :class:`MaskedState`.
 
     Raises:
-        PatternError: no mask; at ``init``, a pattern that selects nothing.
+        PatternError: ``mask`` is None; or, in ``init``, a pattern matches no leaf.
 
-    Cost: state for all leaves; one pass over the gradients more. To save the state use labels and :func:`partition`.
+    Cost: state for all leaves, and one more pass over the gradients. For state of the selected leaves alone use labels and
+    :func:`partition`.
     """
     if mask is None:
         raise PatternError("masked(): mask is None, expected patterns of leaf paths, or a function of the path.")

@@ -21,25 +21,28 @@ from fsharp.type_checks import options_checked
 
 @api_boundary
 def identity() -> Transform:
-    """Pass updates on as they are."""
+    """Return a transformation that leaves updates unchanged."""
     return _stateless("identity", lambda updates: updates)
 
 
 @options_checked
 def scale(step_size: float) -> Transform:
-    """Multiply updates by ``step_size``."""
+    """Return a transformation that multiplies updates by ``step_size``."""
     return _stateless("scale", lambda updates: optree.tree_map(lambda u: u * step_size, updates), step_size=step_size)
 
 
 class ScaleByScheduleState(NamedTuple):
-    """State of :func:`scale_by_schedule`: updates made."""
+    """State of :func:`scale_by_schedule`: number of updates."""
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
 
 
 @options_checked
 def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
-    """Multiply updates by a function of the number of updates made. Its state is :class:`ScaleByScheduleState`."""
+    """Return a transformation that multiplies updates by a function of the number of updates so far.
+
+    The state is :class:`ScaleByScheduleState`.
+    """
 
     def update(updates: Any, state: ScaleByScheduleState, params: Any) -> tuple[Any, ScaleByScheduleState]:
         factor = at(step_size_fn, state.count)
@@ -51,7 +54,10 @@ def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
 
 @options_checked
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> Transform:
-    """Multiply updates by ``-learning_rate``, a number or a schedule; without ``flip_sign`` by ``learning_rate``."""
+    """Return a transformation that multiplies updates by ``-learning_rate``, a number or a schedule.
+
+    With ``flip_sign=False`` the factor is ``learning_rate``.
+    """
     sign = -1 if flip_sign else 1
     if not callable(learning_rate):
         return scale(sign * learning_rate)
@@ -62,9 +68,10 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
 
 @options_checked
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """Return ``m' / (sqrt(v') + eps)``, by the kernel of :func:`~fsharp.optim.adamw`, whose state it has.
+    """Return a transformation of gradients to Adam's direction ``m' / (sqrt(v') + eps)``, without learning rate and sign.
 
-    For ``eps_root``, ``mu_dtype`` and ``nesterov`` use ``fs.optim.from_optax(optax.scale_by_adam(...))``.
+    Kernel and state are those of :func:`~fsharp.optim.adamw`. For ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax use
+    ``fs.optim.from_optax(optax.scale_by_adam(...))``.
     """
     tx = adam(-1.0, b1, b2, eps)
     return replace(tx, config={"scale_by_adam": config_of(b1=b1, b2=b2, eps=eps)}, name="scale_by_adam")
@@ -72,11 +79,13 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
 @options_checked
 def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transform:
-    """Add ``weight_decay`` times the parameters to updates. Cost: no state; one pass over the parameters.
+    """Return a transformation that adds ``weight_decay`` times the parameters to updates.
 
     Args:
-        weight_decay: per path. A function is one of the path, where optax has a schedule.
-        mask: as :func:`masked` takes it: the leaves that decay; None for all.
+        weight_decay: weight decay per path. A function gets the path of a leaf; in optax it is a schedule.
+        mask: the leaves that decay, as for :func:`masked`; None means all.
+
+    Cost: no state; one pass over the parameters.
     """
 
     def update(updates: Any, state: tuple[()], params: Any, *, comm: Comm) -> tuple[Any, tuple[()]]:
@@ -95,17 +104,17 @@ def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transf
 
 
 class TraceState(NamedTuple):
-    """State of :func:`trace`, like the parameters."""
+    """State of :func:`trace`: a tree like the parameters."""
 
     trace: Any
 
 
 @options_checked
 def trace(decay: float, nesterov: bool = False) -> Transform:
-    """Return the trace of past updates ``t <- u + decay * t``, or with ``nesterov`` ``u + decay * t`` of that.
+    """Return a transformation that replaces updates by their momentum ``t <- u + decay * t``.
 
-    Its state is :class:`TraceState`, in the dtype of the parameters, one buffer at the optimizer's place. ``accumulator_dtype``
-    of optax is not here: ``fs.optim.from_optax(optax.trace(...))`` has it.
+    With ``nesterov`` the result is ``u + decay * t``, with the new ``t``. The state is :class:`TraceState`: one value for each
+    parameter, in the dtype of parameters. For ``accumulator_dtype`` of optax use ``fs.optim.from_optax(optax.trace(...))``.
     """
 
     def add(updates: Any, held: Any) -> Any:

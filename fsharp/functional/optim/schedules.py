@@ -1,8 +1,8 @@
-"""Schedules with the names, arguments and values of optax: functions of the number of updates made.
+"""Schedules with the names, arguments and values of optax: functions of the number of updates so far.
 
-Each is an object whose repr has its numbers, so that ranks which were given others are told. The count is a number, or a
-scalar tensor as :func:`~fsharp.optim.adamw` has it with ``capturable=True``. Any schedule of optax works as well, with counts
-that are numbers; ranks compare those by name alone.
+A schedule is an object whose repr shows its numbers, so that ranks can compare them. It takes a number, or a scalar tensor from
+:func:`~fsharp.optim.adamw` with ``capturable=True``. Schedules of optax work as well: they take numbers alone, and ranks
+compare them by name alone.
 """
 
 import math
@@ -21,7 +21,7 @@ Schedule = Callable[[Any], Any]
 @options_checked
 @dataclass(frozen=True, slots=True)
 class constant_schedule:
-    """``value``, always.
+    """A schedule that always returns ``value``.
 
     >>> constant_schedule(0.5)(7)
     0.5
@@ -30,20 +30,20 @@ class constant_schedule:
     value: float
 
     def __call__(self, count: Any) -> Any:
-        """The value after ``count`` updates."""
+        """Return the value after ``count`` updates."""
         return self.value
 
 
 @options_checked
 @dataclass(frozen=True, slots=True)
 class linear_schedule:
-    """Linear from ``init_value`` to ``end_value``.
+    """A schedule that changes linearly from ``init_value`` to ``end_value``.
 
     Args:
-        init_value: up to ``transition_begin``.
-        end_value: from ``transition_steps`` later on.
-        transition_steps: updates between the two; with 0 or less the value stays ``init_value``, as in optax.
-        transition_begin: updates before it begins to change; a LayoutError if negative.
+        init_value: value until update ``transition_begin``.
+        end_value: value from update ``transition_begin + transition_steps`` on.
+        transition_steps: number of updates in which the value changes. With 0 or less it stays ``init_value``, as in optax.
+        transition_begin: number of updates before the value begins to change; a negative one is a LayoutError.
 
     >>> rate = linear_schedule(0.0, 1.0, 4, transition_begin=1)
     >>> [rate(count) for count in range(7)]
@@ -60,7 +60,7 @@ class linear_schedule:
             raise LayoutError(f"linear_schedule(): transition_begin is {self.transition_begin!r}, expected 0 or more.")
 
     def __call__(self, count: Any) -> Any:
-        """The value after ``count`` updates."""
+        """Return the value after ``count`` updates."""
         if self.transition_steps <= 0:
             return self.init_value
         left = 1 - _clip(count - self.transition_begin, self.transition_steps) / self.transition_steps
@@ -70,13 +70,13 @@ class linear_schedule:
 @options_checked
 @dataclass(frozen=True, slots=True)
 class cosine_decay_schedule:
-    """Half a cosine from ``init_value`` down to ``alpha * init_value``. Source: arXiv 1608.03983.
+    """A schedule that falls from ``init_value`` to ``alpha * init_value`` along half a cosine. Source: arXiv 1608.03983.
 
     Args:
-        init_value: the value at the start.
-        decay_steps: updates until the end; a LayoutError if not positive.
-        alpha: what is left at the end, as a part of ``init_value``.
-        exponent: of the cosine, which falls from 1 to 0.
+        init_value: value at the start.
+        decay_steps: number of updates until the end: a positive number, or a LayoutError is raised.
+        alpha: fraction of ``init_value`` that is left at the end.
+        exponent: exponent of the cosine, which falls from 1 to 0.
 
     >>> rate = cosine_decay_schedule(1.0, 4, alpha=0.1)
     >>> [round(rate(count), 3) for count in range(6)]
@@ -93,7 +93,7 @@ class cosine_decay_schedule:
             raise LayoutError(f"cosine_decay_schedule(): decay_steps is {self.decay_steps!r}, expected a positive number.")
 
     def __call__(self, count: Any) -> Any:
-        """The value after ``count`` updates."""
+        """Return the value after ``count`` updates."""
         angle = math.pi * _clip(count, self.decay_steps) / self.decay_steps
         cosine = 0.5 * (1 + (torch.cos(angle) if isinstance(angle, torch.Tensor) else math.cos(angle)))
         return self.init_value * ((1 - self.alpha) * cosine**self.exponent + self.alpha)
@@ -102,10 +102,12 @@ class cosine_decay_schedule:
 @options_checked
 @dataclass(frozen=True, slots=True)
 class join_schedules:
-    """One schedule after another, each of which counts from where it begins.
+    """A schedule that follows several schedules in turn. Each one counts updates from its own start.
 
-    ``boundaries`` are the updates at which the second one begins, the third, and so on: one less than schedules, else a
-    LayoutError.
+    Args:
+        schedules: the schedules.
+        boundaries: updates at which the second schedule begins, the third, and so on. Any other number of boundaries than one
+            less than schedules is a LayoutError.
 
     >>> rate = join_schedules([constant_schedule(1.0), linear_schedule(0.5, 0.0, 2)], [2])
     >>> [rate(count) for count in range(6)]
@@ -119,11 +121,11 @@ class join_schedules:
         if len(self.boundaries) != len(self.schedules) - 1:
             raise LayoutError(
                 f"join_schedules(): got {len(self.boundaries)} boundaries for {len(self.schedules)} schedules, expected one "
-                "less than schedules."
+                "boundary less than schedules."
             )
 
     def __call__(self, count: Any) -> Any:
-        """The value after ``count`` updates."""
+        """Return the value after ``count`` updates."""
         value = self.schedules[0](count)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
             if isinstance(count, torch.Tensor):
@@ -137,15 +139,16 @@ class join_schedules:
 def warmup_cosine_decay_schedule(
     init_value: float, peak_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0, exponent: float = 1.0
 ) -> join_schedules:
-    """Linear from ``init_value`` to ``peak_value``, then half a cosine down to ``end_value``.
+    """Return a schedule that rises linearly to ``peak_value``, and then falls to ``end_value`` along half a cosine.
 
     Args:
-        init_value: the value at the start.
-        peak_value: the highest value.
-        warmup_steps: updates until it is reached.
-        decay_steps: updates until ``end_value`` is, those of the warm-up included; a LayoutError if not more than these.
-        end_value: the value from then on.
-        exponent: of the cosine, which falls from 1 to 0.
+        init_value: value at the start.
+        peak_value: value at the end of the warm-up.
+        warmup_steps: number of updates of the warm-up.
+        decay_steps: number of updates until ``end_value``, with the warm-up: more than ``warmup_steps``, or a LayoutError is
+            raised.
+        end_value: value after ``decay_steps`` updates.
+        exponent: exponent of the cosine, which falls from 1 to 0.
 
     >>> rate = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=2, decay_steps=6)
     >>> [round(rate(count), 3) for count in range(8)]
@@ -153,8 +156,8 @@ def warmup_cosine_decay_schedule(
     """
     if not decay_steps > warmup_steps:
         raise LayoutError(
-            f"warmup_cosine_decay_schedule(): decay_steps is {decay_steps!r}, expected more than warmup_steps, which is "
-            f"{warmup_steps!r} and part of it."
+            f"warmup_cosine_decay_schedule(): decay_steps is {decay_steps!r}, expected more than warmup_steps, "
+            f"{warmup_steps!r}: the warm-up is part of decay_steps."
         )
     alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
     rising = linear_schedule(init_value, peak_value, warmup_steps)

@@ -20,10 +20,10 @@ class ApplyIfFiniteState(NamedTuple):
     """State of :func:`apply_if_finite`.
 
     Attributes:
-        notfinite_count: updates with an infinity or NaN since the last one without.
-        last_finite: whether the last update was without.
-        total_notfinite: all updates with an infinity or NaN.
-        inner_state: of the wrapped transformation.
+        notfinite_count: number of consecutive updates with an infinity or NaN, up to the last update.
+        last_finite: whether the last update had neither infinity nor NaN.
+        total_notfinite: number of all updates with an infinity or NaN.
+        inner_state: state of the wrapped transformation.
     """
 
     notfinite_count: int
@@ -34,24 +34,23 @@ class ApplyIfFiniteState(NamedTuple):
 
 @options_checked
 def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
-    """Wrap ``inner``: an update whose gradients hold an infinity or NaN on any rank is left out on every rank.
+    """Wrap an optimizer so that all ranks skip an update if gradients hold an infinity or NaN on any rank.
 
-    Parameters and the state of ``inner`` stay as they are, its step count included. After ``max_consecutive_errors`` such
-    updates one after another the next ones are made, as in optax: parameters then become what the optimizer makes of them.
+    A skipped update changes neither parameters nor the state of ``inner``. After ``max_consecutive_errors`` skipped updates in
+    a row further updates are not skipped, as in optax, so parameters may become infinite or NaN.
 
     Args:
-        inner: any ``(init, update)`` pair; a whole chain, if other parts of it are to see no such gradients either.
-        max_consecutive_errors: updates that may be left out one after another, from 0, which leaves none out; else a
-            LayoutError.
+        inner: an ``(init, update)`` pair. Wrap a whole chain, so that no part of it gets such gradients.
+        max_consecutive_errors: most updates to skip in a row; 0 skips none. A negative number is a LayoutError.
 
     Returns:
-        A transform with :class:`ApplyIfFiniteState`.
+        A transformation with :class:`ApplyIfFiniteState`.
 
     Raises:
-        AgreementError: in ``update``, on all ranks: ranks that have counted another number of such updates.
+        AgreementError: in ``update``, on all ranks: ranks have counted different numbers of skipped updates.
 
-    Cost: one pass over the gradients, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result. If an update is
-    not finite ranks compare their counts: 40 bytes for each axis.
+    Cost: one pass over the gradients, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits. Before a
+    skipped update ranks compare their counts: 40 bytes for each axis.
     """
     if isinstance(max_consecutive_errors, bool) or not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
         raise LayoutError(
@@ -88,10 +87,10 @@ class MultiStepsState(NamedTuple):
     """State of :func:`MultiSteps`.
 
     Attributes:
-        mini_step: gradients accumulated since the last update.
-        gradient_step: updates made.
-        inner_opt_state: of the wrapped transformation.
-        acc_grads: their mean or sum, like the parameters, in the accumulation dtype.
+        mini_step: number of gradients that were accumulated since the last update.
+        gradient_step: number of updates.
+        inner_opt_state: state of the wrapped transformation.
+        acc_grads: mean or sum of accumulated gradients: a tree like the parameters, in the ``accumulate`` dtype.
     """
 
     mini_step: int
@@ -102,27 +101,27 @@ class MultiStepsState(NamedTuple):
 
 @options_checked
 def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_mean: bool = True) -> Transform:
-    """Wrap ``opt`` with the gradients of ``k`` steps at a time: parameters change with every ``k``-th one.
+    """Wrap an optimizer so that it accumulates the gradients of ``k`` steps, and updates parameters in every ``k``-th step.
 
-    Each of these steps reduces its gradients over ranks. To accumulate within a step, and reduce once, use
-    ``value_and_grad(..., microbatches=k)``: it also weighs uneven batches right, where this gives each step the same weight.
+    Each step reduces its gradients over ranks, and counts with equal weight. ``value_and_grad(..., microbatches=k)``
+    accumulates within one step, reduces once, and weighs uneven batches by their tokens.
 
     Args:
-        opt: any ``(init, update)`` pair.
-        every_k_schedule: ``k``, a positive whole number, or a function that gives it for the number of updates made.
-        use_grad_mean: take the mean of the gradients; else their sum.
+        opt: the optimizer: an ``(init, update)`` pair.
+        every_k_schedule: ``k``, a positive whole number; or a function from the number of updates so far to ``k``.
+        use_grad_mean: take the mean of the gradients; False takes their sum.
 
     Returns:
-        A transform with :class:`MultiStepsState`, where optax has an object with methods; an update was made if
-        ``state.mini_step == 0``. ``should_skip_update_fn`` of optax is not here: put :func:`apply_if_finite` around it.
+        A transformation with :class:`MultiStepsState`; in optax it is an object with methods. The last step made an update if
+        ``state.mini_step == 0``. For optax's ``should_skip_update_fn`` wrap the result in :func:`apply_if_finite`.
 
     Raises:
-        LayoutError: another ``k``.
-        AgreementError: in ``update``, on all ranks: ranks with another ``k``, or that have accumulated another number of
-            gradients. One would update its part of the parameters, and another would not.
+        LayoutError: ``k`` is no positive whole number.
+        AgreementError: in ``update``, on all ranks: ranks have a different ``k``, or have accumulated different numbers of
+            gradients.
 
-    Cost: one buffer at the optimizer's place, and one pass over it a step. Ranks compare ``k`` and the state's counts in each
-    step: 40 bytes for each axis, and a wait for them.
+    Cost: one value of state for each parameter, and one pass over these values in each step. In each step ranks compare ``k``
+    and their counts: 40 bytes for each axis, for which the host waits.
     """
     tx = as_transform(opt)
 

@@ -39,7 +39,9 @@ def reshard(
     donate: bool = False,
     buffer_nbytes: int = 64 << 20,
 ) -> Any:
-    """The same values under another strategy, in other units, or on other ranks, between two steps.
+    """Move a tree of shards, or a whole training state, to another layout: other strategy, units, mesh or ranks.
+
+    Call this function between two steps. No checkpoint is written.
 
     >>> import fsharp as fs
     >>> comm, params = fs.SingleComm(), {"a": torch.ones(2), "b": torch.zeros(3)}
@@ -47,37 +49,38 @@ def reshard(
     >>> fs.reshard(state, fs.plan(params, comm.mesh, fs.ddp("dp"), units="*"), comm=comm)["b"]
     Sharded('b', dp:Replicate, float32[3] of 3)
 
-    What a rank holds of a leaf is one run of its elements under any layout; each rank gets those runs of its new ones that it
-    does not have, and nothing else.
+    Each rank receives the elements that it lacks under the new layout, and no others.
 
     Args:
-        tree: a :class:`~fsharp.TrainState`, or any pytree of whole trees of :class:`~fsharp.Sharded` and other leaves, which
-            are kept. Ranks outside of the old mesh pass None; those that pass a tree are, in rising order, its ranks.
-        layout: of the same tree by :func:`~fsharp.plan`, with another strategy, mesh or units. All ranks pass it.
-        comm: all ranks of the old and of the new mesh; it may be on either of these meshes, or on another one.
-        ranks: ranks of ``comm`` by rank in the new mesh, rising; None means the first ones.
-        place: where nodes outside of a TrainState go: ``"params"`` or ``"optim"``. In a TrainState parameters go to the
-            first, main copies and optimizer state to the second.
-        cast: give trees that go to ``"params"`` the compute dtype of ``layout``; not those in a TrainState. Without it
-            buffers keep their dtype, and a layout with another compute dtype is refused.
-        donate: let go of old buffers unit by unit; ``tree`` is refused afterwards, and lost if an error comes while data move.
-        buffer_nbytes: the most memory beside old and new shards that is in use at once, in bytes. A rank sends each other one
-            at most ``buffer_nbytes // (2 * n - 1)`` bytes at a time, ``n`` being the number of ranks of ``comm``.
+        tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other leaves are kept. Ranks
+            outside of the old mesh pass None. The ranks that pass a tree are the ranks of the old mesh, in rising order.
+        layout: the new layout, from :func:`~fsharp.plan` for a tree with equal leaves. All ranks pass it.
+        comm: a Comm with all ranks of the old and the new mesh, on one of these meshes or on a third one.
+        ranks: the ranks of ``comm`` that form the new mesh, in rising order; None means the first ones.
+        place: ``"params"`` or ``"optim"``: target place of trees outside of a TrainState. In a TrainState parameters go to
+            ``"params"``, main copies and optimizer state to ``"optim"``.
+        cast: cast trees outside of a TrainState that go to ``"params"`` to the ``compute`` dtype of ``layout``. If False,
+            buffers keep their dtype, and a layout with another ``compute`` dtype is an error.
+        donate: release old buffers unit by unit. ``tree`` cannot be used afterwards, and is lost if an error occurs while data
+            move.
+        buffer_nbytes: most bytes in use at once beside old and new shards. A rank sends at most
+            ``buffer_nbytes // (2 * n - 1)`` bytes to another rank at a time, for the ``n`` ranks of ``comm``.
 
     Returns:
-        The tree with a :class:`~fsharp.Sharded` for each unit of ``layout``; None on ranks outside of the new mesh. Padding is
-        zero. Buffers are new.
+        The tree with a :class:`~fsharp.Sharded` for each unit of ``layout``; None on ranks outside of the new mesh. Buffers are
+        new tensors; padding is zero.
 
     Raises:
-        TreeError: not whole trees of Sharded, partial or gathered units, a buffer that has not one number for each element.
-        LayoutError: leaves that the layout does not have, or has with another shape, dtype, tie, label or axis along which it
-            varies; all are named. Options out of range.
-        MeshError: ranks that do not fit the meshes.
-        AgreementError: on all ranks, before any buffer is sent, if one failed or they differ.
+        TreeError: the tree holds no whole trees of Sharded, a partial or gathered unit, or a buffer without one number for each
+            element.
+        LayoutError: the layout lacks leaves of the tree, or has them with another shape, dtype, tie, label or varying axis; the
+            message names all such leaves. An option is out of range.
+        MeshError: the ranks do not fit the meshes.
+        AgreementError: ranks differ, or another rank failed. All ranks raise, before any buffer is sent.
 
-    Cost: the bytes of :func:`reshard_nbytes`, besides some hundred bytes for each axis to agree, and 8 for each unit and tree
-    of shards. Memory: old and new shards, with ``donate`` those of old units that are not over and new ones that have begun,
-    and ``buffer_nbytes``. Time on the host grows with the number of leaves times ranks.
+    Cost: the bytes of :func:`reshard_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each unit
+    and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` only the old units that are not moved yet and
+    the new units that are begun. Time on the host grows with the number of leaves times ranks.
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
@@ -157,20 +160,20 @@ def reshard_nbytes(
     place: Kind = "params",
     cast: bool = False,
 ) -> int:
-    """Bytes of shards that one rank sends to others in :func:`reshard`, exactly. Pure.
+    """Return the exact number of bytes that one rank sends to other ranks in :func:`reshard`, without a collective.
 
     Args:
-        tree: that of any rank.
-        layout: the new one.
-        rank: whose bytes, a rank of the Comm.
-        old_ranks: ranks of the Comm by rank in the old mesh; None means the first ones.
+        tree: the tree of any rank.
+        layout: the new layout.
+        rank: the rank of the Comm that sends.
+        old_ranks: the ranks of the Comm that form the old mesh, in rising order; None means the first ones.
         ranks: as in :func:`reshard`.
         place: as in :func:`reshard`.
         cast: as in :func:`reshard`.
 
     Raises:
-        TreeError: as :func:`reshard`.
-        LayoutError: as :func:`reshard`.
+        TreeError: as in :func:`reshard`.
+        LayoutError: as in :func:`reshard`.
     """
     slots = find_slots(tree, place, cast=cast)
     for slot in slots:

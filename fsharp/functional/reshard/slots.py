@@ -133,7 +133,7 @@ def _name(tree: Any, path: Path) -> str:
 
 
 def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
-    facts = [("found at", repr(".".join(path)))] + ([] if node is None else [("unit", repr(node.name))])
+    facts = [("found at", repr(".".join(path)))] + ([] if node is None else [("unit", node.unit.shown)])
     return TreeError(problem("reshard()", what, facts, "Pass the whole tree that was planned, or a state of such trees."))
 
 
@@ -196,7 +196,7 @@ def check_slot(slot: Slot, layout: Layout) -> None:
 
 
 def _check_rests(slot: Slot, node: Sharded) -> None:
-    facts = [("in", slot), ("unit", repr(node.name)), ("place", node.place)]
+    facts = [("in", slot), ("unit", node.unit.shown), ("place", node.place)]
     if node.is_donated:
         raise TreeError(problem("reshard()", "a unit has been given away with donate=True.", facts, "Use the state that came."))
     if node.place.partial or node.is_gathered or node.ledger is not None:

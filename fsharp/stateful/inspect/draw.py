@@ -33,20 +33,21 @@ _SINGLES = "#e07b39", "#c2528b", "#8c6d4f", "#4f8fc0", "#7f9a3c", "#9467bd"
 def draw(
     what: Schedule | Timeline, path: str | PathLike[str], *, hardware: Hardware | None = None, measured: Timeline | None = None
 ) -> None:
-    """Draw lanes for compute, gathers, reductions and host memory, and beneath them the bytes of the arena that are live.
+    """Draw a step: lanes for compute, gathers, reductions and host memory, and beneath them the live bytes of the arena.
 
-    Every unit has a colour, paler in the forward. Red is time in which compute stands still. A gather that the step before
-    has issued appears at the left.
+    Each unit has a colour, which is paler in the forward. Red is time in which compute waits. Gathers from the end of the
+    previous step are at the left.
 
     Args:
-        what: a timeline, or a schedule. Without hardware a schedule is drawn in the order of its ops, each a unit of time
-            wide; a collective reaches from its issue to the op that waits for it: the window in which it can hide.
-        path: the picture; its suffix says the format, such as ``.png`` or ``.svg``.
-        hardware: what to simulate the schedule on.
-        measured: a timeline to draw beneath the other, on the same axis.
+        what: a timeline, or a schedule. A schedule without ``hardware`` is drawn in the order of its ops, with equal widths; a
+            collective then reaches from its issue to the op that waits for it.
+        path: path of the picture; the suffix chooses the format, such as ``.png`` or ``.svg``.
+        hardware: machine on which to simulate a schedule.
+        measured: a second timeline, drawn beneath the first one on a common axis.
 
     Raises:
-        ScheduleError: matplotlib is missing; hardware is given with a timeline, or ``measured`` with a mere order of ops.
+        ScheduleError: matplotlib is missing; ``hardware`` is given for a timeline; or ``measured`` is given for a schedule
+            without ``hardware``.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Hardware: what a person says of a machine; and simulate: how long a schedule would take on it.
+"""Hardware: a description of a machine; and predict: how long a schedule takes on this machine.
 
 [Note: what the simulation knows]
 Streams run in order. An op starts when the op before it on its stream and those in ``after`` have finished. The host runs
@@ -42,28 +42,28 @@ ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callabl
 @options_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A machine, as far as a schedule can tell.
+    """Speeds of a machine, from which :func:`predict` computes the time of a step.
 
     Args:
-        compute: seconds of ``(forward, backward)`` of each unit, without units nested in it, such as
-            ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``, the last pattern that selects a unit winning. Measured ones
-            come from :meth:`Trace.compute_times` or :meth:`fit`; an estimate for a unit of ``n`` parameters
-            that meets ``t`` tokens on a device of ``f`` FLOP/s is ``(2 * n * t / f, 4 * n * t / f)``.
-        bandwidth: bytes per second that a rank sends: one number, or by axis, or by ``(collective, axis)``.
-        latency: seconds that each collective takes beside sending: likewise.
-        memory_bandwidth: bytes per second of gradients that are cast, or added to gradients at rest; of gathers without a
-            collective, which copy; and of what other ops read.
-        host_bandwidth: bytes of optimizer state and main copies per second between host memory and the device, one way; by
-            default that of PCIe 5.0 with 16 lanes.
+        compute: seconds ``(forward, backward)`` of each unit, without nested units, by key-path pattern, such as
+            ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit`
+            return measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is
+            ``(2 * n * t / f, 4 * n * t / f)``.
+        bandwidth: bytes per second that a rank sends: one number, numbers by axis, or numbers by ``(collective, axis)``.
+        latency: seconds of a collective that do not depend on its bytes: one number, or numbers as for ``bandwidth``.
+        memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
+            collectives along axes of one rank.
+        host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
+            5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
-        synchronous_host: the host does the work itself, as on CPUs, instead of queueing it on streams.
-        contention: how much a synchronous host and its collectives are in each other's way, from 0 to 1. While both work,
-            each has ``1 - contention / 2`` of its speed: 0 where they have cores of their own, 1 where they share one.
-        issue: fraction of a collective's seconds, from 0 to 1, for which a synchronous host is busy as it issues the
-            collective: the host copies this rank's own share.
+        synchronous_host: the host computes by itself, as on a CPU; False means that the host queues work on streams.
+        contention: how much collectives slow down a synchronous host, and the reverse, from 0 (separate cores) to 1 (one core).
+            While both work, each has ``1 - contention / 2`` of its speed.
+        issue: fraction of a collective's seconds, from 0 to 1, in which a synchronous host is busy with its issue: it copies
+            this rank's own part.
 
     Raises:
-        ScheduleError: a number out of range.
+        ScheduleError: a number is out of range.
     """
 
     compute: ComputeTimes
@@ -94,28 +94,25 @@ class Hardware:
     @classmethod
     @api_boundary
     def fit(cls, trace: Trace, schedule: Schedule, *, synchronous_host: bool = False, contention: float = 0.0) -> "Hardware":
-        """Return the machine on which a schedule took as long as a trace says.
+        """Return the speeds of a machine from measured steps.
 
-        Latency and bandwidth of each ``(collective, axis)`` are a least-squares fit of seconds against bytes sent: first the
-        median over steps of each collective, then that of all that send the same, then the fit, in which errors count
-        relative to what was measured. A collective's seconds begin when the one before it on its stream has ended. Axes
-        whose bytes grow in one proportion cannot be told apart and get one number. What compute, casts, optimizer step and
-        collectives take is what they would take alone: of a stretch in which two were in each other's way
-        ``1 - contention / 2`` counts.
+        Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes. The fit
+        uses the median over steps of each collective, then the median over collectives with equal bytes; errors are relative.
+        The seconds of a collective begin when the previous collective on its stream ends. Axes whose bytes are proportional get
+        one number. While two kinds of work slow each other down, ``1 - contention / 2`` of the time counts.
 
-        The times of compute are those of these units. For another model replace them, by times that
-        :meth:`Trace.compute_times` gives for it without communication (one process), or by an estimate; likewise
-        ``update_s``: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
+        Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
+        :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
 
         Args:
-            trace: of one whole step or more, on one rank.
-            schedule: what ran.
-            synchronous_host: as of the machine: True for traces of CPUs.
-            contention: as of the machine, on a synchronous host: 1 where there is a core for each rank and no more.
+            trace: trace of one whole step or more, on one rank.
+            schedule: the schedule that ran.
+            synchronous_host: as in :class:`Hardware`: True for traces of CPUs.
+            contention: as in :class:`Hardware`: 1 if there is exactly one core for each rank.
 
         Raises:
-            ScheduleError: the trace lacks a kind of op that the schedule has, or is of another schedule; or all collectives
-                of a kind send the same, which leaves latency and bandwidth undetermined.
+            ScheduleError: the trace is of another schedule, or lacks a kind of op of the schedule; or all collectives of a kind
+                send equally many bytes, so that latency and bandwidth cannot be told apart.
 
         Cost: a few passes over the trace.
         """
@@ -125,7 +122,7 @@ class Hardware:
         return cls(**found, synchronous_host=synchronous_host, contention=contention)
 
     def collective_s(self, calls: Iterable[Call]) -> float:
-        """Return the seconds that collectives take one after the other; those of one kind along one axis are sent as one.
+        """Return the seconds of collectives in sequence; collectives of one kind along one axis count as one.
 
         >>> calls = [Call("all_gather", "dp", 50), Call("all_gather", "dp", 50), Call("reduce_scatter", "dp", 50)]
         >>> Hardware(compute=(1.0, 2.0), bandwidth=100.0, latency=0.25).collective_s(calls)
@@ -152,11 +149,13 @@ def _of(value: PerLink, link: Channel, name: str) -> float:
 
 @options_checked
 def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
-    """Return when each op would run on a machine, in the step that repeats. See [Note: what the simulation knows].
+    """Simulate steps that follow a schedule on a machine, and return when each op runs, once steps repeat.
+
+    [Note: what the simulation knows] lists the assumptions.
 
     Raises:
-        ScheduleError: an op waits for one that does not exist, or an axis has no bandwidth.
-        PatternError: a pattern of ``hardware.compute`` selects no unit, or a unit has no times.
+        ScheduleError: an op waits for an op that does not exist, or an axis has no bandwidth.
+        PatternError: a pattern of ``hardware.compute`` matches no unit, or a unit has no times.
 
     Cost: a few passes over the ops; nothing is sent.
     """

@@ -13,12 +13,14 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timeline | None = None) -> None:
-    """Write the Trace Event JSON of a step: a thread for each stream in use, an event for each span, a counter of live bytes.
+    """Write a timeline as a Trace Event JSON file for https://ui.perfetto.dev or ``chrome://tracing``.
+
+    The file has a thread for each stream, an event for each span, and a counter of live bytes.
 
     Args:
-        timeline: what to show.
-        path: of the file.
-        measured: another one, shown as a second process.
+        timeline: the timeline of a step.
+        path: path of the file.
+        measured: a second timeline, shown as another process.
     """
     events = list(_events(timeline, 1, "predicted" if measured else "step"))
     if measured:

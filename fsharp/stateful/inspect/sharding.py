@@ -1,4 +1,4 @@
-"""sharding: which rank holds what of each leaf, as JAX's NamedSharding says it, in text and picture. From shapes alone."""
+"""sharding: which rank holds which elements of each leaf, as text and picture, like JAX's NamedSharding. Needs shapes alone."""
 
 import difflib
 import math
@@ -35,12 +35,12 @@ _INK, _PADDING = "#222222", "#dddddd"
 
 @dataclass(frozen=True, repr=False)
 class LeafSharding:
-    """Which rank holds what of one leaf; ``print`` draws it.
+    """Which rank holds which elements of one leaf; ``print`` shows a drawing.
 
     Attributes:
-        path: of the leaf in the tree.
-        unit: the unit that stores it; for a tied leaf the unit of the leaf that it is tied to.
-        leaf: what the unit stores.
+        path: path of the leaf in the tree.
+        unit: the unit that stores the leaf; for a tied leaf the unit of the leaf to which it is tied.
+        leaf: the leaf that is stored.
         place: a placement for each mesh axis.
     """
 
@@ -56,12 +56,12 @@ class LeafSharding:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole leaf."""
+        """Shape of the whole leaf."""
         return self.leaf.shape
 
     @property
     def spec(self) -> P | None:
-        """``P(axes)`` if each rank has an equal block of rows, in order; ``P()`` if each rank has all of it; None else."""
+        """``P(axes)`` if each rank holds an equal block of rows, in order; ``P()`` if each rank holds the leaf; else None."""
         if self.leaf.numel == 0:
             return P()
         if self._differs or not self.place.sharded or not self.shape:
@@ -74,22 +74,22 @@ class LeafSharding:
 
     @property
     def shard_shape(self) -> tuple[int, ...] | None:
-        """Shape of the block that one rank has; None where ``spec`` is None."""
+        """Shape of one rank's block of rows; None if :attr:`spec` is None."""
         if self.spec is None:
             return None
         return (self.shape[0] // self._num_parts, *self.shape[1:]) if self.spec.axes else self.shape
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether each rank has all of the leaf, and the same values."""
+        """Whether each rank holds the whole leaf, with equal values."""
         return self.leaf.numel == 0 or (self._num_parts == 1 and not self._differs)
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
-        """Return ``(first, last)``: ``rank`` holds ``leaf.flatten()[first:last]``; ``(0, 0)`` if it holds nothing.
+        """Return ``(first, last)``: ``rank`` holds ``leaf.flatten()[first:last]``; ``(0, 0)`` if it holds no element.
 
         Raises:
-            MeshError: no such rank.
+            MeshError: there is no such rank.
         """
         return self.unit.run_of(self.leaf, self.place, rank)
 
@@ -176,17 +176,17 @@ class LeafSharding:
 
 @dataclass(frozen=True, repr=False)
 class TreeSharding:
-    """Which rank holds what of each leaf: ``[path]`` gives one, and ``print`` makes a table with a small drawing.
+    """Which rank holds which elements of each leaf: ``[path]`` returns a :class:`LeafSharding`, ``print`` shows a table.
 
     Attributes:
-        layout: of the tree.
+        layout: layout of the tree.
         place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
     """
 
     layout: Layout
     place: PlaceName
     leaves: Mapping[str, LeafSharding] = field(init=False, compare=False)
-    """By path, in tree order."""
+    """Shardings of the leaves by path, in tree order."""
 
     def __post_init__(self) -> None:
         stored = {(unit.name, leaf.path): (unit, leaf) for unit in self.layout.units for leaf in unit.leaves}
@@ -245,7 +245,7 @@ class TreeSharding:
 
 @options_explained
 def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
-    """Return which rank holds what of each leaf, without a tensor: the ranks need not exist.
+    """Return which rank holds which elements of each leaf, from the layout alone: neither ranks nor tensors need to exist.
 
     >>> import torch, fsharp as fs
     >>> shapes = {"embed": torch.empty(8, 4), "layers": [{"w": torch.empty(4, 4), "b": torch.empty(4)} for _ in range(2)]}
@@ -257,17 +257,18 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
     (None, [(0, 8), (8, 16), (0, 0), (0, 0)])
 
     Args:
-        layout: made by :func:`~fsharp.plan`.
-        place: ``"params"``, ``"grads"`` or ``"optim"``, ``"full"``, or a place: what :func:`~fsharp.shard_for` takes. Leaves
-            that are frozen have no gradients and no optimizer state; theirs would be there.
+        layout: a layout from :func:`~fsharp.plan`.
+        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`. Frozen leaves are
+            listed as if they had gradients and optimizer state.
 
     Returns:
-        ``[path]`` of it is a :class:`LeafSharding`. Its text is a table of at most 100 columns.
+        A :class:`TreeSharding`: ``[path]`` returns the :class:`LeafSharding` of a leaf, ``print`` shows a table of at most 100
+        columns.
 
     Raises:
-        LayoutError: no layout, but parameters for example; an unknown place; a path that is not in the tree.
+        LayoutError: ``layout`` is no Layout, the place is unknown, or the tree has no leaf at a path.
 
-    Cost: time that grows with the number of leaves, and for texts with that of ranks.
+    Cost: time grows with the number of leaves; for texts also with the number of ranks.
     """
     if not isinstance(layout, Layout):
         raise LayoutError(f"sharding(): got {type(layout).__name__}, expected the Layout that plan() has returned.")
@@ -308,19 +309,19 @@ def _clipped(text: str, width: int) -> str:
 
 @options_checked
 def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None = None) -> None:
-    """Draw the flat buffers of a unit, a row for each rank: its parameters, gradients and optimizer state as they rest.
+    """Draw the flat buffers of a unit at rest: parameters, gradients and optimizer state, in a row for each rank.
 
-    A colour is a leaf, of which the first 18 are named; grey is padding, and what is empty another rank holds. Gradients
-    that rest partial, each rank's own summand of all of it, are pale. From shapes alone: a layout for ranks that do not
-    exist can be drawn.
+    Each leaf has a colour; the legend names the first 18 leaves. Grey is padding. A rank holds no elements where its row is
+    empty. Partial gradients are pale: each rank holds a summand. The drawing needs the layout alone, so ranks need not exist.
 
     Args:
-        layout: made by :func:`~fsharp.plan`.
-        path: the picture; its suffix says the format, such as ``.png`` or ``.svg``.
-        unit: name of the unit; None means the one with most parameters.
+        layout: a layout from :func:`~fsharp.plan`.
+        path: path of the picture; the suffix chooses the format, such as ``.png`` or ``.svg``.
+        unit: name of the unit; None means the unit with most parameters.
 
     Raises:
-        LayoutError: no such unit, more than 64 ranks, a unit without parameters, or matplotlib is missing.
+        LayoutError: there is no such unit, the unit has no parameters, the mesh has more than 64 ranks, or matplotlib is
+            missing.
     """
     try:
         from matplotlib.figure import Figure

@@ -12,9 +12,9 @@ _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after
 
 @options_checked
 def table(schedule: Schedule) -> str:
-    """Return a schedule as a text with one row for each op, and sums.
+    """Return a schedule as a table in text, with a row for each op, and totals.
 
-    ``'`` marks ops of the step before, ``+`` a collective that is one with that of the row above.
+    ``'`` marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
     """
     facts = schedule.program.facts
     rows, joined = [_HEAD], {i for run in issue_positions(schedule.ops) for i in run[1:]}

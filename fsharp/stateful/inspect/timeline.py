@@ -14,16 +14,16 @@ WAITING = WAIT.kind
 
 
 class TimeSpan(NamedTuple):
-    """A stretch of time that one op took. An op may have several: a wait and then itself, or parts around nested units.
+    """A span of time in which an op ran, or in which the compute stream waited for it. An op may have several spans.
 
     Attributes:
-        op: position in the schedule.
-        kind: the op's; or :data:`WAITING`, for the time that the compute stream stood still because of the op.
-        unit: the op's.
-        phase: the op's.
-        stream: where it ran. On a synchronous host that is ``compute`` for all but collectives.
-        start_s: seconds from the beginning of the step.
-        stop_s: seconds from the beginning of the step; what the next step waits for may end after this one.
+        op: position of the op in the schedule.
+        kind: kind of the op; or :data:`WAITING`, if the compute stream waited for the op.
+        unit: unit of the op.
+        phase: phase of the op.
+        stream: stream on which the op ran. On a synchronous host all ops but collectives run on ``compute``.
+        start_s: start, in seconds from the beginning of the step.
+        stop_s: end, in seconds from the beginning of the step. An op for which the next step waits may end after this step.
     """
 
     op: int
@@ -36,7 +36,7 @@ class TimeSpan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From its start to its end, in seconds."""
+        """Length of the span in seconds."""
         return self.stop_s - self.start_s
 
 
@@ -45,12 +45,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One of many equal steps.
+    """When each op of a step ran, measured or predicted, for a step that repeats.
 
     Attributes:
-        schedule: what ran, or would.
-        spans: in order of their start.
-        step_s: seconds from the beginning of a step to that of the next.
+        schedule: the schedule that the step follows.
+        spans: spans of the ops, in order of their starts.
+        step_s: seconds from the beginning of a step to the beginning of the next step.
     """
 
     schedule: Schedule
@@ -59,12 +59,12 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the compute stream stands still because of communication."""
+        """Seconds in which the compute stream waits for communication."""
         return sum((span.seconds for span in self.spans if span.kind == WAITING), 0.0)
 
     @property
     def overlap(self) -> float:
-        """The part of the collectives' time in which the compute stream works: 1 if all of it, or if there are none."""
+        """Fraction of the collectives' time in which the compute stream works; 1 if there are no collectives."""
         working = union(piece for span in self.spans if _works(span) for piece in self.pieces(span))
         total, hidden, kinds_that_send = 0.0, 0.0, senders()
         for stream in STREAMS:
@@ -76,7 +76,7 @@ class Timeline:
 
     @property
     def memory(self) -> tuple[tuple[float, int], ...]:
-        """``(second, bytes of the arena that are live from then on)``, from 0 to the end of the step."""
+        """Pairs ``(second, live bytes of the arena from this second on)``, from 0 to the end of the step."""
         starts, stops = self._times()
         changes: list[tuple[float, int]] = [(0.0, 0)]
         for fill, free, nbytes in _lives(self.schedule.ops):
@@ -93,18 +93,18 @@ class Timeline:
 
     @property
     def peak_nbytes(self) -> int:
-        """Bytes of the arena that are live at once at most."""
+        """Most bytes of the arena that are live at once."""
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """Return the summed length of the spans of these kinds; ops that are one collective count once, for all units."""
+        """Return the total seconds of spans of these kinds. Without ``unit`` ops that share a collective count once."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
     def pieces(self, span: TimeSpan) -> Iterator[Interval]:
-        """Yield a span within ``0`` to ``step_s``: what is behind the end of a step is also at the beginning of the next."""
+        """Yield the parts of a span within ``0`` to ``step_s``: a part after the end of the step is moved to its beginning."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:
             yield start, stop

@@ -1,4 +1,4 @@
-"""Trace: what steps took when they ran; and compare: that beside what was predicted."""
+"""Trace: measured times of steps and ops; compare: a table of predicted and measured times."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,10 +16,10 @@ Row = tuple[int, str, str, Phase, Stream, float, float, int]
 
 
 class Trace:
-    """Times of ops and of steps, on any clock, in any order.
+    """Measured times of steps and their ops.
 
-    A ``compute`` is measured from entering a unit to leaving the unit, nested units included; :meth:`compute_times` takes
-    their time out. A collective is measured from its issue to its completion, by events of its stream or by the host.
+    A ``compute`` op is measured from the start of a unit's use to its end, with nested units; :meth:`compute_times` subtracts
+    the time of nested units. A collective is measured from its issue to its completion, by events of its stream or by the host.
     """
 
     def __init__(self) -> None:
@@ -37,22 +37,22 @@ class Trace:
         stop_s: float,
         step: int | None = None,
     ) -> None:
-        """Note that an op ran, by its position in the schedule.
+        """Record that an op ran, by its position in the schedule.
 
-        The kind ``"wait"`` is time in which the compute stream, or the host, stood still in front of the op. ``step`` is
-        the number of the step that issued the op, if that is not the last one begun.
+        The kind ``"wait"`` is time in which the compute stream, or the host, waited before the op. ``step`` is the number of
+        the step that issued the op; None means the last step that has begun.
         """
         if step is None:
             step = max(len(self.steps) - 1, 0)
         self.rows.append((op_index, kind, unit, phase, stream, start_s, stop_s, step))
 
     def begin_step(self, start_s: float) -> int:
-        """Note that a step begins, to which what is recorded from now on belongs. Returns its number."""
+        """Record that a step begins, and return its number. Ops recorded from now on belong to this step."""
         self.steps.append((start_s, math.nan))
         return len(self.steps) - 1
 
     def end_step(self, stop_s: float) -> None:
-        """Note that the step has ended. What it has issued and the next one waits for may be recorded later."""
+        """Record that the step has ended. Ops for which the next step waits may be recorded later."""
         self.steps[-1] = self.steps[-1][0], stop_s
 
     @api_boundary
@@ -60,12 +60,12 @@ class Trace:
         """Return the timeline of one step.
 
         Args:
-            schedule: what it followed.
-            step: number among those that have ended; None takes the one of median duration, of those whose collectives are
-                over. If none was begun, all is one step, from the first start to the last end on the compute stream.
+            schedule: the schedule that the step followed.
+            step: number of the step among steps that have ended. None takes the step of median duration, among steps whose
+                collectives are over. Without :meth:`begin_step` all ops are one step.
 
         Raises:
-            ScheduleError: nothing was recorded, no such step has ended, or the ops are not those of this schedule.
+            ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.
         """
         steps = self.by_step()
         if step is None:
@@ -80,7 +80,7 @@ class Trace:
         return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.start_s, span.op))), stop - start)
 
     def compute_times(self) -> dict[str, tuple[float, float]]:
-        """Return median seconds of each unit's ``(forward, backward)``, without nested units: ``Hardware(compute=...)``."""
+        """Return median seconds ``(forward, backward)`` of each unit, without nested units, for ``Hardware(compute=...)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
         computing = kinds(lambda spec: spec.cost == "compute")
         for _, rows in self.by_step():
@@ -93,7 +93,7 @@ class Trace:
         return by_unit(times)
 
     def update_time(self) -> float:
-        """Return the median seconds of the optimizer step, without waits: ``Hardware(update_s=...)``; 0 if there is none."""
+        """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; or 0."""
         updates = kinds(lambda spec: spec.cost == "update")
         return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.by_step())
 
@@ -103,7 +103,9 @@ class Trace:
 
     @api_boundary
     def by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
-        """Return ``((start, stop), rows)`` of each step that has ended; if no step was begun, all rows are one step.
+        """Return a list of ``((start, stop), rows)`` for each step that has ended.
+
+        Without :meth:`begin_step` all rows are one step.
 
         Raises:
             ScheduleError: nothing was recorded, or no step has ended.
@@ -166,9 +168,9 @@ def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
 
 @options_checked
 def compare(predicted: Timeline, measured: Timeline) -> str:
-    """Return a table of what was predicted beside what was measured: of the step, of each kind of op, and of each unit.
+    """Return a table of predicted and measured seconds: of the step, of each kind of op, and of each unit.
 
-    Units that differ in nothing but a number in their name share a row, which has the sum over them.
+    Units whose names differ in a number alone share a row with their sum.
     """
     both = predicted, measured
     summary: list[tuple[str, str, str, str]] = [

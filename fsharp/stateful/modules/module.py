@@ -24,25 +24,26 @@ from fsharp.tracebacks import api_boundary, api_context
 
 
 class ShardedModule(nn.Module):
-    """A module, trained in parts: what :func:`~fsharp.shard_module` has made of one.
+    """A module after :func:`~fsharp.shard_module`: parameters, gradients and optimizer state are sharded over ranks.
 
-    The module keeps its class, attributes, methods, hooks, buffers, and names of parameters. Outside of forwards parameters are
-    this rank's parts (:class:`~fsharp.modules.ShardedParameter`), in the optimizer's dtype and place. All ranks call the same
-    methods in the same order.
+    The module keeps its class, attributes, methods, hooks, buffers, and names of parameters. Outside of forwards a parameter is
+    this rank's part (:class:`~fsharp.modules.ShardedParameter`), in the dtype and place of the optimizer. All ranks have to
+    call the same methods in the same order.
     """
 
     @api_boundary
     def __new__(cls, *args: Any, **options: Any) -> "ShardedModule":
-        """Refuse to make a module: ``fs.shard_module`` changes one that is there."""
+        """Raise an error: only ``fs.shard_module`` makes a ShardedModule, from a module that exists."""
         raise TreeError(f"{cls.__name__}(): a sharded module is made by fs.shard_module(module, ...), and not copied.")
 
     # ------------------------------------------------------------ training
 
     @api_context
     def accumulate(self) -> Iterator[None]:
-        """Have backward passes in this context leave gradients where they rest. The first backward outside sums all over ranks.
+        """Accumulate gradients in this context without the reduction to the optimizer; like ``no_sync()`` of DDP.
 
-        Gradients add up: divide losses by their number, as everywhere in torch. What is accumulated is not in ``.grad`` yet.
+        The first backward outside of the context adds its gradients, and reduces the sum over ranks. Gradients are added, not
+        averaged: divide each loss by the number of backward passes. Accumulated gradients are not in ``.grad`` yet.
         """
         step = _session(self).step
         before, step.is_accumulating = step.is_accumulating, True
@@ -55,14 +56,14 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """Scale gradients such that their norm over all ranks is at most ``max_norm``. Return the norm before, on every rank.
+        """Scale gradients so that their global norm is at most ``max_norm``. Return the norm before scaling, on every rank.
 
-        Arguments are those of ``torch.nn.utils.clip_grad_norm_``, which does the same, parameter by parameter; ``foreach`` is
-        ignored. Cost: one small collective for each axis.
+        Arguments are those of ``torch.nn.utils.clip_grad_norm_``, which gives equal results with more collectives. ``foreach``
+        is ignored. Cost: one small collective for each axis.
 
         Raises:
             ScheduleError: there are no gradients.
-            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True; on all ranks.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True. All ranks raise.
         """
         means, norm_type = _session(self).step.means, float(norm_type)
         if means.tree is None:
@@ -80,17 +81,20 @@ class ShardedModule(nn.Module):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters. A forward whose backward is to come stays. Refuse ``set_to_none=False``."""
+        """Release the gradients of all parameters. A forward without its backward so far stays valid.
+
+        ``set_to_none=False`` is an error.
+        """
         _session(self).step.discard(set_to_none=set_to_none)
 
     # ------------------------------------------------------------ crossing over
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
-        """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters.
+        """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters ``params``.
 
-        ``params`` is the module's own tree of :class:`~fsharp.Sharded`, nested by the dots in the parameters' names: nothing is
-        copied. ``fn`` takes any tree of this layout, and may be differentiated, scheduled, or transformed by torch.func. What a
-        forward writes to buffers is discarded. ``fn`` is refused inside of a forward of this module.
+        ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; its levels are the dots in the
+        parameters' names. ``fn`` takes any tree of this layout, and can be differentiated, scheduled, or transformed by
+        torch.func. Writes to buffers in a forward are discarded. Inside of a forward of this module ``fn`` raises an error.
         """
         session = _session(self)
 
@@ -106,13 +110,13 @@ class ShardedModule(nn.Module):
     @property
     @api_boundary
     def train_state(self) -> TrainState:
-        """Parameters, main copies, and the state of an ``(init, update)`` pair. It can be set, without a copy.
+        """Parameters, main copies, and optimizer state of an ``(init, update)`` pair. Setting it copies nothing.
 
-        Whoever updates this state with ``donate=True`` sets the new one before the module is called again.
+        After an update of this state with ``donate=True``, set the new state before the next call of the module.
 
         Raises:
-            TreeError: set to a state of another layout, place or dtype.
-            ScheduleError: set while a step is under way.
+            TreeError: the new state has another layout, place or dtype.
+            ScheduleError: the state is set while a step is under way.
         """
         return _session(self).kept.state
 
@@ -123,28 +127,30 @@ class ShardedModule(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """Which element of which parameter rests on which rank."""
+        """The layout: which element of which parameter rests on which rank."""
         return _session(self).layout
 
     @property
     def comm(self) -> Comm:
-        """The Comm of the ranks that the module is sharded over."""
+        """The Comm of the ranks over which the module is sharded."""
         return _session(self).scheduler.comm
 
     @property
     def step(self) -> Scheduled:
-        """The training step: ``model.step.schedule``, ``model.step.trace()``."""
+        """The scheduled training step, for ``model.step.schedule`` and ``model.step.trace()``."""
         return _session(self).step.scheduled
 
     # ------------------------------------------------------------ whole parameters
 
     @api_context
     def unsharded(self, *, write: bool = False) -> Iterator[None]:
-        """Have parameters whole in this context, in the optimizer's dtype; frozen ones as they rest. Every rank enters it.
+        """Make all parameters whole tensors in this context, on every rank. All ranks have to enter the context.
 
-        Forwards without a backward so far are discarded: their graphs can no longer run backward. ``write`` keeps what is
-        written to parameters; every rank has to write the same. Cost: a gather of everything, and its memory; with ``write`` a
-        gather from the optimizer's place to the parameters' as well.
+        Trained parameters have the optimizer's dtype, frozen ones the dtype in which they rest. With ``write=True`` writes to
+        parameters last; all ranks have to write equal values. A forward without its backward so far is discarded: its graph can
+        no longer run backward.
+
+        Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
         """
         session = _session(self)
         if write and session.is_averaged:
@@ -170,11 +176,11 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return by torch's names a :class:`~fsharp.modules.Part` of each parameter in the module's own memory, and buffers.
+        """Return a dict with this rank's part of each parameter (a :class:`~fsharp.modules.Part`), and all buffers.
 
-        A part says which elements it is, so that another mesh can read what all ranks have saved. A parameter with several
-        names has one Part. Inside of :meth:`unsharded` parameters are whole tensors. Refused are parameters that are DTensors
-        sharded on other axes.
+        Names are those of torch. Parts share the module's memory. A part knows which elements it holds, so any mesh can read
+        parts that all ranks have saved. A parameter with several names has one part. Inside of :meth:`unsharded` values are
+        whole tensors. Parameters that are DTensors, sharded on other axes, are an error.
         """
         if _session(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
@@ -187,22 +193,23 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy values into parameters and buffers; every rank calls it. Return what torch returns.
+        """Copy values into parameters and buffers; all ranks have to call this method. Return what torch returns: unknown keys.
 
         Args:
-            state_dict: by torch's names, what :meth:`state_dict` gave on this rank of this layout, or whole tensors, of which
-                each rank takes its part: in the dtype that the parameter has here, or had before :func:`~fsharp.shard_module`.
-            strict: refuse names that are missing, or that are not known.
-            assign: inside of :meth:`unsharded` alone, where all is as in torch.
+            state_dict: values by torch's names: parts from :meth:`state_dict` on this rank of this layout, or whole tensors, of
+                which each rank takes its part. The dtype is the parameter's present one, or the one before
+                :func:`~fsharp.shard_module`.
+            strict: raise an error for names that are missing or unknown.
+            assign: as in torch, but only inside of :meth:`unsharded`.
 
         Raises:
-            TreeError: other names, shapes or dtypes, parts of another rank or layout, DTensors. On all ranks, before anything
-                but a module's extra state is changed.
-            AgreementError: on all ranks, if one has other values of what they have in common.
-            ScheduleError: a step is under way, or averages are in place of the parameters.
+            TreeError: names, shapes or dtypes differ, a part is of another rank or layout, or a value is a DTensor. All ranks
+                raise, before anything but a module's extra state has changed.
+            AgreementError: ranks pass different values for elements that they share. All ranks raise.
+            ScheduleError: a step is under way, or the call is inside of ``averaged()``.
 
-        Cost: a pass over what several ranks hold, and a gather from the optimizer's place to the parameters'. Memory: the
-        resting parameters of one unit.
+        Cost: a pass over elements that several ranks hold, and a gather of updated parameters. Memory: the resting parameters
+        of one unit.
         """
         session = _session(self)
         load = partial(super().load_state_dict, state_dict, strict=strict, assign=assign)
@@ -217,7 +224,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
-        """Return whole parameters and buffers in host memory, by torch's names, on one rank; an empty dict on all others.
+        """Return whole parameters and buffers in host memory, by torch's names, on one rank; an empty dict on the others.
 
         ::
 
@@ -225,13 +232,13 @@ class ShardedModule(nn.Module):
             if model.comm.rank == 0:
                 torch.save(state, "model.pt")
 
-        Dtypes are those of :meth:`state_dict`. Buffers are that rank's. ``rank`` is one of :attr:`comm`; None means all.
+        Dtypes are those of :meth:`state_dict`. Buffers are those of ``rank``, a rank of :attr:`comm`. None means all ranks.
 
         Raises:
-            MeshError: no such rank.
-            TreeError: parameters that have different values on each rank, such as experts. On all ranks.
-            ScheduleError: inside of :meth:`unsharded`, where :meth:`state_dict` is whole.
-            AgreementError: on all ranks, if they pass different values of ``rank``.
+            MeshError: there is no such rank.
+            TreeError: a parameter has different values on each rank, such as an expert's. All ranks raise.
+            ScheduleError: the call is inside of :meth:`unsharded`, where :meth:`state_dict` returns whole tensors.
+            AgreementError: ranks pass different values of ``rank``. All ranks raise.
 
         Cost: a gather of all units. Memory: one full unit, and on that rank the whole state dict in host memory.
         """
@@ -243,7 +250,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
-        """Copy one rank's whole tensors into the parameters and buffers of all ranks. Return what load_state_dict does.
+        """Copy one rank's whole tensors into the parameters and buffers of all ranks. Return missing and unexpected keys.
 
         ::
 
@@ -251,15 +258,15 @@ class ShardedModule(nn.Module):
             model.load_full_state_dict(state)  # every rank calls it
 
         Args:
-            state_dict: on that rank, tensors by torch's names, in the dtypes that :meth:`load_state_dict` takes; None on all
-                others.
-            rank: rank of :attr:`comm` that has the state dict.
-            strict: refuse missing and unknown names.
+            state_dict: on ``rank``, whole tensors by torch's names, in the dtypes that :meth:`load_state_dict` takes; None on
+                the other ranks.
+            rank: rank of :attr:`comm` that passes the state dict.
+            strict: raise an error for names that are missing or unknown.
 
         Raises:
-            MeshError: no such rank.
-            TreeError: another rank passes a state dict too, or ``rank`` passes none. All else as :meth:`load_state_dict`.
-            AgreementError: on the other ranks, if a single rank has raised an error.
+            MeshError: there is no such rank.
+            TreeError: another rank passes a state dict too, or ``rank`` passes none; or as in :meth:`load_state_dict`.
+            AgreementError: another rank has raised an error.
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
         """
@@ -281,11 +288,11 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names of ``named_parameters()`` and whole parameters, a unit at a time. Every rank iterates to the end.
+        """Yield pairs of a parameter's name and its whole value, unit by unit. All ranks have to iterate to the end.
 
-        Parameters are in the optimizer's dtype. Frozen ones are as they rest, in ``precision.compute``; a warning says if they
-        are rounded. With ``trained``, only those that are trained are gathered, such as adapters on a frozen model. Tensors may
-        be kept. Memory: one unit.
+        Trained parameters have the optimizer's dtype. Frozen ones have the dtype in which they rest, ``precision.compute``; a
+        warning says so if that has rounded them. ``trained=True`` leaves frozen parameters out, for example to export adapters.
+        The caller may keep the tensors. Memory: one unit.
         """
         session = _session(self)
         names = {id(p): name for name, p in self.named_parameters()}

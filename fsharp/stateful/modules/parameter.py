@@ -17,9 +17,10 @@ __all__ = ["Part", "ShardedParameter", "held_leaves"]
 
 
 class ShardedParameter(Part, nn.Parameter):
-    """This rank's part of a parameter, as the optimizer has it.
+    """This rank's part of a module's parameter, in the dtype and place of the optimizer.
 
-    ``is_trained``: whether it has gradients and optimizer state, as it was when the module was sharded.
+    Attributes:
+        is_trained: whether the parameter required a gradient when its module was sharded: it has gradients and optimizer state.
     """
 
     is_trained: bool
@@ -39,7 +40,7 @@ class ShardedParameter(Part, nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether forwards differentiate with respect to this parameter: it is trained, and not paused at present."""
+        """Whether backward passes give the parameter a gradient: it is trained, and not paused by :meth:`requires_grad_`."""
         owner = self.owner()
         return self.is_trained and (owner is None or self.path not in owner.paused)
 
@@ -49,11 +50,10 @@ class ShardedParameter(Part, nn.Parameter):
 
     @api_boundary
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
-        """Pause a trained parameter, or resume it.
+        """Pause the training of this parameter (False), or resume it (True). All ranks have to make the call.
 
-        All ranks do the same. One that was frozen when its module was sharded is refused.
-
-        A paused parameter gets no gradient from a backward, and an optimizer does not update it.
+        A paused parameter gets no gradient in a backward, and an optimizer does not update it. A parameter that was frozen when
+        its module was sharded cannot be trained: True is an error.
         """
         if requires_grad and not self.is_trained:
             raise LayoutError(
@@ -66,11 +66,11 @@ class ShardedParameter(Part, nn.Parameter):
 
     @api_boundary
     def register_post_accumulate_grad_hook(self, hook: Callable[["ShardedParameter"], Any]) -> Any:
-        """Have ``hook(parameter)`` called at the end of each backward that gives the parameter a gradient.
+        """Call ``hook(parameter)`` at the end of each backward that gives the parameter a gradient.
 
-        Return a handle, whose ``remove()`` removes the hook. Hooks run without gradients, once ``.grad`` of all parameters is
-        there, in an order that ranks share. A backward within ``accumulate()`` calls no hooks. All ranks register the same
-        hooks. A parameter that does not require a gradient is refused.
+        Return a handle, whose ``remove()`` removes the hook. Hooks run under ``torch.no_grad()``, after all parameters have
+        their ``.grad``, in the same order on all ranks. A backward inside of ``accumulate()`` calls no hooks. All ranks have to
+        register equal hooks. A parameter that does not require a gradient is an error.
         """
         owner = self.owner()
         if owner is None or not self.requires_grad:
@@ -82,7 +82,7 @@ class ShardedParameter(Part, nn.Parameter):
 
     @api_boundary
     def register_hook(self, hook: Any) -> Any:
-        """Refuse a hook: autograd never reaches a part."""
+        """Raise an error: autograd does not see parts. Use :meth:`register_post_accumulate_grad_hook`."""
         raise LayoutError(
             f"register_hook(): parameter {self.path!r} is a part, which autograd does not reach. Its mean gradient over ranks "
             "is p.grad at the end of a backward. Write p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(...))."
@@ -94,7 +94,7 @@ class ShardedParameter(Part, nn.Parameter):
     @property
     @api_boundary
     def grad(self) -> Part | None:
-        """The mean gradient over ranks, of this part, once a backward has ended that was not told to accumulate."""
+        """This part of the mean gradient over ranks; None until a backward outside of ``accumulate()`` has ended."""
         owner = self.owner()
         return owner.step.gradient(self.path) if owner is not None and self.is_trained else None
 

@@ -16,12 +16,12 @@ from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.functionalize import parameter_tree
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.paths import Patterns, prefixes
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
+from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
 from fsharp.stateful.modules.initial.dtensors import local, specs_of
@@ -36,7 +36,7 @@ from fsharp.stateful.modules.torch_tools.refusals import check_shardable, watch_
 from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept
 from fsharp.stateful.runtime.scheduler import Scheduler
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -51,14 +51,14 @@ def shard_module(
     strategy: Strategy | P | Mapping[str, Strategy | P] | None = None,
     units: Units | Sequence[Units] | None = None,
     precision: Precisions = Precision(),
-    policy: Policy | None = None,
+    policy: SchedulePolicy | None = None,
     methods: str | Sequence[str] = (),
     key: int = 0,
     initialize: Callable[[nn.Module], None] | None = None,
     sync_from: int | None = None,
     **plan_options: Any,
 ) -> ShardedModule:
-    """Shard a module in place, and return it.
+    """Shard the parameters of a module in place, and return the module as a :class:`~fsharp.ShardedModule`.
 
     ::
 
@@ -71,49 +71,51 @@ def shard_module(
             optimizer.step()
             optimizer.zero_grad()
 
-    All ranks call the same in the same order. The module is also a :class:`~fsharp.ShardedModule`, with its methods.
+    All ranks have to make the same calls of the module, in the same order.
 
     Args:
-        module: with the same values on every rank, or on the meta device. Tied and frozen parameters stay so.
-        mesh: the ranks: a DeviceMesh with named dims, a :class:`~fsharp.Mesh` that all processes form, or a
-            :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``. Parameters that are DTensors, as
-            ``parallelize_module`` makes them, are sharded on top: over the axes that theirs are not, ``device_mesh["dp"]``.
-        strategy: where state rests, or strategies or partition specs by pattern of paths, the last that matches counting; None
-            means ZeRO-3 over all axes. ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}`` is for a module
-            of which each rank along ``"ep"`` has experts of its own.
-        units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
-            predicates on path and module, or several of these. They may nest; all else is gathered with the root. A tuple or
-            list in a list is a group, ``[Block, ("norm", "head")]``, of modules that run one after another. In a step that
-            follows its schedule they share one gather and one reduction.
-        precision: dtypes, of all parameters or by pattern of paths, the last that matches counting. Floating-point inputs of
-            the root and of each of ``units`` are cast to the ``compute`` of its precision, and outputs to ``output``, where
-            these are given: ``{"**": Precision(torch.bfloat16, torch.float32), "norm": Precision(torch.float32)}``.
-        policy: of the scheduler.
-        methods: names of other methods than ``forward``, of the root or of chosen modules, that parameters are gathered for:
-            entry points such as ``"encode"``. Those that only call modules, as ``generate`` calls the root, need not be named.
-            Call them under ``torch.no_grad()``, as forwards, if no backward will come.
-        key: seed for parameters and buffers on the meta device, which submodules make by their own ``reset_parameters()``: the
-            same values on any mesh.
-        initialize: called for each submodule with parameters or buffers of its own on the meta device, instead of its
-            ``reset_parameters()``, to fill these; of a model of transformers, ``model._init_weights``.
-        sync_from: take this rank's parameters and buffers, to the bit, instead of each rank's own; the others' may be on the
-            meta device. None compares parameters, and refuses those that differ.
-        plan_options: ``atoms`` and ``labels``, as :func:`~fsharp.plan` takes them; labels by default ``"default"``.
+        module: the module, with equal values on every rank, or on the meta device. Tied parameters stay tied, frozen ones stay
+            frozen.
+        mesh: the ranks: a DeviceMesh with dim names, a :class:`~fsharp.Mesh` that all processes form, or a
+            :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``. After tensor parallelism by
+            ``parallelize_module`` pass the other axes, such as ``device_mesh["dp"]``: DTensors are sharded over these as well.
+        strategy: where state rests: a strategy or a partition spec, or several by pattern of paths, of which the last match
+            counts. None means ZeRO-3 over all axes. For experts that differ along an axis ``"ep"``:
+            ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}``.
+        units: modules to gather and release one by one, when they are called: classes, patterns of paths (``"layers.*"``),
+            predicates ``(path, module) -> bool``, or a list of these. Units may nest. Parameters outside of all units are
+            gathered with the root. A tuple in the list, as in ``[Block, ("norm", "head")]``, is a group of modules that run one
+            after another: by schedule they share one gather and one reduction.
+        precision: a :class:`~fsharp.Precision`, or several by pattern of paths, of which the last match counts, as in
+            ``{"**": Precision(torch.bfloat16, torch.float32), "norm": Precision(torch.float32)}``. Floating-point inputs of the
+            root and of units are cast to ``compute``, and outputs to ``output``, if given.
+        policy: policy of the schedule.
+        methods: names of methods other than ``forward`` that use parameters, such as ``"encode"``, of the root or of units.
+            Parameters are gathered for these methods. A method that only calls modules, as ``generate`` does, needs no entry.
+            Like forwards, call these methods under ``torch.no_grad()`` if no backward follows.
+        key: seed for tensors on the meta device, which submodules fill by ``reset_parameters()``, with equal values on any
+            mesh.
+        initialize: function that fills the tensors of a submodule on the meta device, in place of its ``reset_parameters()``.
+            For a model of transformers pass ``model._init_weights``.
+        sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None
+            means that ranks compare their parameters, and raise an error if they differ.
+        plan_options: ``atoms`` and ``labels``, as for :func:`~fsharp.plan`.
 
     Returns:
         The module that was passed.
 
     Raises:
-        PatternError: units that match no module, methods that none of these has.
-        OptionError: an option of a type that it cannot have, such as a pattern that stands for no Precision.
-        LayoutError: a unit of whose parameters none has the precision that its inputs and outputs have.
-        TreeError: a module without parameters; parameters of a subclass of nn.Parameter, sparse ones, or complex ones that
-            require a gradient; a module of DDP, FSDP or fully_shard(); tensors on the meta device that nothing initializes.
-        MeshError: a mesh without this process, or one that parameters are distributed over already.
-        AgreementError: on all ranks, if they differ in module, units, strategy or precision, or in the values of parameters.
+        PatternError: ``units`` matches no module, or no unit has one of ``methods``.
+        OptionError: an option has a wrong type, such as a pattern without a Precision.
+        LayoutError: no parameter of a unit has the precision of the unit's inputs and outputs.
+        TreeError: the module has no parameters; a parameter is of a subclass of nn.Parameter, is sparse, or is complex and
+            requires a gradient; the module is wrapped by DDP, FSDP or fully_shard(); nothing initializes a tensor on the meta
+            device.
+        MeshError: the mesh lacks this process, or parameters are distributed over it already.
+        AgreementError: ranks differ in module, units, strategy, precision, or values of parameters. All ranks raise.
 
-    Cost: this rank's parts, and the parameters of one submodule in full while it is made from the meta device.
-    One pass over all parameters compares them, by 8 bytes; ``sync_from`` sends them all, and holds one unit in full.
+    Cost: memory of this rank's parts; from the meta device also one whole submodule. Ranks compare parameters in one pass, and
+    send 8 bytes. ``sync_from`` sends all parameters, and holds one full unit.
     """
     comm = _comm(mesh)
 
@@ -150,7 +152,7 @@ def shard_module(
     start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
     state = init_state(_NOTHING, start, comm=comm, donate=True)
     del tree, start
-    policy = policy or Policy()
+    policy = policy or SchedulePolicy()
     if groups:
         of_module = owners(layout, chosen)
         named_groups = [tuple(name for path in group for name in of_module.get(path, ())) for group in groups]

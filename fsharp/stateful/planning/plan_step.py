@@ -9,7 +9,7 @@ from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import chosen
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.base import Transport
@@ -25,31 +25,31 @@ Backend = Literal["nccl", "gloo"]
 @options_checked
 def plan_step(
     layout: Layout,
-    policy: Policy = Policy(),
+    policy: SchedulePolicy = SchedulePolicy(),
     *,
     order: Sequence[str] = (),
     microbatches: int = 1,
     optimizer_buffers: int = 2,
     backend: Backend = "nccl",
 ) -> Schedule:
-    """Return the schedule of a training step, from a layout alone: no rank, no process group and no memory is needed.
+    """Return the schedule of a training step, from a layout alone: without ranks, process groups and memory.
 
-    The step uses each unit once in each microbatch. :class:`~fsharp.Scheduler` compiles the same schedule from the first call
-    of such a step; a step that uses units otherwise gets another one.
+    The step uses each unit once in each microbatch. :class:`~fsharp.Scheduler` compiles the same schedule at the first call of
+    this step. A step that uses units in another way gets another schedule.
 
     Args:
-        layout: of the parameters.
-        policy: as the scheduler takes it.
+        layout: layout of the parameters.
+        policy: policy of the schedule.
         order: patterns of unit names in the order in which the loss uses the units, such as
-            ``("embed", "layers.*", "head")``. Empty: the order of the tree, in which keys of dicts are sorted.
-        microbatches: as ``train_step`` takes it.
-        optimizer_buffers: buffers of optimizer state for each parameter: 2 for Adam, 1 for momentum. Only ``offload`` reads it.
-        backend: the backend of the process groups. ``"gloo"`` has no streams.
+            ``("embed", "layers.*", "head")``. If empty, the order is that of the tree, where keys of dicts are sorted.
+        microbatches: number of microbatches, as for ``train_step``.
+        optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum. Only ``offload`` uses it.
+        backend: backend of the process groups. ``"gloo"`` has no streams.
 
     Raises:
-        LayoutError: a unit that ``order`` does not select, or selects twice.
-        PatternError: a pattern that selects no unit.
-        ScheduleError: a memory budget that not even the most frugal schedule keeps.
+        LayoutError: ``order`` does not match a unit, or matches it twice.
+        PatternError: a pattern matches no unit.
+        ScheduleError: even the schedule with the least memory exceeds ``policy.memory_budget``.
 
     Cost: about 2.5 ms for each unit and microbatch.
     """

@@ -16,33 +16,33 @@ from fsharp.functional.layout.paths import assign
 from fsharp.functional.layout.text import columns, nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.planning.plan_step import Backend, plan_step
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-POLICIES: Mapping[str, Policy] = {
-    "prefetch 1": Policy(),
-    "prefetch 2": Policy(prefetch=2),
-    "gathered once": Policy(release="backward"),
-    "gathered twice": Policy(release="forward"),
-    "state on the host": Policy(offload=True),
+POLICIES: Mapping[str, SchedulePolicy] = {
+    "prefetch 1": SchedulePolicy(),
+    "prefetch 2": SchedulePolicy(prefetch=2),
+    "gathered once": SchedulePolicy(release="backward"),
+    "gathered twice": SchedulePolicy(release="forward"),
+    "state on the host": SchedulePolicy(offload=True),
 }
 """The policies that :func:`tune` tries by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout under one policy.
+    """The prediction for one layout under one policy.
 
     Attributes:
-        layout: the layout's name.
-        policy: the policy's name.
-        step_s: predicted seconds of a step; infinite if its state alone is over the budget, where nothing more is predicted.
+        layout: name of the layout.
+        policy: name of the policy.
+        step_s: predicted seconds of a step; infinite if parameters and optimizer state alone exceed the budget.
         memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``arena``, ``activations``.
-        peak_nbytes: the most of these bytes that are there at one time.
+        peak_nbytes: most of these bytes that are in use at once.
         sent_nbytes: bytes that one rank sends in a step.
-        lost: why another candidate was chosen; empty for the choice.
+        lost: why another candidate was chosen; empty for the chosen one.
     """
 
     layout: str
@@ -57,20 +57,20 @@ class Candidate:
 @api_boundary
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`tune` has chosen, and what it has chosen from.
+    """The result of :func:`tune`: the chosen layout and policy, and the predictions for all candidates.
 
-    ``print(choice)`` shows a table. ``fs.Scheduler(comm, policy=choice.policy)`` makes the step that was predicted.
+    ``print(choice)`` shows a table. ``fs.Scheduler(comm, policy=choice.policy)`` runs the predicted step.
 
     Attributes:
-        name: the name of the chosen layout.
+        name: name of the chosen layout.
         layout: the chosen layout.
         policy: the chosen policy.
-        candidates: all candidates: those that fit first, the fastest first.
+        candidates: all candidates; candidates that fit into the budget come first, in order of their speed.
     """
 
     name: str
     layout: Layout
-    policy: Policy
+    policy: SchedulePolicy
     candidates: tuple[Candidate, ...]
     _planned: Mapping[str, Any]
 
@@ -101,17 +101,17 @@ def tune(
     hardware: Hardware,
     *,
     budget: float,
-    policies: Mapping[str, Policy] = POLICIES,
+    policies: Mapping[str, SchedulePolicy] = POLICIES,
     activations: float | Mapping[str, float] = 0,
     order: Sequence[str] = (),
     microbatches: int = 1,
     optimizer_buffers: int = 2,
     backend: Backend = "nccl",
 ) -> Choice:
-    """Return the layout and the policy with the fastest predicted step among those that fit into memory.
+    """Predict a step for each layout and policy, and return the fastest pair that fits into memory.
 
-    Layouts are made by :func:`~fsharp.plan`: of one tree, for any strategies, meshes, units and precisions. All meshes have the
-    same number of ranks, and each rank the same batch.
+    Layouts come from :func:`~fsharp.plan`, for one tree under any strategies, meshes, units and precisions. All meshes need the
+    same number of ranks. All candidates have the same batch on a rank.
 
     >>> import torch, fsharp as fs
     >>> shapes = {"layers": [torch.empty(512, 512, device="meta") for _ in range(8)]}
@@ -124,28 +124,27 @@ def tune(
     ('zero3', '24.00 MiB, and the budget is 19.07 MiB')
 
     Args:
-        layouts: by a name of your choice.
-        hardware: seconds of each unit and the bandwidth of each axis that some mesh has: see :class:`~fsharp.inspect.Hardware`.
-            Its ``update_s`` is for all parameters on one rank: a rank that has a part of them takes that part of the seconds.
-        budget: bytes that one rank may take.
-        policies: by a name of your choice.
-        activations: bytes that a unit keeps from its forward to its backward: one number, or by pattern of unit names.
-        order: as :func:`~fsharp.schedules.plan_step` takes it.
-        microbatches: as ``train_step`` takes it.
-        optimizer_buffers: buffers of optimizer state for each parameter: 2 for Adam, 1 for momentum.
-        backend: the backend of the process groups.
+        layouts: candidate layouts, by names of your choice.
+        hardware: seconds of each unit, and bandwidths of the axes of all meshes: see :class:`~fsharp.inspect.Hardware`.
+            ``update_s`` is the time for all parameters on one rank; a rank with a part of them takes that part of the time.
+        budget: most bytes that one rank may use.
+        policies: candidate policies, by names of your choice.
+        activations: bytes that a unit keeps from its forward to its backward: one number, or numbers by pattern of unit names.
+        order: order of units in the loss, as for :func:`~fsharp.schedules.plan_step`.
+        microbatches: number of microbatches, as for ``train_step``.
+        optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
+        backend: backend of the process groups.
 
     Returns:
-        The choice. Candidates that are equally fast are ordered by memory. The same arguments give the same choice on every
-        rank.
+        The choice. Equally fast candidates are ordered by memory. The same arguments give the same choice on every rank.
 
     Raises:
-        ScheduleError: no layout, meshes with different numbers of ranks, or no candidate that fits: the error names the
-            smallest one.
-        PatternError: a pattern that selects no unit.
+        ScheduleError: there is no layout, meshes have different numbers of ranks, or no candidate fits into the budget; the
+            message names the smallest candidate.
+        PatternError: a pattern matches no unit.
 
-    Cost: nothing is sent. About 3 ms for each candidate, unit and microbatch; a candidate whose state alone is over the budget
-    costs nothing.
+    Cost: no collective. About 3 ms for each candidate, unit and microbatch; nothing for a candidate whose parameters and
+    optimizer state exceed the budget.
     """
     sizes = {layout.mesh.size for layout in layouts.values()}
     if len(sizes) != 1:
@@ -178,7 +177,7 @@ def _candidate(
     name: str,
     layout: Layout,
     how: str,
-    policy: Policy,
+    policy: SchedulePolicy,
     hardware: Hardware,
     budget: float,
     activations: float | Mapping[str, float],
@@ -204,7 +203,7 @@ def _candidate(
     return Candidate(name, how, predict(schedule, hardware).step_s, memory, _peak(memory, policy), sent)
 
 
-def _peak(memory: Mapping[str, int], policy: Policy) -> int:
+def _peak(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
     """Return the most bytes at one time. Offloaded state is on the device in the update alone, where activations are not."""
     state = memory["main"] + memory["optimizer"]
     work = max(state, memory["activations"]) if policy.offload else state + memory["activations"]

@@ -9,7 +9,7 @@ from fsharp.stateful.runtime.compiled import Compiled, mismatch
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Scheduled
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unsharded import stamp
 
@@ -21,7 +21,7 @@ class Arena:
         tenant: the schedule whose units may have something in them.
     """
 
-    def __init__(self, executor: Executor, registry: UnitRegistry, policy: Policy) -> None:
+    def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy
         self.memory = torch.empty(0, dtype=torch.uint8, device=executor.comm.device)
         self.tenant: Compiled | None = None

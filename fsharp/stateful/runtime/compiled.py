@@ -10,7 +10,7 @@ import torch
 from fsharp.stateful.runtime.executor import BoundOp, Executor, nothing
 from fsharp.stateful.schedule.emit_gradients import last_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
 from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_positions
 from fsharp.stateful.units.facts import facts_of
@@ -145,7 +145,7 @@ class Compiled:
                     self.stranded[unit.key] = memory
 
 
-def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: Policy) -> str:
+def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
     """Return why units cannot follow a schedule: the first fact of the schedule that is wrong. Empty if units can follow it.
 
     :meth:`~fsharp.stateful.runtime.step.Step.update` compares bytes in host memory, which are known only then. A block may be

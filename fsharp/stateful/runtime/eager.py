@@ -16,7 +16,7 @@ from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, behind
@@ -288,14 +288,14 @@ class Eager:
 
     def _facts(self, unit: UnitState, **known: Any) -> UnitFacts:
         """The facts of a unit, as if there were several uses and several microbatches, which nobody knows yet."""
-        row = {"policy": Policy(), "trained": True, "updated": True, **known}
+        row = {"policy": SchedulePolicy(), "trained": True, "updated": True, **known}
         return facts_of(unit, **row, several_uses=True, several_microbatches=True)
 
     def schedule(
         self,
         units: dict[str, UnitState],
         events: tuple[Event, ...],
-        policy: Policy,
+        policy: SchedulePolicy,
         *,
         trained: Container[str],
         updated: Container[str],

@@ -9,30 +9,31 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
 from fsharp.stateful.runtime.scheduled import Scheduled
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 
 @options_checked
 class CapturedStep:
-    """A scheduled training step, captured once and replayed: forward, backward, reductions and update.
+    """A scheduled training step as one CUDA graph, captured once and replayed: forward, backward, reductions and update.
 
-    The state is updated in place, so addresses stay what they were at capture: pass a step made with ``donate=True`` and a
-    scheduler with ``gather_at_start=False``, which leaves nothing under way between steps.
+    A graph needs fixed addresses. So the step has to update its state in place (``donate=True``), and the scheduler must leave
+    no collective under way between steps (``gather_at_start=False``).
 
     Args:
-        scheduled: ``scheduler(train_step(loss_fn, tx, donate=True))``.
-        state: to start from; it is the captured step's from now on.
-        batch: one like those to come: same structure, shapes and dtypes.
-        warmup: steps made before the capture, the first of which records the schedule. They train, all on ``batch``.
+        scheduled: the step: ``scheduler(train_step(loss_fn, tx, donate=True))``.
+        state: the first state. The captured step owns its memory from now on.
+        batch: an example batch; later batches need equal structure, shapes and dtypes.
+        warmup: number of steps before the capture, at least 2. These steps train on ``batch``; the first one records the
+            schedule.
 
     Attributes:
-        state: after the last replay.
+        state: the state after the last replay.
 
     Raises:
-        ScheduleError: no CUDA device, a policy that leaves gathers under way or offloads, or a state that counts in Python: a
-            graph would use the same count for ever.
+        ScheduleError: the device is no CUDA device; the policy has ``gather_at_start`` or ``offload``; or the optimizer state
+            has a Python number, such as a step count, which a graph could not change.
 
     Source: torch.cuda.CUDAGraph.
     """
@@ -67,10 +68,10 @@ class CapturedStep:
 
     @api_boundary
     def __call__(self, batch: Any) -> Metrics:
-        """One step on ``batch``. What is returned is overwritten by the next one.
+        """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: a batch of other shapes than the one captured; or the scheduler is closed.
+            ScheduleError: the batch has other shapes than the captured one, or the scheduler is closed.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.check_open()
@@ -99,7 +100,7 @@ def _addresses(state: TrainState) -> list[int]:
     return [x.data_ptr() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def _check(device: torch.device, policy: Policy, state: TrainState, warmup: int) -> None:
+def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warmup: int) -> None:
     if device.type != "cuda":
         raise ScheduleError(f"CapturedStep(): the scheduler is on {device}; CUDA graphs need a CUDA device.")
     if policy.offload:

@@ -116,12 +116,12 @@ class Status(NamedTuple):
     """How the last call of a scheduled function went.
 
     Attributes:
-        kind: ``"new"`` before the first call. ``"recorded"``: the call followed no schedule, and was recorded. ``"planned"``:
-            the call followed a schedule to the end. ``"left"``: the call left its schedule at an event that the schedule does
-            not have. ``"local"``: the call used whole units alone, and had nothing to schedule.
-        why: the reason for the kind, in words.
-        num_programs: number of different programs that calls have had.
-        num_left: number of calls in a row that have left their schedule.
+        kind: ``"new"``: there was no call yet. ``"recorded"``: the call had no schedule, and was recorded. ``"planned"``: the
+            call followed its schedule to the end. ``"left"``: the call did something that its schedule does not have.
+            ``"local"``: the call used no collective, so there is nothing to schedule.
+        why: the reason, in words.
+        num_programs: number of different programs in all calls so far.
+        num_left: number of consecutive calls that have left their schedule.
     """
 
     kind: str
@@ -131,12 +131,12 @@ class Status(NamedTuple):
 
 
 class Scheduled:
-    """The function that ``scheduler(fn)`` returns: ``fn`` without its ``comm`` argument.
+    """The function that ``scheduler(fn)`` returns. It calls ``fn`` without the argument ``comm``, and follows a schedule.
 
     Attributes:
-        num_calls: calls that labels count.
-        recorder: measures its steps; None if nobody wants to know.
-        followed_by: returns the function of the same scheduler that was called after this one the last time.
+        num_calls: number of calls, for labels of collectives.
+        recorder: measures steps for a trace; None without a trace.
+        followed_by: returns the scheduler's function that was called after this one the last time.
     """
 
     def __init__(self, scheduler: Tracer, fn: Callable[..., Any], name: str) -> None:
@@ -152,29 +152,29 @@ class Scheduled:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function. The first time its order is recorded; later on it is followed."""
+        """Call the function. The first call records the order of its units; later calls follow a schedule."""
         return self.scheduler.run(self, args, kwargs)
 
     @property
     def schedule(self) -> Schedule | None:
-        """What the next call follows."""
+        """The schedule that the next call is expected to follow; None if there is none."""
         return self.programs.expected
 
     @property
     def num_recordings(self) -> int:
-        """Calls that have followed no schedule to their end."""
+        """Number of calls that did not follow a schedule to the end."""
         return self.programs.num_recordings
 
     def status(self) -> Status:
-        """How the last call went, and why."""
+        """Return how the last call went, and why."""
         return self._status
 
     @api_boundary
     def emitted(self) -> Schedule:
-        """What the last call has done, if it has followed no schedule from its beginning: to be printed, drawn and verified.
+        """Return the ops of the last call, if it had no schedule, as a Schedule to print, draw or verify.
 
         Raises:
-            ScheduleError: the last call has followed a schedule, or there was none.
+            ScheduleError: the last call had a schedule, or there was no call.
         """
         if self._emitted is None:
             raise ScheduleError("emitted(): the last call has followed a schedule: look at `schedule`.")
@@ -206,17 +206,16 @@ class Scheduled:
 
     @api_boundary
     def follow(self, schedule: Schedule) -> None:
-        """Run by this schedule from now on, perhaps an edited one. Pass the same one on every rank.
+        """Follow this schedule from the next call on, such as an edited one. Pass an equal schedule on every rank.
 
         Raises:
-            ScheduleError: it would use memory or gradients wrongly. One that speaks of units that have not been seen is
-                refused by the next call.
+            ScheduleError: the schedule would use memory or gradients wrongly. If it has unknown units, the next call raises.
         """
         verify(schedule)
         self.programs.pin(schedule)
 
     def trace(self) -> Trace:
-        """Measure every step that follows the schedule from now on; the trace fills as they run."""
+        """Return a trace that measures every later step that follows the schedule."""
         trace = Trace()
         self.recorder = Recorder(trace, self.scheduler.device)
         return trace

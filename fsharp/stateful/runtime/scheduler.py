@@ -23,7 +23,7 @@ from fsharp.stateful.runtime.scheduled import Functions, Scheduled
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.choose import transport_over
@@ -71,32 +71,32 @@ class StepUnderWay:
 
 @options_checked
 class Scheduler(PassingComm, Tracer):
-    """Decides when data move and where they are; what is computed is the pure functions' business.
+    """A Comm that runs training steps by a schedule: it overlaps gathers and reductions with compute, and keeps all bits.
 
-    The first call of a function it wraps makes up what to do as it goes, and records the order in which units are used. From
-    that a schedule is compiled, verified and followed from the second call on.
+    ``scheduler(step)`` wraps a function that has an argument ``comm``. The first call of the wrapped function records the order
+    in which the function uses units. From this order a schedule is compiled and verified. Later calls follow the schedule.
 
     >>> import fsharp as fs
     >>> scheduler = fs.Scheduler(fs.SingleComm(), prefetch=1)
     >>> scheduler(lambda x, comm: x + comm.mesh.size)(1)
     2
 
-    An error that leaves a function closes the scheduler: other ranks may be anywhere. All of them hear of it, and a new
-    scheduler of the same Comm works.
+    An error in a wrapped function closes the scheduler, and all other ranks raise an error as well. A new scheduler of the same
+    Comm works.
 
     Args:
-        comm: the ranks. On CPUs, collectives run in threads, over gloo; over NCCL on streams; over any other Comm they block.
-        policy: how far ahead and in how much memory; see :class:`Policy`.
-        options: fields of a :class:`Policy`, instead of one.
+        comm: the ranks. Collectives run in threads over gloo, on streams over NCCL, and block over any other Comm.
+        policy: what the schedule may do, such as how far ahead it gathers; see :class:`SchedulePolicy`.
+        options: fields of a :class:`SchedulePolicy`, in place of ``policy``.
 
     Raises:
-        ScheduleError: both a policy and options, or values out of range.
+        ScheduleError: both ``policy`` and ``options`` are given, or a value is out of range.
     """
 
-    def __init__(self, comm: Comm, *, policy: Policy | None = None, **options: Any) -> None:
+    def __init__(self, comm: Comm, *, policy: SchedulePolicy | None = None, **options: Any) -> None:
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
-        self.comm, self.policy = comm, policy or Policy(**options)
+        self.comm, self.policy = comm, policy or SchedulePolicy(**options)
         if self.policy.separate_groups is None:
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
         self._functions, self._history = Functions(), SettingsHistory()
@@ -114,14 +114,14 @@ class Scheduler(PassingComm, Tracer):
         self.num_updates = 0
 
     def reopen(self) -> None:
-        """Begin anew after an error, on all ranks: with other process groups, without what was under way. Schedules stay."""
+        """Open the scheduler again after an error, with new process groups, on all ranks. Schedules are kept."""
         if self._closed is not None:
             self._closed = None
             self._start(self.lanes)
             self._functions.restart()
 
     def use_lanes(self, lanes: Lanes) -> None:
-        """Run all that follows on these lanes."""
+        """Run all later ops on these lanes."""
         self.executor.use_lanes(lanes)
         for scheduled in self._functions:
             for compiled in scheduled.programs.bound.values():
@@ -129,7 +129,7 @@ class Scheduler(PassingComm, Tracer):
 
     @property
     def tree_counts(self) -> TreeCounts | None:
-        """What its Comm has counted of trees."""
+        """Counters of tree names of the wrapped Comm."""
         return counts_of(self.comm)
 
     all_gather, reduce_scatter = api_boundary(PassingComm.all_gather), api_boundary(PassingComm.reduce_scatter)
@@ -172,7 +172,7 @@ class Scheduler(PassingComm, Tracer):
         return f" of history {self.history}" if self.history else ""
 
     def __call__(self, fn: Callable[..., Any]) -> Scheduled:
-        """``fn``, a function with an argument ``comm``, as one that is called without it and follows a schedule."""
+        """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
         return self.wrap(fn, getattr(fn, "__qualname__", type(fn).__name__))
 
     def wrap(self, fn: Callable[..., Any], name: str) -> Scheduled:

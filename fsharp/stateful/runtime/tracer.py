@@ -23,7 +23,7 @@ from fsharp.functional.transforms import is_transformed
 from fsharp.stateful.runtime.boundary import UnitUse, before_backward
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
@@ -89,7 +89,7 @@ class Tracer(Engine):
 
     comm: Comm
     own: Comm
-    policy: Policy
+    policy: SchedulePolicy
     executor: Executor
     registry: UnitRegistry
     num_updates: int

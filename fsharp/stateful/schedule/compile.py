@@ -10,7 +10,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, lower_bound
 from fsharp.stateful.schedule.emit import Buckets, emitted
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
-from fsharp.stateful.schedule.policy import FINISHES, Policy
+from fsharp.stateful.schedule.policy import FINISHES, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.residency import returns
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
@@ -19,11 +19,16 @@ from fsharp.type_checks import options_checked
 
 
 @options_checked
-def compile_schedule(program: Program, policy: Policy = Policy(), *, has_streams: bool = False) -> Schedule:
-    """Return the schedule of a program under a policy, for a device with streams or for a host without.
+def compile_schedule(program: Program, policy: SchedulePolicy = SchedulePolicy(), *, has_streams: bool = False) -> Schedule:
+    """Compile a program to a schedule, as a policy says.
+
+    Args:
+        program: the order in which a step uses units.
+        policy: what the schedule may do.
+        has_streams: compile for a device with streams, such as a GPU; False compiles for a CPU.
 
     Raises:
-        ScheduleError: a memory budget that not even the most frugal schedule keeps.
+        ScheduleError: even the schedule with the least memory exceeds ``policy.memory_budget``.
 
     Cost: no memory, no collective; about 2.5 ms for each unit and microbatch.
     """
@@ -48,7 +53,7 @@ def compile_schedule(program: Program, policy: Policy = Policy(), *, has_streams
 Placed = tuple[list[Op], int, int]
 
 
-def _with_room(program: Program, policy: Policy, finishes: int, *, sum_late: bool) -> Placed:
+def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_late: bool) -> Placed:
     """Return ops, arena and lower bound, with units kept for their backward as the policy says."""
     buckets = Buckets(program, policy)
     first, *later = returns(program, buckets.gathers)

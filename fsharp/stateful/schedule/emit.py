@@ -6,7 +6,7 @@ from fsharp.stateful.schedule.costs import Bundles, bucket_limit, bundles
 from fsharp.stateful.schedule.emit_gradients import GradientOps, last_microbatches
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINISH, GATHER, REDUCE, SPREAD, OpSpec
-from fsharp.stateful.schedule.policy import FINISHES, Policy
+from fsharp.stateful.schedule.policy import FINISHES, SchedulePolicy
 from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import channel
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
@@ -15,7 +15,7 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 class Buckets:
     """Which units move as one, by what moves: their parameters, gradients, sums of gradients, updated parameters."""
 
-    def __init__(self, program: Program, policy: Policy) -> None:
+    def __init__(self, program: Program, policy: SchedulePolicy) -> None:
         self._policy, self._facts, names = policy, program.facts, [unit.name for unit in program.units]
         used = [event.unit for event in program.events if event.kind in ("forward", "backward")]
         done = _in_order_of_gradients(program)
@@ -36,7 +36,13 @@ class Buckets:
 
 
 def emitted(
-    program: Program, policy: Policy, buckets: Buckets, kept: Collection[int] = (), *, finishes: int = FINISHES, sum_late: bool
+    program: Program,
+    policy: SchedulePolicy,
+    buckets: Buckets,
+    kept: Collection[int] = (),
+    *,
+    finishes: int = FINISHES,
+    sum_late: bool,
 ) -> list[UnplacedOp]:
     """Return all ops of a step, in the order of issue. Parameters of uses ``kept`` stay from forward to backward."""
     ops, microbatch = OpList(program), 0

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from fsharp.stateful.schedule.costs import Bundle, Bundles
 from fsharp.stateful.schedule.ops import COMPUTE, FETCH, GATHER, OFFLOAD, RELEASE, SETTLE, SPREAD, UPDATE, WAIT, Phase
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.residency import first_wanted, residency
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
@@ -18,7 +18,7 @@ class ParameterOps:
     """
 
     def __init__(
-        self, ops: OpList, program: Program, policy: Policy, gathers: Bundles, spreads: Bundles, kept: Collection[int]
+        self, ops: OpList, program: Program, policy: SchedulePolicy, gathers: Bundles, spreads: Bundles, kept: Collection[int]
     ) -> None:
         events = program.events
         self._ops, self._spreads = ops, spreads

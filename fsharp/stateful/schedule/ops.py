@@ -18,7 +18,7 @@ before it on its stream have; the host waits for nothing else.
 A new kind is a record here, given to :func:`declare`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
 A record with ``behind`` is emitted behind each op of that kind; for any other one the emitter has to say when. Whatever
 changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step come last in a
-step, so behind these there may be nothing: ``behind="gather"`` takes ``Policy(gather_at_start=False)``.
+step, so behind these there may be nothing: ``behind="gather"`` takes ``SchedulePolicy(gather_at_start=False)``.
 """
 
 from collections.abc import Callable, Sequence

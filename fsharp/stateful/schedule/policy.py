@@ -1,4 +1,4 @@
-"""Policy: how far ahead, how much memory, and how soon. It never changes a value."""
+"""SchedulePolicy: what a schedule may do, such as prefetch units or keep them in memory. A policy never changes a value."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,42 +13,40 @@ REDUCTIONS, FINISHES = 1, 3
 
 @api_boundary
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """Choose what the compiler of a schedule may do.
+class SchedulePolicy:
+    """What the schedule of a training step may do: prefetch, buckets, memory budget, offload. It changes no value.
 
     Args:
-        prefetch: units whose gather is issued before they are used, while another one computes.
-        release: ``"forward"`` releases a unit after each use and gathers it again for the backward; ``"backward"``
-            keeps it until the backward is done: one gather less, the memory of all units. ``"room"`` keeps as many of those
-            that the backward comes to first as there is room for in the memory that ``"forward"`` takes: where gradients
-            will rest, nothing is before. With several microbatches it is ``"forward"``.
-        bucket_nbytes: neighbours in the order for which a rank sends no more than this together move as one, in one
-            collective: their parameters, their gradients, their updated parameters. 0 means each on its own; None joins
-            units for which collectives are mostly latency: up to 2 MB, and a quarter of what all units send. Units whose dtypes
-            differ are not joined. What is joined is packed, in memory beside the arena while it is under way: of a gather
-            what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it. Over
-            gloo buffers of 128 KiB and more travel unpacked, as messages of their own, unless they are all-reduced.
-        together: tuples of names of units. Units of a tuple that follow each other in order share one collective, whatever
-            their bytes, and share it with no other unit. ``shard_module`` adds the groups of its ``units=``.
-        keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
-            other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
-            longer, the next step finds out, and takes other memory).
-        offload: between updates the optimizer's state and the main copies of parameters are in host memory, pinned where
-            the device is none: fetched for the update and given back after it. Of a module the optimizer's state alone, as
-            main copies are the parameters that it shows. Twice these bytes are copied in a step.
-        memory_budget: bytes that the arena may take; buckets, prefetch and reductions under way are lowered until it fits.
-            What buckets pack is not part of it: pass ``bucket_nbytes=0`` where every byte counts.
-        gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
-            False joins everything at the end of the step, which can then be captured in a CUDA graph.
-        separate_groups: gathers and reductions have process groups of their own, and do not wait for each other. None means
-            so over gloo, and not over NCCL. There a kernel waits on the device for the same kernel of other ranks. If a device
-            has room for one kernel alone, two ranks may run one of different communicators each, and wait for ever. One
-            communicator runs its kernels in the order of the host, which all ranks have in common. It suffices where gathers
-            overlap compute: True helps steps that are bound by the network, on devices that have room for two kernels.
+        prefetch: number of units to gather ahead of their use, while another unit computes.
+        release: when full parameters are released. ``"forward"`` releases a unit after each use, and gathers it again for the
+            backward. ``"backward"`` keeps units until their backward is done: one gather less for each unit, at the memory of
+            all units. ``"room"`` keeps the last units of the forward, as many as fit into the memory that ``"forward"`` takes
+            anyway for gradients. With several microbatches ``"room"`` means ``"forward"``.
+        bucket_nbytes: most bytes that a rank sends in one collective for several units. Units that follow each other share one
+            collective for their parameters, their gradients, or their updated parameters. 0 gives each unit its own
+            collectives. None chooses a size below which collectives are mostly latency: at most 2 MB, and at most a quarter of
+            the bytes of all units. Units with different dtypes share no collective. Buckets are packed in memory beside the
+            arena. Over gloo buffers of 128 KiB and more travel unpacked, as separate messages, except in an ``all_reduce``.
+        together: tuples of names of units. Units of one tuple that follow each other share one collective, whatever its size,
+            and no other unit joins it. ``shard_module`` adds the groups of its argument ``units``.
+        keep_gradients: give gradients at rest their own memory. If False, their memory is part of the arena: other units use
+            the memory before the gradient is there, and the next step uses it again. If a caller holds gradients for longer,
+            the next step takes other memory.
+        offload: keep optimizer state and main copies in host memory between updates, pinned if the device is a GPU. They are
+            copied to the device for an update, and back after it: twice their bytes in a step. For a module optimizer state
+            alone is offloaded, as its main copies are the parameters that the module shows.
+        memory_budget: most bytes that the arena may take. To fit, the compiler lowers buckets, then prefetch, then the number
+            of reductions under way. Packed buckets do not count: pass ``bucket_nbytes=0`` if every byte counts.
+        gather_at_start: issue the first gathers of the next step at the end of a step. False ends a step with no collective
+            under way, which a CUDA graph of a step needs.
+        separate_groups: use different process groups for gathers and for reductions, so that neither waits for the other. None
+            means True over gloo and False over NCCL. Two NCCL communicators can deadlock on a device that runs one
+            communication kernel at a time: each rank runs a kernel of another communicator, and waits for ever. True helps
+            steps that are bound by the network, on devices that run two such kernels at a time.
 
     Raises:
-        OptionError: a value of the wrong type, or a word that is not one of those named.
-        ScheduleError: a value out of range.
+        OptionError: a value has the wrong type, or is a word that is not among the choices.
+        ScheduleError: a value is out of range.
     """
 
     prefetch: int = 1
@@ -70,22 +68,22 @@ class Policy:
         check_fields(self)
         for name in ("prefetch", "bucket_nbytes"):
             if (getattr(self, name) or 0) < 0:
-                raise ScheduleError(f"Policy(): {name} is {getattr(self, name)}, expected at least 0.")
+                raise ScheduleError(f"SchedulePolicy(): {name} is {getattr(self, name)}, expected at least 0.")
 
 
 @api_boundary
 @dataclass(frozen=True, slots=True)
-class DebugPolicy(Policy):
-    """A :class:`Policy` for tests and benchmarks, that costs time, and changes no value either.
+class DebugPolicy(SchedulePolicy):
+    """A :class:`SchedulePolicy` with options for tests and benchmarks. The options cost time, and change no value.
 
     >>> import fsharp as fs
     >>> scheduler = fs.Scheduler(fs.SingleComm(), policy=fs.testing.DebugPolicy(poison=True, prefetch=2))
 
     Args:
-        poison: fill memory with NaN when it is released, so that a use after release shows.
-        trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
-        sum_late: add the result of a reduction when its memory is wanted, as a host without streams has to. False adds the
-            result right behind the reduction, as streams do. None asks the device.
+        poison: fill memory with NaN at its release, so that a use after the release shows in the results.
+        trivial_axes: run collectives along axes of size 1 as well, to measure their cost on one device.
+        sum_late: add the result of a reduction to the gradient as late as possible, as on a host without streams. False adds
+            it right after the reduction, as on a device with streams. None chooses by the device.
     """
 
     poison: bool = False

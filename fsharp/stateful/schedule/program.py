@@ -1,6 +1,6 @@
-"""Program: what a step does, in its own order: which units it enters, leaves, comes back to and updates.
+"""Program: the order in which a step uses, differentiates, reduces and updates its units.
 
-A program is recorded, or written by hand, and says nothing of when data moves: that is the schedule's part.
+A program is recorded, or written by hand. It does not say when data move: a schedule does.
 """
 
 from collections import Counter
@@ -19,23 +19,23 @@ ABOUT_NO_UNIT: tuple[EventKind, ...] = ("microbatch_end", "reduce", "move", "upd
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What a schedule has to know of one unit of one tree.
+    """Sizes and collectives of one unit, for the compiler of schedules.
 
     Attributes:
-        name: the unit's path; a second tree's unit of the same path has ``#1`` after it.
-        gathered: bytes of the full copy that has to be made to use it; 0 if it rests in full.
-        outgoing: bytes of the block that its gradient leaves from, after every microbatch; 0 if it does not.
-        finishing: bytes of the block for the reduction from where gradients rest to the optimizer's place, once a step;
-            0 if that needs none.
-        trainable: whether it has gradients.
-        gather: collectives of one gather.
-        reduce: collectives of the reduction of one microbatch's gradient.
+        name: path of the unit; in a second tree with a unit of this path, ``#1`` follows the path.
+        gathered: bytes of the unit's full parameters in the arena; 0 if the unit rests in full.
+        outgoing: bytes of the gradient that is reduced after every microbatch; 0 if there is no such reduction.
+        finishing: bytes of the gradient that is reduced to the optimizer's place once a step; 0 if there is no such reduction.
+        trainable: whether the unit has gradients.
+        gather: collectives of one gather of parameters.
+        reduce: collectives of the reduction after a microbatch.
         finish: collectives of the reduction once a step.
-        update_gather: collectives that bring updated parameters to where they rest.
-        rest: bytes where its gradient rests, from the first that is put there to the end of the step; 0 if they are not
-            the schedule's business.
-        host: bytes of its optimizer state and main copies that are in host memory between updates; 0 if none are.
-        wire: what its collectives carry, such as a dtype: units share one only if this is the same. None: with no other.
+        update_gather: collectives that gather updated parameters.
+        rest: bytes of the arena for the gradient at rest, from the first microbatch to the end of the step; 0 if gradients have
+            their own memory.
+        host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
+        wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; None shares
+            none.
     """
 
     name: str
@@ -58,13 +58,13 @@ class UnitFacts:
 
 
 class Event(NamedTuple):
-    """One point of a program.
+    """One event of a program, such as the start of a unit's forward.
 
     Attributes:
         kind: ``forward`` and ``forward_end`` enclose a use of a unit. ``backward`` and ``backward_end`` enclose the backward of
             this use. ``microbatch_end`` is the end of a backward pass. ``reduce`` is the reduction of gradients to the
-            optimizer's place. ``fetch`` brings a unit's optimizer state to the device, for the next ``update``. ``update`` is
-            the optimizer step. ``move`` is a reduction that no schedule has, such as that of another tree.
+            optimizer's place. ``fetch`` copies a unit's optimizer state to the device, for the next ``update``. ``update`` is
+            the optimizer step. ``move`` is a reduction outside of schedules, such as that of another tree.
         unit: name of the unit; empty for a kind without a unit.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
         bare: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
@@ -98,11 +98,11 @@ def gradients_of(events: Sequence[Event]) -> list[Counter[str]]:
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The events of a step, and the units they speak of.
+    """The events of a step in order, and facts of its units.
 
     Attributes:
         units: facts of each unit that is used, reduced or updated.
-        events: in order. Uses nest: what begins inside of another use ends inside of it.
+        events: events in order. Uses nest: a use that begins inside of another use ends before that use does.
     """
 
     units: tuple[UnitFacts, ...]
@@ -122,7 +122,7 @@ class Program:
 
     @property
     def facts(self) -> dict[str, UnitFacts]:
-        """Facts by name of the unit. Under the empty name are those of ops without a unit: no bytes, no collectives."""
+        """Facts by name of the unit. The empty name has facts without bytes and collectives, for ops without a unit."""
         return {"": UnitFacts("")} | {unit.name: unit for unit in self.units}
 
     def _check_nesting(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fsharp.stateful.schedule.costs import Bundle, Bundles
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program
 
 _STARTS = ("forward", "backward")
@@ -18,7 +18,7 @@ class ResidencyChange(NamedTuple):
 
 
 def residency(
-    program: Program, policy: Policy, bundles: Bundles, kept: Collection[int], carried: Sequence[Bundle]
+    program: Program, policy: SchedulePolicy, bundles: Bundles, kept: Collection[int], carried: Sequence[Bundle]
 ) -> tuple[list[ResidencyChange], tuple[Bundle, ...]]:
     """Return for each event how the resident bundles change, and those of ``carried`` that the first event wants.
 
@@ -84,7 +84,7 @@ def _staying(
 
 def _wanted(
     events: Sequence[Event],
-    policy: Policy,
+    policy: SchedulePolicy,
     bundles: Bundles,
     in_use: Sequence[tuple[Bundle, ...]],
     staying: Sequence[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]],
@@ -121,7 +121,7 @@ def _after(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | None])
     return after
 
 
-def first_wanted(program: Program, policy: Policy, bundles: Bundles) -> tuple[Bundle, ...]:
+def first_wanted(program: Program, policy: SchedulePolicy, bundles: Bundles) -> tuple[Bundle, ...]:
     """Return the bundles that a step needs first: those to gather before it begins."""
     order = dict.fromkeys(bundles[e.unit] for e in program.events if e.kind in _STARTS and e.unit in bundles)
     return tuple(order)[: max(policy.prefetch, 1)]

@@ -1,10 +1,10 @@
-"""Schedule: the plan of a step as plain data. What runs, on which stream, in which memory, and what it waits for.
+"""Schedule: the ops of a step as plain data. An op has a stream, memory in the arena, and ops that it waits for.
 
-What ops there are says [Note: ops] in :mod:`~fsharp.stateful.schedule.ops`.
+[Note: ops] in :mod:`~fsharp.stateful.schedule.ops` lists the kinds of ops.
 
 [Note: buckets]
-Gathers, or reductions, that are next to each other and have the same ``bucket`` number are one collective along each axis:
-it begins when all that any of them waits for is over, and is over for all of them at once.
+Neighbouring gathers, or reductions, with equal ``bucket`` numbers are one collective along each axis. It begins when everything
+that one of these ops waits for is over, and ends for all of these ops at once.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from typing import Any
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases, kinds
-from fsharp.stateful.schedule.policy import DebugPolicy, Policy
+from fsharp.stateful.schedule.policy import DebugPolicy, SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import wrong_field
@@ -50,21 +50,21 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step of a schedule.
+    """One op of a schedule, such as the gather of a unit.
 
     Attributes:
-        kind: one of :func:`~fsharp.stateful.schedule.ops.kinds`.
-        unit: the unit it is about; empty for one that is about none.
-        phase: where in the step: ``forward``, ``backward``, ``finish`` (reductions once a step) or ``update``.
-        use: the use of the unit that it is about, -1 if it is about none.
-        stream: where it runs.
-        memory: the bytes of the arena that it fills, reads or frees; None where parameters or gradients are at rest.
-        opens: the bytes of the arena where the unit's gradient rests from here on to the end of the step: of the first op
-            that puts something there. A reduction that opens leaves its result there; one that does not leaves it in
-            ``memory``.
-        at: position of the program's event at which the host issues it.
-        after: positions of the ops that have to have finished. A position behind the op's own is of the step before.
-        bucket: ops of one kind with the same number that is not -1 are issued as one collective, next to each other.
+        kind: kind of the op: one of :func:`~fsharp.stateful.schedule.ops.kinds`.
+        unit: unit of the op; empty for an op without a unit.
+        phase: part of the step: ``forward``, ``backward``, ``finish`` (reductions once a step) or ``update``.
+        use: number of the unit's use; -1 for an op without a use.
+        stream: stream on which the op runs.
+        memory: bytes of the arena that the op fills, reads or frees; None if its parameters or gradients are at rest.
+        opens: bytes of the arena where the unit's gradient rests from this op to the end of the step; only the first op that
+            writes there has them. A reduction with ``opens`` writes its result there, any other one to ``memory``.
+        at: position of the program's event at which the host issues the op.
+        after: positions of ops that must be over before this op starts. A position after the op's own is an op of the previous
+            step.
+        bucket: neighbouring ops of one kind with the same number share one collective; -1 shares none.
     """
 
     kind: str
@@ -95,16 +95,18 @@ class Op:
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The ops of one step, ready to be verified, drawn, simulated, edited and run.
+    """The ops of one step with streams, memory and order, as data: print, draw, verify, edit or run it.
 
     Attributes:
-        ops: in the order of issue.
-        arena: bytes of the memory that slots are cut from.
-        bound: largest number of bytes that are live at once. No choice of addresses makes the arena smaller.
+        program: the program that the schedule implements.
+        policy: the policy under which it was compiled.
+        ops: ops, in the order in which the host issues them.
+        arena: bytes of the arena, the memory in which all buffers of a step have addresses.
+        bound: most bytes that are live at once: a lower bound of the arena.
     """
 
     program: Program
-    policy: Policy
+    policy: SchedulePolicy
     ops: tuple[Op, ...]
     arena: int
     bound: int
@@ -128,23 +130,23 @@ class Schedule:
         return self.program.facts[unit]
 
     def calls(self) -> Counter[Call]:
-        """Return every collective that one rank issues in a step that follows this schedule, the caller's own aside."""
+        """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
         facts = self.program.facts
         return Counter(call for issued in issue_groups(self.ops) for call in joint_calls(issued, facts))
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes that one rank copies from host memory and to it in a step that follows this schedule."""
+        """Bytes that one rank copies from and to host memory in a step."""
         facts = self.program.facts
         return sum(facts[op.unit].host for op in self.ops if op.spec.cost == "copy")
 
     @property
     def slots(self) -> dict[str, Memory]:
-        """Where each unit's full parameters are: one address for the whole step."""
+        """Memory of each unit's full parameters, by name; one address for the whole step."""
         return {op.unit: op.memory for op in self.ops if op.memory and op.spec.fills == PARAMS}
 
     def replace_ops(self, ops: "tuple[Op, ...] | list[Op]") -> "Schedule":
-        """Return the schedule with other ops: an edited one, which :func:`~fsharp.stateful.verify.verify` has yet to see."""
+        """Return the schedule with other ops, not verified yet: see :func:`~fsharp.schedules.verify`."""
         return replace(self, ops=tuple(ops))
 
     def lines(self) -> list[str]:
@@ -152,7 +154,7 @@ class Schedule:
         return [str(op) for op in self.ops]
 
     def diff(self, other: "Schedule") -> str:
-        """Return a unified diff of the ops of two schedules; empty if they are the same."""
+        """Return a unified diff of the ops of two schedules; empty if the ops are equal."""
         return "\n".join(difflib.unified_diff(self.lines(), other.lines(), "this", "other", lineterm="", n=2))
 
     def __str__(self) -> str:
@@ -168,7 +170,7 @@ class Schedule:
         """Return the schedule that :meth:`to_json` wrote.
 
         Raises:
-            ScheduleError: the text is not one, or has ops of a kind that is not declared.
+            ScheduleError: the text is no schedule, or has ops of an undeclared kind.
         """
         try:
             data = json.loads(text)
@@ -178,7 +180,7 @@ class Schedule:
                 Op(**{**op, "memory": _memory(op["memory"]), "opens": _memory(op["opens"]), "after": tuple(op["after"])})
                 for op in data["ops"]
             )
-            kind = DebugPolicy if "poison" in data["policy"] else Policy
+            kind = DebugPolicy if "poison" in data["policy"] else SchedulePolicy
             together = tuple(map(tuple, data["policy"].get("together", ())))
             policy = kind(**{**data["policy"], "together": together})
             return Schedule(program, policy, ops, data["arena"], data["bound"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_gathering, calls_reducing
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.units.axis_chain import AxisChain
 from fsharp.stateful.units.full import full_nbytes
@@ -14,7 +14,7 @@ from fsharp.stateful.units.unit_state import UnitState
 
 
 def facts_of(
-    unit: UnitState, policy: Policy, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool
+    unit: UnitState, policy: SchedulePolicy, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool
 ) -> UnitFacts:
     """Return the bytes that a unit's copy and gradient take in a schedule, and the collectives of each move.
 

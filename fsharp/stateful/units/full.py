@@ -83,7 +83,7 @@ class LeafIndex:
         for flat in flats.values():
             if not flat.is_contiguous():
                 raise TreeError(
-                    f"unit {self.unit.name!r}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
+                    f"unit {self.unit.shown}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
                     "Call .contiguous() on it."
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]

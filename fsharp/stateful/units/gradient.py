@@ -121,7 +121,7 @@ class GradientBuffer:
             gc.collect()
             if self.rest.is_held:
                 raise ScheduleError(
-                    f"a view of the gradient of unit {self.route.unit.name!r} is held beyond its step, and the memory it is in "
+                    f"a view of the gradient of unit {self.route.unit.shown} is held beyond its step, and the memory it is in "
                     "is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
@@ -188,7 +188,7 @@ class GradientBuffer:
         rows = zip(self.route.leaves, grads, strict=True)
         where, kind = next((leaf, x.layout) for leaf, x in rows if x is not None and x.layout is not torch.strided)
         return TreeError(
-            f"unit {self.route.unit.name!r}: the gradient of leaf {where.path!r} is {kind}, expected a dense one, as flat "
+            f"unit {self.route.unit.shown}: the gradient of leaf {where.path!r} is {kind}, expected a dense one, as flat "
             "buffers are. Pass sparse=False to the embedding."
         )
 

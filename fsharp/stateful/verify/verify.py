@@ -19,15 +19,16 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def verify(schedule: Schedule) -> None:
-    """Check that who runs these ops, step after step, computes what the program says, in the memory that it has.
+    """Check that steps that follow a schedule compute what its program says, and never overwrite memory in use.
 
-    An op happens before another if it comes earlier on the same stream, or if a chain of ``after`` says so; the order of
-    issue alone means nothing. When a step starts, the step before is over, except for gathers that follow its last update
-    and that it did not wait for.
+    An op happens before another op if it is earlier on its stream, or if a chain of ``after`` orders the two. The order of
+    issue does not count. At the start of a step the previous step is over, except for gathers that it leaves under way at its
+    end.
 
     Raises:
-        ScheduleError: a use before its data are there, memory filled while in use, a leak, a gradient that is missing or
-            counted twice, a limit of the policy exceeded: with the op, what was expected, and the remedy.
+        ScheduleError: data are used before they are ready, memory is overwritten while in use or never freed, a gradient is
+            missing or counted twice, or a limit of the policy is exceeded. The message has the op, what was expected, and the
+            remedy.
 
     Cost: linear in the number of ops, times the logarithm of how many buffers there are; 0.3 s for 1,000 units.
     """
@@ -42,12 +43,15 @@ def verify(schedule: Schedule) -> None:
 
 @options_checked
 def verify_ranks(schedules: Sequence[Schedule]) -> None:
-    """Check that all ranks issue the same collectives in the same order: else they wait for ever.
+    """Check that the schedules of all ranks issue the same collectives in the same order. Otherwise ranks would wait for ever.
 
-    Gathers and reductions are one sequence, whatever streams and process groups they have: transports number them so.
+    Gathers and reductions form one order, on whatever streams and process groups they run.
+
+    Args:
+        schedules: the schedules of all ranks, in order of rank.
 
     Raises:
-        ScheduleError: ranks that differ, with the first difference and both orders around it.
+        ScheduleError: two ranks differ. The message has the first difference, and the order of both ranks around it.
     """
     queues = [_collectives(schedule) for schedule in schedules]
     for rank, queue in enumerate(queues):
@@ -81,7 +85,7 @@ def _check_form(schedule: Schedule) -> None:
     what = "larger than the memory budget" if budget is not None and arena > budget else ""
     if what := "smaller than what is live at once" if arena < schedule.bound else what:
         rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.bound:,} bytes"), ("memory budget", budget)]
-        remedy = "Raise Policy.memory_budget, or lower prefetch."
+        remedy = "Raise SchedulePolicy.memory_budget, or lower prefetch."
         raise ScheduleError(problem("verify()", f"the arena is {what}.", rows, remedy))
     at, seen = 0, set[int]()
     for i, op in enumerate(schedule.ops):

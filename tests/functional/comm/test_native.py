@@ -105,7 +105,7 @@ def test_one_communicator_over_nccl_and_two_groups_over_gloo(accelerator, monkey
         assert scheduler.transport.groups("gather", "dp") is scheduler.transport.groups("reduce", "dp") is comm.group("dp")
         assert not made
     assert fs.Scheduler(fs.SingleComm()).policy.separate_groups is True
-    assert fs.Policy().separate_groups is None
+    assert fs.SchedulePolicy().separate_groups is None
 
 
 def test_an_all_reduce_needs_scratch_for_another_dtype_alone(monkeypatch):

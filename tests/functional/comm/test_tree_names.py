@@ -58,13 +58,13 @@ def two_successors_of_one_state(comm, run):
     state = started(comm)
     step = run(lambda s, comm: STEP(s, batch_of(comm), comm))
     ends = [step(state)[0], step(state)[0]]
-    run(lambda p, comm: fs.full(p, comm=comm))(ends[comm.rank].params)
+    run(lambda p, comm: fs.full_tree(p, comm=comm))(ends[comm.rank].params)
 
 
 def two_copies_in_opposite_order(comm, run):
     state = started(comm)
     copies = [fs.layouts.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), state.params) for k in (2, 3)]
-    read = run(lambda p, comm: fs.full(p, comm=comm))
+    read = run(lambda p, comm: fs.full_tree(p, comm=comm))
     for copy in copies:
         read(copy)
     for copy in copies if comm.rank else reversed(copies):
@@ -75,7 +75,7 @@ def copies_by_replace_and_by_a_mapping_in_opposite_order(comm, run):
     params = started(comm).params
     replaced = fs.layouts.map_units(lambda node: node.replace([x * 2 for x in node.buffers]), params)
     mapped = optree.tree_map(lambda x: x * 3, params)
-    read = run(lambda p, comm: fs.full(p, comm=comm))
+    read = run(lambda p, comm: fs.full_tree(p, comm=comm))
     for copy in (replaced, mapped) if comm.rank else (mapped, replaced):
         read(copy)
 
@@ -151,9 +151,9 @@ def test_one_rank_may_do_alone_what_takes_no_collective():
         for k in range(3):
             if comm.rank == 0:
                 copy = fs.layouts.map_units(lambda node, k=k: node.replace([x * k for x in node.buffers]), state.params)
-                fs.full(copy, comm=comm)
+                fs.full_tree(copy, comm=comm)
             state, _ = STEP(state, batch_of(comm), comm)
-        return fs.full(state.params, comm=comm)["b"]
+        return fs.full_tree(state.params, comm=comm)["b"]
 
     one, other = simulate(fs.Mesh({"dp": 2}), program)
     torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -167,7 +167,7 @@ def test_a_group_may_do_alone_what_takes_collectives_in_it_alone():
         params = started(comm, fs.hsdp("replica", "dp")).params
         copies = [fs.layouts.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), params) for k in range(3)]
         for copy in copies if mesh_rank == 0 else copies[:1]:
-            fs.full(copy, comm=comm)
+            fs.full_tree(copy, comm=comm)
         return STEP(fs.init_state(fs.optim.sgd(0.1), copies[2], comm=comm), batch_of(comm), comm)[1].loss
 
     losses = simulate(fs.Mesh({"replica": 2, "dp": 2}), program)

@@ -84,7 +84,7 @@ REFUSED = {
     "leaves that differ": (
         {"w": fs.P("dp"), "s": fs.P()},
         LayoutError,
-        r"leaves of unit '' have different strategies.*\n +params\['s'\] +P\(\)\n +params\['w'\] +P\('dp'\)\n.*units=",
+        r"leaves of unit \(root\) have different strategies.*\n +params\['s'\] +P\(\)\n +params\['w'\] +P\('dp'\)\n.*units=",
     ),
     "a spec and a strategy": ({"w": fs.P("dp"), "s": fs.zero1("dp", "tp")}, LayoutError, r"params\['s'\] +dp: RPS, tp: RPS\n"),
     "a tuple": (("dp",), LayoutError, r"strategy has 'dp', expected a Strategy such as zero3\('dp'\), or P\('dp'\)"),

@@ -220,7 +220,7 @@ def sharded(comm, name, strategy, donate):
         BETWEEN.get(name, nothing)(step, state.opt)
         grads = fs.shard_for(gradients(step, name), layout, comm.rank, place="optim")
         state = fs.update(tx, grads, state, comm=comm, donate=donate)
-    return fs.full(state.params, comm=comm)
+    return fs.full_tree(state.params, comm=comm)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")

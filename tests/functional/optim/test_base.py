@@ -20,7 +20,7 @@ def train(comm, tx, **options):
         g = torch.Generator().manual_seed(step)
         grads = optree.tree_map(lambda x: torch.randn(x.shape, generator=g), TREE)
         state = fs.update(tx, fs.trainable(fs.shard(grads, layout, comm, place="optim")), state, comm=comm)
-    return fs.full(state.params, comm=comm), state
+    return fs.full_tree(state.params, comm=comm), state
 
 
 @pytest.mark.parametrize("frozen", [(), ("b",), ("w",)])
@@ -73,7 +73,7 @@ def test_masked_without_a_mask_is_refused():
 def test_a_label_without_a_transformation_is_refused_on_all_ranks():
     def rank_fn(comm):
         with pytest.raises(
-            LayoutError, match=r"no transformation for the label 'other'.\n  labels     \['other', 'rest', 'w'\]"
+            LayoutError, match=r"no transformation for the label 'other'.\n  labels           \['other', 'rest', 'w'\]"
         ):
             train(comm, fs.optim.partition(TXS, {**LABELS, "b": "other"}))
 

@@ -39,7 +39,7 @@ def test_what_an_inner_transformation_uses_reaches_it_and_nothing_else_is_taken(
     tx = AROUND[around](INNER)
     state, grads = begin(tx)
     new = fs.update(tx, grads, state, comm=ONE, factor=3.0, value=1.0)
-    assert fs.full(new.params, comm=ONE)["w"].tolist() == [3.0, 4.0, 5.0, 6.0]
+    assert fs.full_tree(new.params, comm=ONE)["w"].tolist() == [3.0, 4.0, 5.0, 6.0]
     with pytest.raises(OptionError, match=r"does not use fctor\.\n  got +fctor=3\.0\n  expected +factor or value\nCheck the"):
         fs.update(tx, grads, state, comm=ONE, factor=3.0, fctor=3.0)
 

@@ -53,7 +53,7 @@ def test_an_update_that_is_handed_on_has_all_its_digits(name, lr, decay):
         state, found = tx.init(own), []
         for i in range(3):
             updates, state = tx.update(fs.shard_for(draw(100 + i), layout, comm.rank), state, own, comm=comm)
-            found.append(fs.full(updates, comm=comm))
+            found.append(fs.full_tree(updates, comm=comm))
         return found
 
     got = simulate(mesh, rank_fn)[0]
@@ -94,7 +94,7 @@ def test_a_dictionary_of_patterns_says_yes_and_no():
     params = fs.shard_for(tree, layout, 0)
     tx = fs.optim.masked(fs.optim.sgd(0.5), {"**": True, "**.b": False})
     updates, _ = tx.update(params, tx.init(params), params, comm=ONE)
-    new = fs.full(updates, comm=ONE)
+    new = fs.full_tree(updates, comm=ONE)
     assert (new["a"]["w"].tolist(), new["a"]["b"].tolist()) == ([-0.5] * 3, [1.0] * 2)
 
 
@@ -127,7 +127,7 @@ def test_clipping_what_is_infinite_is_that_of_torch(dtype):
         theirs = {"w": torch.zeros(4, dtype=dtype), "v": torch.zeros(2, dtype=dtype)}
         theirs["w"].grad, theirs["v"].grad = bad.clone(), torch.ones(2, dtype=dtype)
         torch.nn.utils.clip_grad_norm_(list(theirs.values()), 1.0)
-        for name, got in fs.full(clipped, comm=ONE).items():
+        for name, got in fs.full_tree(clipped, comm=ONE).items():
             assert torch.equal(got.isnan(), theirs[name].grad.isnan())
             assert torch.equal(got.nan_to_num(), theirs[name].grad.nan_to_num())
         assert not math.isfinite(float(state.norm))

@@ -30,7 +30,7 @@ def train(comm, tx, between=lambda step, state: None, *, donate=False, steps=4, 
     for step in range(steps):
         between(step, state.opt)
         state = fs.update(tx, grads_at(step, layout, comm), state, comm=comm, donate=donate)
-    return fs.full(state.params, comm=comm), state
+    return fs.full_tree(state.params, comm=comm), state
 
 
 def set_in(find):
@@ -190,7 +190,7 @@ def test_momentum_that_passes_through_zero_is_that_of_optax():
     state = tx.init(theirs)
     for step in range(5):
         between(step, state)
-        grads = {k: x.numpy() for k, x in fs.full(grads_at(step, layout, comm), comm=comm).items()}
+        grads = {k: x.numpy() for k, x in fs.full_tree(grads_at(step, layout, comm), comm=comm).items()}
         updates, state = tx.update(grads, state, theirs)
         theirs = optax.apply_updates(theirs, updates)
     for name, x in theirs.items():
@@ -211,7 +211,7 @@ def test_under_a_scheduler_it_is_the_same():
             for i, batch in enumerate(my_batches(comm, 4)):
                 set_in(lambda opt: opt)(i, state.opt)
                 state, _ = run(state, batch)
-            results.append(fs.full(state.params, comm=comm))
+            results.append(fs.full_tree(state.params, comm=comm))
         return all(map(torch.equal, *map(optree.tree_leaves, results)))
 
     assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))

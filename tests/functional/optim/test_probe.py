@@ -214,7 +214,7 @@ def test_first_updates_are_compared_with_those_of_whole_leaves(fn):
                     state = fs.update(tx, grads, state, comm=comm)
             except TreeError as error:
                 return str(error)
-            found.append(optree.tree_leaves(fs.full(state.params, comm=comm)))
+            found.append(optree.tree_leaves(fs.full_tree(state.params, comm=comm)))
         assert all(map(torch.equal, *found))
         return ""
 

@@ -35,7 +35,7 @@ def run(
         for i in range(steps):
             grads = fs.trainable(fs.shard_for(draw(100 + i, dtype), layout, comm.rank, place="optim"))
             state = fs.update(tx, grads, state, comm=comm, donate=donate)
-        return fs.full(state.params, comm=comm), state
+        return fs.full_tree(state.params, comm=comm), state
 
     return simulate(mesh, rank_fn)[0]
 
@@ -263,7 +263,7 @@ def test_ema_follows_the_parameters():
     for i in range(3):
         p = p - 0.1 * draw(100 + i)["a"]["w"]
         ema = 0.5 * ema + 0.5 * p
-    torch.testing.assert_close(fs.full(state.opt.ema, comm=ONE)["a"]["w"], ema)
+    torch.testing.assert_close(fs.full_tree(state.opt.ema, comm=ONE)["a"]["w"], ema)
 
 
 def test_masked_leaves_the_gradients_of_others_as_they_are():

@@ -45,7 +45,7 @@ def test_apply_if_finite_counts_as_optax_does_and_gives_up(strategy, limit):
         for step in range(len(BAD)):
             state = fs.update(tx, fs.shard(given(step), layout, comm, place="optim"), state, comm=comm)
             opt = state.opt
-            is_finite = bool(fs.full(state.params, comm=comm)["scale"].isfinite())
+            is_finite = bool(fs.full_tree(state.params, comm=comm)["scale"].isfinite())
             rows.append((opt.notfinite_count, opt.last_finite, opt.total_notfinite, is_finite))
         return rows
 
@@ -91,7 +91,7 @@ def test_multi_steps_states_are_those_of_optax(k):
         for step in range(7):
             state = fs.update(tx, fs.shard(grads_at(step), layout, comm, place="optim"), state, comm=comm)
             opt = state.opt
-            rows.append((opt.mini_step, opt.gradient_step, fs.full((opt.acc_grads, opt.inner_opt_state.trace), comm=comm)))
+            rows.append((opt.mini_step, opt.gradient_step, fs.full_tree((opt.acc_grads, opt.inner_opt_state.trace), comm=comm)))
         return rows
 
     tx, params = optax.MultiSteps(optax.trace(0.9), k), arrays(TREE)
@@ -114,7 +114,7 @@ def test_multi_steps_nest():
         assert torch.equal(state.params.buffers[0], fs.shard(TREE, layout, comm).buffers[0])
         state = fs.update(tx, fs.shard(grads_at(step), layout, comm, place="optim"), state, comm=comm)
     mean = torch.stack([grads_at(step)["w"] for step in range(6)]).mean(0)
-    torch.testing.assert_close(fs.full(state.params, comm=comm)["w"], TREE["w"] - mean)
+    torch.testing.assert_close(fs.full_tree(state.params, comm=comm)["w"], TREE["w"] - mean)
 
 
 def test_multi_steps_accumulate_in_the_accumulation_dtype():
@@ -128,7 +128,7 @@ def test_multi_steps_accumulate_in_the_accumulation_dtype():
     like = state.opt.acc_grads
     for value in (256.0, 1.0, -256.0):
         state = fs.update(tx, optree.tree_map(lambda x, v=value: torch.full_like(x, v), like), state, comm=comm)
-    assert fs.full(state.params, comm=comm)["w"].tolist() == [-1.0] * 3
+    assert fs.full_tree(state.params, comm=comm)["w"].tolist() == [-1.0] * 3
 
 
 def test_multi_steps_refuse_a_schedule_that_comes_to_zero():

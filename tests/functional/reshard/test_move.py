@@ -88,7 +88,7 @@ def test_donated_buffers_are_let_go_unit_by_unit():
         for each in moved.values():
             assert_same(each, fs.shard_for(tree, new, comm.rank))
         with pytest.raises(TreeError, match="donated state"):
-            fs.full(params, comm=comm)
+            fs.full_tree(params, comm=comm)
         assert "empty" in repr(fs.layouts.units_of(params)[0])
         return seen
 

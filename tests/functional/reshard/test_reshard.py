@@ -196,7 +196,7 @@ def test_reshard_in_the_middle_of_training(options):
             if is_moved and i == 3:
                 state = fs.reshard(state, second, comm=comm, donate=True)
             state = step(state, {k: v.chunk(4)[comm.rank] for k, v in batch.items()})[0]
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     for got, want in zip(*(simulate(MESH, partial(run, is_moved=moved)) for moved in (True, False)), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True))
@@ -276,12 +276,12 @@ def test_ranks_that_leave_in_processes():
         comm = fs.ProcessGroupComm(small)
         batch = {k: v.chunk(3)[comm.rank] for k, v in make_batches(1, 18)[0].items()}
         state, _ = fs.train_step(loss_fn, tx)(moved, batch, comm)
-        return sent(counting), expected, fs.full(state.params, comm=comm)
+        return sent(counting), expected, fs.full_tree(state.params, comm=comm)
 
     def fresh(comm):
         state = fs.init_state(tx, fs.shard(tree, new, comm, place="optim"), comm=comm)
         batch = {k: v.chunk(3)[comm.rank] for k, v in make_batches(1, 18)[0].items()}
-        return fs.full(fs.train_step(loss_fn, tx)(state, batch, comm)[0].params, comm=comm)
+        return fs.full_tree(fs.train_step(loss_fn, tx)(state, batch, comm)[0].params, comm=comm)
 
     reference = simulate(new.mesh, fresh)[0]
     results = processes(GRID, rank_fn)

@@ -11,7 +11,7 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 GATHER, REDUCE = ("all_gather", "dp"), ("reduce_scatter", "dp")
@@ -38,12 +38,12 @@ def sized(name, nbytes, axes=("dp",)):
 
 UNITS = [sized(f"u.{i}", nbytes) for i, nbytes in enumerate((64, 1024, 256, 1024, 512))]
 POLICIES = [
-    Policy(bucket_nbytes=0),
-    Policy(prefetch=2, bucket_nbytes=0),
-    Policy(release="forward", bucket_nbytes=0),
-    Policy(separate_groups=False, bucket_nbytes=0),
-    Policy(bucket_nbytes=1400),
-    Policy(gather_at_start=False, bucket_nbytes=0),
+    SchedulePolicy(bucket_nbytes=0),
+    SchedulePolicy(prefetch=2, bucket_nbytes=0),
+    SchedulePolicy(release="forward", bucket_nbytes=0),
+    SchedulePolicy(separate_groups=False, bucket_nbytes=0),
+    SchedulePolicy(bucket_nbytes=1400),
+    SchedulePolicy(gather_at_start=False, bucket_nbytes=0),
 ]
 
 
@@ -113,7 +113,7 @@ def test_what_is_in_each_others_way_is_told_apart(policy, contention):
 
 
 def test_a_host_that_begins_collectives_is_busy():
-    schedule = compile_schedule(sequential(UNITS), Policy(bucket_nbytes=0))
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
     machine = replace(MACHINE, synchronous_host=True, issue=0.25)
     found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True)
     assert found.issue == pytest.approx(0.25)
@@ -122,7 +122,7 @@ def test_a_host_that_begins_collectives_is_busy():
 
 def test_noise_moves_it_by_less_than_itself():
     schedule = compile_schedule(
-        sequential([*UNITS, *(sized(f"v.{i}", 768) for i in range(6))]), Policy(prefetch=0, bucket_nbytes=0)
+        sequential([*UNITS, *(sized(f"v.{i}", 768) for i in range(6))]), SchedulePolicy(prefetch=0, bucket_nbytes=0)
     )
     chance = random.Random(1)
 
@@ -135,7 +135,7 @@ def test_noise_moves_it_by_less_than_itself():
 
 
 def test_a_latency_is_never_negative_and_a_byte_never_saves_time():
-    schedule = compile_schedule(sequential(UNITS), Policy(prefetch=0, bucket_nbytes=0))
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(prefetch=0, bucket_nbytes=0))
     no_latency = replace(MACHINE, latency=0.0)
     found = Hardware.fit(measure(schedule, no_latency, noise=lambda s: s**1.5), schedule)
     assert found.latency == pytest.approx({GATHER: 0.0, REDUCE: 0.0})
@@ -147,7 +147,7 @@ def test_a_latency_is_never_negative_and_a_byte_never_saves_time():
 
 def test_axes_are_told_apart_where_some_units_use_one_alone():
     units = [sized("u.0", 64), sized("u.1", 512), sized("u.2", 64, ("dp", "tp")), sized("u.3", 700, ("dp", "tp"))]
-    schedule = compile_schedule(sequential(units), Policy(bucket_nbytes=0))
+    schedule = compile_schedule(sequential(units), SchedulePolicy(bucket_nbytes=0))
     machine = replace(
         HARDWARE,
         bandwidth={
@@ -164,7 +164,7 @@ def test_axes_are_told_apart_where_some_units_use_one_alone():
 
 def test_axes_that_always_go_together_get_one_number_that_predicts_the_same():
     schedule = compile_schedule(
-        sequential([sized(f"u.{i}", 64 * 2**i, ("dp", "tp")) for i in range(3)]), Policy(bucket_nbytes=0)
+        sequential([sized(f"u.{i}", 64 * 2**i, ("dp", "tp")) for i in range(3)]), SchedulePolicy(bucket_nbytes=0)
     )
     machine = replace(HARDWARE, latency={"dp": 0.5, "tp": 0.25}, bandwidth={"dp": 100.0, "tp": 400.0})
     found = Hardware.fit(measure(schedule, machine), schedule)
@@ -173,7 +173,7 @@ def test_axes_that_always_go_together_get_one_number_that_predicts_the_same():
 
 
 def test_medians_over_steps_come_first():
-    schedule = compile_schedule(sequential(UNITS), Policy(gather_at_start=False, bucket_nbytes=0))
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(gather_at_start=False, bucket_nbytes=0))
     trace = measure(schedule, MACHINE, steps=5)
     begin = trace.steps[2][0]
     trace.rows = [
@@ -193,7 +193,7 @@ def test_medians_over_steps_come_first():
     ("gone", "named"), [(("gather",), "gather"), (("reduce", "update"), "update or reduce"), (("compute",), "compute")]
 )
 def test_what_was_not_measured_is_named(gone, named):
-    schedule = compile_schedule(sequential(UNITS), Policy(bucket_nbytes=0))
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
     trace = measure(schedule, MACHINE)
     trace.rows = [row for row in trace.rows if row[1] not in gone]
     with pytest.raises(ScheduleError, match=f"no measurement of {named}, and the schedule has some"):
@@ -202,19 +202,19 @@ def test_what_was_not_measured_is_named(gone, named):
 
 def test_nothing_has_to_be_measured_that_the_schedule_does_not_have():
     alone = [replace(each, gathered=0, gather=(), outgoing=0, reduce=()) for each in UNITS]
-    schedule = compile_schedule(sequential(alone, tail=()), Policy(bucket_nbytes=0))
+    schedule = compile_schedule(sequential(alone, tail=()), SchedulePolicy(bucket_nbytes=0))
     found = Hardware.fit(measure(schedule, MACHINE), schedule)
     assert (found.update_s, found.issue) == (0.0, 0.0)
     assert predict(schedule, found).step_s == predict(schedule, MACHINE).step_s
 
 
 def test_equal_sizes_leave_latency_and_bandwidth_open():
-    schedule = compile_schedule(sequential([sized("a", 64), sized("b", 64)]), Policy(bucket_nbytes=0))
+    schedule = compile_schedule(sequential([sized("a", 64), sized("b", 64)]), SchedulePolicy(bucket_nbytes=0))
     with pytest.raises(ScheduleError, match=r"(?s)cannot be told apart.*all_gather dp +64 bytes.*differ in size"):
         Hardware.fit(measure(schedule, MACHINE.__class__(compute=(1.0, 2.0), bandwidth=100.0)), schedule)
 
 
 def test_a_trace_of_another_schedule_is_refused():
-    schedule = compile_schedule(sequential(UNITS), Policy(bucket_nbytes=0))
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
     with pytest.raises(ScheduleError, match=r"(?s)Hardware\.fit\(\).*another schedule"):
         Hardware.fit(measure(schedule, MACHINE), BY_HAND)

@@ -17,11 +17,11 @@ from fsharp.stateful.inspect.estimate import predict
 from fsharp.stateful.inspect.perfetto import perfetto
 from fsharp.stateful.inspect.table import table
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 UNITS = [unit("embed", gathered=400), *(unit(f"layers.{i}") for i in range(4)), unit("head")]
-SCHEDULE = compile_schedule(sequential(UNITS, 2), Policy(prefetch=2, bucket_nbytes=200))
+SCHEDULE = compile_schedule(sequential(UNITS, 2), SchedulePolicy(prefetch=2, bucket_nbytes=200))
 SLOW = replace(HARDWARE, bandwidth=30.0)
 
 

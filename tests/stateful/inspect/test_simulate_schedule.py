@@ -12,7 +12,7 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.inspect.draw import in_order
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 
@@ -49,7 +49,7 @@ TWO = sequential([unit("a"), unit("b")])
 A, B, C, D = (Memory(100 * i, 100) for i in range(4))
 BY_HAND = Schedule(
     TWO,
-    Policy(),
+    SchedulePolicy(),
     (
         Op("gather", "a", "forward", 0, -1, "gather", A),
         Op("gather", "b", "forward", 0, -1, "gather", B),
@@ -147,7 +147,7 @@ def test_what_is_handed_on_is_in_the_way_of_the_next_step():
         Op("gather", "a", "forward", 10, -1, "gather", A, (4,)),
         Op("gather", "b", "forward", 10, -1, "gather", B, (4,)),
     )
-    timeline = predict(Schedule(TWO, Policy(), ops, 100, 100), replace(HARDWARE, synchronous_host=True, contention=1.0))
+    timeline = predict(Schedule(TWO, SchedulePolicy(), ops, 100, 100), replace(HARDWARE, synchronous_host=True, contention=1.0))
     assert times(timeline, "compute") == [("a", 0, 4), ("b", 4, 6)]
     assert times(timeline, "gather") == [("a", 6.5, 8.5), ("b", 8.5, 10.5)]
     assert (timeline.step_s, timeline.exposed_s) == (6.5, 0)
@@ -167,7 +167,7 @@ def test_gather_at_the_end_delays_the_next_step_alone():
         Op("update", "", "update", 10),
         Op("gather", "a", "forward", 10, -1, "gather", A, (2, 3)),
     )
-    timeline = predict(Schedule(TWO, Policy(), ops, 100, 100), HARDWARE)
+    timeline = predict(Schedule(TWO, SchedulePolicy(), ops, 100, 100), HARDWARE)
     assert (timeline.step_s, timeline.exposed_s, timeline.overlap) == (3.5, 1, 0)
     (gather,) = (span for span in timeline.spans if span.kind == "gather")
     assert (gather.start_s, gather.stop_s) == (3.5, 4.5)
@@ -185,7 +185,7 @@ def gathers(**policy):
     ops = [Op("gather", name, "forward", 0, -1, "gather", where, bucket=0) for name, where in (("a", A), ("b", B))]
     ops += [Op("reduce", "a", "backward", 0, -1, "reduce", C)]
     ops += [Op("wait", name, "forward", 0, after=(i,)) for i, name in enumerate("ab")]
-    return Schedule(TWO, Policy(**policy), tuple(ops), 300, 300)
+    return Schedule(TWO, SchedulePolicy(**policy), tuple(ops), 300, 300)
 
 
 def test_a_bucket_is_one_collective():
@@ -204,7 +204,7 @@ def test_collectives_of_one_group_queue():
 def test_axes_and_units_of_their_own():
     both = unit("a", gather=(Call("all_gather", "dp", 100), Call("all_gather", "tp", 100)))
     ops = (Op("gather", "a", "forward", 0, -1, "gather"), Op("compute", "a", "forward", 0), Op("compute", "b", "backward", 0))
-    schedule = Schedule(replace(TWO, units=(both, unit("b"))), Policy(), ops, 0, 0)
+    schedule = Schedule(replace(TWO, units=(both, unit("b"))), SchedulePolicy(), ops, 0, 0)
     hardware = Hardware(
         compute={"**": (1.0, 2.0), "b": (3.0, 4.0)}, bandwidth={"dp": 100.0, "tp": 200.0}, latency={"dp": 0.25, "tp": 0.0}
     )
@@ -278,7 +278,7 @@ def schedules(draw):
         units.append(facts)
     nested = {units[1].name: units[0].name} if len(units) > 1 and draw(st.booleans()) else {}
     program = sequential(units, draw(st.integers(1, 3)), nested=nested, tail=draw(st.sampled_from([("reduce", "update"), ()])))
-    policy = Policy(
+    policy = SchedulePolicy(
         prefetch=draw(st.integers(0, 3)),
         release=draw(st.sampled_from(["forward", "backward"])),
         bucket_nbytes=draw(st.sampled_from([0, 512])),

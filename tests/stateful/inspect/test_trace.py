@@ -9,7 +9,7 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.inspect.estimate import predict
 from fsharp.stateful.inspect.trace import Trace, compare
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Op
 from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
@@ -26,7 +26,7 @@ def follow(trace, timeline, start):
 
 
 def test_a_run_that_goes_as_predicted_looks_like_the_prediction():
-    schedule = compile_schedule(sequential([unit("a"), unit("b"), unit("c")]), Policy(prefetch=2))
+    schedule = compile_schedule(sequential([unit("a"), unit("b"), unit("c")]), SchedulePolicy(prefetch=2))
     predicted, trace, late = predict(schedule, HARDWARE), Trace(), []
     for step in range(3):
         for number, rows in late:

@@ -173,7 +173,7 @@ def test_a_pair_is_refused_with_the_line_to_write_instead():
             optimizer.full_state_dict()
         with pytest.raises(TreeError, match=r"load_full_state_dict\(\): .*load by fs\.checkpoint\.load\(\)"):
             optimizer.load_full_state_dict(None)
-        return fs.full(optimizer.state_dict()["state"], comm=model.comm).mu["embed"]["weight"]
+        return fs.full_tree(optimizer.state_dict()["state"], comm=model.comm).mu["embed"]["weight"]
 
     for mu in simulate(DP, rank_fn):
         assert mu.shape == modules.make().embed.weight.shape

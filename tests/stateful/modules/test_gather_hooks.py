@@ -297,13 +297,13 @@ def test_what_cannot_be_done_is_refused_by_name():
     refused(nothing, r"Weight\.fsdp_post_all_gather returned torch\.float64\[24, 16\]", wrong="dtype")
     stored = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.formats.mxint8)
     refused(nothing, r"'0\.weight' is a Weight with hooks .* has stored='mxint8'", precision=stored)
-    with pytest.raises(fs.errors.TreeError, match=r"functionalize\(\): parameter '0\.weight' is a Weight with hooks"):
-        fs.functionalize(make("scaled"))
+    with pytest.raises(fs.errors.TreeError, match=r"make_functional\(\): parameter '0\.weight' is a Weight with hooks"):
+        fs.make_functional(make("scaled"))
 
 
 def test_an_update_makes_one_reduction_of_maxima_and_gathers_have_the_bytes_of_the_hook():
     def calls_of(comm, kind):
-        counting, policy = fs.collectives.CountingComm(comm), fs.Policy(release="forward", bucket_nbytes=0)
+        counting, policy = fs.collectives.CountingComm(comm), fs.SchedulePolicy(release="forward", bucket_nbytes=0)
         model = fs.shard_module(make(kind), mesh=counting, units=[nn.Linear], precision=PRECISION, policy=policy)
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=RATE)
         for step in range(2):

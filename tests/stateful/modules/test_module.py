@@ -48,7 +48,7 @@ def functional(comm, strategy, steps, parts):
     step = fs.train_step(loss_fn, tx, microbatches=parts)
     for batch in modules.batches(comm, steps):
         state, _ = step(state, batch, comm)
-    paths, leaves, _ = fs.functional.layout.paths.flatten(fs.full(state.params, comm=comm))
+    paths, leaves, _ = fs.functional.layout.paths.flatten(fs.full_tree(state.params, comm=comm))
     return dict(zip(paths, leaves))
 
 
@@ -227,7 +227,7 @@ def test_functional_shares_memory_and_is_transformed(strategy):
         grads = torch.func.grad(lambda params: fn(params, x, y, comm=comm)["loss"])(params)
         held = {b.untyped_storage().data_ptr() for node in fs.layouts.units_of(params) for b in node.buffers}
         shown = {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()}
-        return values(model), fs.full(grads, comm=comm), shown <= held, (x, y)
+        return values(model), fs.full_tree(grads, comm=comm), shown <= held, (x, y)
 
     results = simulate(DP, rank_fn)
     for mine, grads, shares, _ in results:

@@ -147,7 +147,7 @@ def test_sharpness_aware_minimization_is_that_of_plain_torch(strategy, scheduled
         state = fs.init_state(tx, params, comm=comm)
         for batch in modules.batches(comm, 3, size=8 // comm.mesh.size):
             state, _ = step(state, batch)
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     plain = modules.make()
     for x, y in modules.batches(None, 3):

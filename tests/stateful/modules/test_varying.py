@@ -106,7 +106,7 @@ def train(comm, strategies, *, steps=3, scheduled=False, microbatches=1):
         mine = {name: x.chunk(comm.mesh.size)[comm.rank] for name, x in batch.items()}
         state, metrics = run(state, mine)
         losses.append(metrics.loss)
-    return torch.stack(losses), fs.full(state.params, comm=comm)
+    return torch.stack(losses), fs.full_tree(state.params, comm=comm)
 
 
 @cache
@@ -120,7 +120,7 @@ def reference():
     for batch in make_batches(3, 8 * MESH.size):
         state, metrics = fs.train_step(moe_loss, tx)(state, batch, comm)
         losses.append(metrics.loss)
-    return torch.stack(losses), fs.full(state.params, comm=comm)
+    return torch.stack(losses), fs.full_tree(state.params, comm=comm)
 
 
 def joined(results):
@@ -195,7 +195,7 @@ def test_a_tree_that_varies_is_as_many_trainings_as_there_are_coordinates(name, 
         run = fs.Scheduler(comm)(step) if scheduled else lambda state, batch: step(state, batch, comm)
         for batch in batches:
             state = run(state, batch)
-        return fs.full(state.params, comm=comm)
+        return fs.full_tree(state.params, comm=comm)
 
     def batches_of(own, rank):
         return make_batches(3, 4, seed=100 * own + rank)
@@ -266,7 +266,7 @@ def test_initial_values_differ_along_that_axis_and_no_other():
 
     def made(mesh, strategy):
         def rank_fn(comm):
-            return fs.full(fs.init_params(fs.init.normal(), fs.plan(shapes, mesh, strategy), comm, key=7), comm=comm)["w"]
+            return fs.full_tree(fs.init_params(fs.init.normal(), fs.plan(shapes, mesh, strategy), comm, key=7), comm=comm)["w"]
 
         return simulate(mesh, rank_fn)
 
@@ -305,7 +305,7 @@ def test_placements():
     "rule", [r for r in product((fs.layouts.Replicate, S, fs.layouts.Partial, V), repeat=3) if 0 < r.count(V) < 3], ids=str
 )
 def test_all_three_kinds_vary_or_none(rule):
-    with pytest.raises(StrategyError, match="axis 'ep': parameters that vary have gradients"):
+    with pytest.raises(StrategyError, match="axis 'ep': if one of the three is Vary, all three"):
         fs.Strategy({"ep": fs.layouts.AxisRule(*rule)})
 
 

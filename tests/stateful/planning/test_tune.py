@@ -28,8 +28,12 @@ FROZEN = {
 }
 CASES = [
     *((strategy, DebugPolicy(**options), "float32", 1, "nothing") for strategy in STRATEGIES for options in POLICIES.values()),
-    *((strategy, fs.Policy(), precision, 2, "nothing") for strategy in STRATEGIES for precision in PRECISIONS),
-    *((strategy, fs.Policy(), "bfloat16", 1, frozen) for strategy in ("ddp", "zero1", "zero3", "hfsdp") for frozen in FROZEN),
+    *((strategy, fs.SchedulePolicy(), precision, 2, "nothing") for strategy in STRATEGIES for precision in PRECISIONS),
+    *(
+        (strategy, fs.SchedulePolicy(), "bfloat16", 1, frozen)
+        for strategy in ("ddp", "zero1", "zero3", "hfsdp")
+        for frozen in FROZEN
+    ),
 ]
 
 

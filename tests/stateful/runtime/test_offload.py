@@ -381,12 +381,12 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
 
 def test_what_keeps_its_own_state_or_addresses_is_refused():
     def rank_fn(comm):
-        model = fs.shard_module(modules.make(), mesh=comm, policy=fs.Policy(offload=True))
+        model = fs.shard_module(modules.make(), mesh=comm, policy=fs.SchedulePolicy(offload=True))
         with pytest.raises(ScheduleError, match=r"AdamW keeps its own on the device.*fs\.optim\.adamw"):
             fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         state = make_state(comm, "ddp")
         with pytest.raises(ScheduleError, match="leave out offload=True"):
-            _check(torch.device("cuda"), fs.Policy(offload=True, gather_at_start=False), state, 3)
+            _check(torch.device("cuda"), fs.SchedulePolicy(offload=True, gather_at_start=False), state, 3)
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)
 

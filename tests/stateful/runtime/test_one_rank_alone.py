@@ -56,7 +56,7 @@ def train_functions(comm, strategy, evaluates, way):
             losses.append(evaluate(state.params, X).item())
         if i < STEPS:
             state, _ = call(state, X[comm.rank :: 2])
-    return losses, optree.tree_leaves(fs.full(state.params, comm=comm))
+    return losses, optree.tree_leaves(fs.full_tree(state.params, comm=comm))
 
 
 WAYS = {

@@ -233,7 +233,7 @@ def by_fsdp2(comm):
 
 
 def by_scheduler(comm):
-    fns, params = zip(*(fs.functionalize(layer) for layer in make_module()))
+    fns, params = zip(*(fs.make_functional(layer) for layer in make_module()))
 
     def loss(params, batch, comm):
         x = batch["x"]

@@ -167,7 +167,7 @@ def test_a_scheduler_as_a_plain_comm(strategy):
             state, metrics = step(state, batch, run.engine)
             seen += [metrics.loss, evaluate(state.params, batch, run.engine)]
         whole = fs.gather(state.params, comm=run.engine)
-        return seen, full_params(state, run.comm), buffers(whole), fs.full(state.params, comm=run.engine)
+        return seen, full_params(state, run.comm), buffers(whole), fs.full_tree(state.params, comm=run.engine)
 
     assert run_both(program, mesh_of(strategy))[1] == []
 
@@ -360,7 +360,7 @@ def test_another_schedule_can_be_followed():
         step = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True))
         for i, batch in enumerate(my_batches(run.comm, 6)):
             if i == 3 and run.scheduler:
-                other = compile_schedule(step.schedule.program, fs.Policy(prefetch=3))
+                other = compile_schedule(step.schedule.program, fs.SchedulePolicy(prefetch=3))
                 step.follow(fs.schedules.Schedule.from_json(other.to_json()))
             state, metrics = step(state, batch)
             losses.append(metrics.loss)
@@ -483,7 +483,7 @@ def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strat
 
 LOSSES = {
     "no use": (lambda p, b, comm: b["w"].sum().requires_grad_() * 1.0, "no parameter reaches it"),
-    "constant": (lambda p, b, comm: b["w"].sum(), "no parameter reaches it: use forward"),
+    "constant": (lambda p, b, comm: b["w"].sum(), "no parameter reaches it. Use parameters by fs.forward"),
     "detached": (lambda p, b, comm: (logits(p, b["x"], comm).detach() * b["w"].requires_grad_()[:, None]).sum(), "detached on"),
     "not a scalar": (lambda p, b, comm: logits(p, b["x"], comm), r"float32\[4, 11\] with a gradient, expected a scalar"),
 }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import bucket_limit, bundles
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import channel, issue_groups
 from fsharp.stateful.verify.verify import verify
@@ -64,8 +64,8 @@ def test_small_units_move_a_quarter_at_a_time(microbatches):
 
 
 def test_a_bucket_is_one_call_along_each_axis_with_the_bytes_of_all():
-    alone = compile_schedule(blocks(24, SMALL), Policy(bucket_nbytes=0, release="backward")).calls()
-    joined = compile_schedule(blocks(24, SMALL), Policy(release="backward")).calls()
+    alone = compile_schedule(blocks(24, SMALL), SchedulePolicy(bucket_nbytes=0, release="backward")).calls()
+    joined = compile_schedule(blocks(24, SMALL), SchedulePolicy(release="backward")).calls()
     assert {call.nbytes for call in alone} == {SMALL}
     assert {call.nbytes for call in joined} == {6 * SMALL}
     assert joined == Counter({call._replace(nbytes=6 * SMALL): count // 6 for call, count in alone.items()})
@@ -80,7 +80,7 @@ def test_a_bucket_takes_two_latencies_to_send_at_most(nbytes, size):
 
 
 def test_a_number_of_bytes_is_taken_as_it_is():
-    schedule = compile_schedule(blocks(24, SMALL), Policy(bucket_nbytes=2 * SMALL))
+    schedule = compile_schedule(blocks(24, SMALL), SchedulePolicy(bucket_nbytes=2 * SMALL))
     assert {len(units) for units in issued(schedule, "gather", "forward", "backward", "update")} == {2}
 
 
@@ -103,7 +103,7 @@ def test_what_sends_nothing_is_alone():
 
 def test_the_reduction_of_a_bucket_begins_with_the_last_cast_of_it():
     """And the bucket before is added when the last unit of this one casts: it has run beneath all of this one's backward."""
-    schedule = compile_schedule(blocks(24, SMALL, finish=(), finishing=0), Policy())
+    schedule = compile_schedule(blocks(24, SMALL, finish=(), finishing=0), SchedulePolicy())
     ops = schedule.ops
     for group in issue_groups(ops):
         if group[0].kind == "reduce":

@@ -8,7 +8,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
 from fsharp.stateful.runtime.compiled import mismatch
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Memory, Schedule
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, check_races, simulate
@@ -170,7 +170,9 @@ def test_facts_of_other_units_are_not_followed(name, value):
         trainer = Trainer(comm, "zero3", {}, 1)
         schedule = trainer.step.schedule
         units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
-        why = mismatch(replace(schedule, program=replace(schedule.program, units=units)), trainer.scheduler.units, Policy())
+        why = mismatch(
+            replace(schedule, program=replace(schedule.program, units=units)), trainer.scheduler.units, SchedulePolicy()
+        )
         assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why
 
     simulate(STRATEGIES["zero3"][0], rank_fn)

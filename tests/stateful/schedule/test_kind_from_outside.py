@@ -16,7 +16,7 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BIND
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, RESTING, OpSpec, declare, kinds
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule, issue_groups
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, check_races, simulate
@@ -116,7 +116,7 @@ def test_a_schedule_differs_by_them_alone(found):
 
 @pytest.mark.parametrize("kind", ["count", "checksum"])
 def test_the_verifier_refuses_them_where_parameters_are_not_there(found, kind):
-    schedule = compile_schedule(chain(3), Policy(release="forward"))
+    schedule = compile_schedule(chain(3), SchedulePolicy(release="forward"))
     verify(schedule)
     for i in of(schedule, kind):
         op = schedule.ops[i]
@@ -128,7 +128,7 @@ def test_the_verifier_refuses_them_where_parameters_are_not_there(found, kind):
 
 
 def test_the_verifier_refuses_a_release_that_does_not_wait_for_a_reader_on_another_stream(found):
-    schedule = compile_schedule(chain(3), Policy(prefetch=0, release="forward"))  # nothing else comes to wait for them
+    schedule = compile_schedule(chain(3), SchedulePolicy(prefetch=0, release="forward"))  # nothing else comes to wait for them
     for i in of(schedule, "release"):
         readers = [j for j in schedule.ops[i].after if schedule.ops[j].kind == "checksum"]
         edited = edit(schedule, i, after=tuple(j for j in schedule.ops[i].after if j not in readers))

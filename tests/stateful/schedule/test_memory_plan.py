@@ -15,7 +15,7 @@ from fsharp.stateful.schedule import addresses as arena
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
 from fsharp.stateful.schedule.compile import compile_schedule, place
 from fsharp.stateful.schedule.emit import Buckets, emitted
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from tests.random_programs import GATHER, REDUCE, policies, programs
 from tests.scheduling import every
@@ -148,7 +148,7 @@ def test_a_compiled_transformer_needs_no_more_than_is_live_at_once(num_blocks, p
     events = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("forward", "forward_end")]
     back = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("backward_end", "backward")]
     program = Program(tuple(units), (*events, *reversed(back), Event("microbatch_end"), Event("reduce"), Event("update")))
-    schedule = compile_schedule(program, Policy(prefetch=prefetch))
+    schedule = compile_schedule(program, SchedulePolicy(prefetch=prefetch))
     assert schedule.arena == schedule.bound
 
 
@@ -183,24 +183,26 @@ def blocks(count, num_microbatches=1, *, rest=True):
 def test_as_many_stay_as_gradients_will_take_the_memory_of(count):
     """At the end of the backward there are all gradients, the last unit and what leaves of it: room for half as many more."""
     program = blocks(count)
-    room, forward = (compile_schedule(program, Policy(release=release, bucket_nbytes=0)) for release in ("room", "forward"))
+    room, forward = (
+        compile_schedule(program, SchedulePolicy(release=release, bucket_nbytes=0)) for release in ("room", "forward")
+    )
     assert room.arena == forward.arena == room.bound
     in_full = count // 2 + 1
     assert num_gathers(forward) - num_gathers(room) == in_full - 2, "of which two would have stayed anyway"
-    again = compile_schedule(program, Policy(release="backward", bucket_nbytes=0))
+    again = compile_schedule(program, SchedulePolicy(release="backward", bucket_nbytes=0))
     assert again.arena > room.arena
     assert num_gathers(again) < num_gathers(room)
 
 
 def test_with_several_microbatches_nothing_more_stays():
     """Gradients are there already when the second one begins."""
-    assert compile_schedule(blocks(8, 3)).ops == compile_schedule(blocks(8, 3), Policy(release="forward")).ops
+    assert compile_schedule(blocks(8, 3)).ops == compile_schedule(blocks(8, 3), SchedulePolicy(release="forward")).ops
 
 
 def test_what_stays_is_released_at_the_end_of_its_backward():
     """A schedule whose gathers say which units were gathered once: the last ones of the forward."""
     program = blocks(8)
-    schedule = compile_schedule(program, Policy(bucket_nbytes=0))
+    schedule = compile_schedule(program, SchedulePolicy(bucket_nbytes=0))
     again = [op.unit for op in schedule.ops if op.kind == "gather" and op.phase == "backward"]
     assert again == ["u2", "u1", "u0"]
     ends = {e.unit: i for i, e in enumerate(program.events) if e.kind == "backward_end"}
@@ -275,22 +277,24 @@ def layers_at_rest(num, peak):
 
 
 def test_gradients_rest_where_their_reduction_leaves_them_if_another_peak_is_higher():
-    schedule = compile_schedule(layers_at_rest(6, 64_000), Policy())
+    schedule = compile_schedule(layers_at_rest(6, 64_000), SchedulePolicy())
     assert [op.kind for op in schedule.ops if op.opens] == ["reduce"] * 7
 
 
 def test_gradients_rest_when_they_are_added_if_the_peak_is_before_that():
     """One of the last: while it is reduced two units are there in full, and beside it nearly all others rest."""
-    schedule = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, bucket_nbytes=0))
+    schedule = compile_schedule(layers_at_rest(40, 640), SchedulePolicy(gather_at_start=False, bucket_nbytes=0))
     assert Counter(op.kind for op in schedule.ops if op.opens) == {"reduce": 40, "accumulate": 1}
-    at_once = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, bucket_nbytes=0), has_streams=True)
+    at_once = compile_schedule(
+        layers_at_rest(40, 640), SchedulePolicy(gather_at_start=False, bucket_nbytes=0), has_streams=True
+    )
     assert {op.kind for op in at_once.ops if op.opens} == {"reduce"}
     assert at_once.bound > schedule.bound
 
 
 def test_a_window_ends_with_the_step_and_not_before():
     """What the next step needs first, on its way at the end of this one, is beside all gradients at rest."""
-    schedule = compile_schedule(layers_at_rest(4, 640), Policy(prefetch=2))
+    schedule = compile_schedule(layers_at_rest(4, 640), SchedulePolicy(prefetch=2))
     last = max(op.at for op in schedule.ops)
     carried = [op.memory for op in schedule.ops if op.kind == "gather" and op.at == last]
     windows = [op.opens for op in schedule.ops if op.opens]
@@ -321,5 +325,5 @@ def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches
     monkeypatch.setattr(arena, "_neighbours", count_neighbours)
     monkeypatch.setattr(arena._Packing, "_search", count_search)
     for number in (50, 200):
-        compile_schedule(program_of(sizes_of(number, kind), microbatches), Policy(bucket_nbytes=0))
+        compile_schedule(program_of(sizes_of(number, kind), microbatches), SchedulePolicy(bucket_nbytes=0))
     assert looked[200] <= 4 * 2 * looked[50]

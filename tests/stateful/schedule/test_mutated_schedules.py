@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.verify.verify import verify
 from tests.edited_schedules import chain, drop, move, passes, twice
@@ -104,7 +104,7 @@ def test_a_cast_is_issued_where_its_gradient_is_and_nowhere_else(program, policy
 
 def test_the_oracle_sees_what_it_is_there_for():
     """Of each kind of change to an ordinary step it calls some wrong: else the test above would say nothing."""
-    schedule, rng = compile_schedule(chain(4, rest=64), Policy(prefetch=1, release="forward")), random.Random(0)
+    schedule, rng = compile_schedule(chain(4, rest=64), SchedulePolicy(prefetch=1, release="forward")), random.Random(0)
     assert find_wrong(schedule) is None
     seen = Counter()
     for _ in range(1500):

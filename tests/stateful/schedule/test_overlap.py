@@ -285,7 +285,7 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         events += [Event(kind, unit, use) for use, unit in uses for kind in ("forward", "forward_end")]
         events += [Event(kind, unit, use) for use, unit in reversed(uses) for kind in ("backward", "backward_end")]
         events.append(Event("microbatch_end"))
-    chosen = fs.Policy(**{"bucket_nbytes": 0, **policy})
+    chosen = fs.SchedulePolicy(**{"bucket_nbytes": 0, **policy})
     facts = tuple(
         facts_of(units[name], chosen, trained=True, updated=True, several_uses=False, several_microbatches=microbatches > 1)
         for name in order

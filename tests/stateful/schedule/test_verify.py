@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.verify.check import HappensBefore
@@ -57,7 +57,7 @@ def by_hand():
         Op("gather", "a", "update", 10, stream="gather", after=(18,)),
         Op("gather", "a", "forward", 10, stream="gather", memory=full, after=(18,)),
     ]
-    return Schedule(Program((a, b), tuple(events)), Policy(), tuple(ops), 192, 192)
+    return Schedule(Program((a, b), tuple(events)), SchedulePolicy(), tuple(ops), 192, 192)
 
 
 def test_a_schedule_written_by_hand_passes(by_hand):
@@ -125,7 +125,10 @@ FAULTS = {
     "needless gather": (lambda s: edit(s, 5, unit="b", memory=None), r"op 5, gather b .*: there is nothing to gather"),
     "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
     "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from the one with number 0 on"),
-    "budget": (lambda s: replace(s, policy=Policy(memory_budget=191)), r"larger than the memory budget(?s:.*)budget +191"),
+    "budget": (
+        lambda s: replace(s, policy=SchedulePolicy(memory_budget=191)),
+        r"larger than the memory budget(?s:.*)budget +191",
+    ),
     "arena": (lambda s: replace(s, arena=191), r"smaller than what is live at once(?s:.*)191 bytes"),
 }
 
@@ -155,10 +158,10 @@ def test_a_message_says_what_was_expected_and_what_to_do(by_hand):
 
 
 def test_refuses_more_units_or_reductions_than_are_allowed(monkeypatch):
-    schedule = compile_schedule(chain(5), Policy(prefetch=2))
+    schedule = compile_schedule(chain(5), SchedulePolicy(prefetch=2))
     verify(schedule)
     with pytest.raises(ScheduleError, match=r"gather u2 .*: is the unit too many: \['u0'\] are .* \['u1', 'u2'\](?s:.*)most 2"):
-        verify(replace(schedule, policy=Policy(prefetch=1)))
+        verify(replace(schedule, policy=SchedulePolicy(prefetch=1)))
     monkeypatch.setattr("fsharp.stateful.schedule.emit_gradients.REDUCTIONS", 2)
     with pytest.raises(ScheduleError, match=r"reduce u3 .*: is the reduction too many: .*'u3', 'u4'\](?s:.*)at most 1"):
         verify(compile_schedule(chain(5)))
@@ -230,7 +233,7 @@ def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
 
 @pytest.mark.parametrize("fields", [{}, {"separate_groups": False}])
 def test_gathers_and_reductions_are_one_sequence(by_hand, fields):
-    schedule = replace(by_hand, policy=Policy(**fields))
+    schedule = replace(by_hand, policy=SchedulePolicy(**fields))
     with pytest.raises(ScheduleError) as caught:
         verify_ranks([schedule, schedule, move(schedule, 12, 5)])
     assert str(caught.value).splitlines() == [
@@ -244,7 +247,7 @@ def test_gathers_and_reductions_are_one_sequence(by_hand, fields):
 
 
 def test_ranks_differ_in_number_and_in_buckets():
-    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128))
+    schedule = compile_schedule(chain(4), SchedulePolicy(bucket_nbytes=128))
     alone = schedule.replace_ops([replace(op, bucket=-1) for op in schedule.ops])
     with pytest.raises(ScheduleError, match=r"collective 0 differs(?s:.*)rank 0 +gather u2 .*\) \+ gather u3 "):
         verify_ranks([schedule, alone])
@@ -255,7 +258,7 @@ def test_ranks_differ_in_number_and_in_buckets():
 
 def test_buckets_are_over_as_one():
     """A wait for one gather of a bucket is one for the others, and so for reductions; each without a bucket is not."""
-    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128, gather_at_start=False))
+    schedule = compile_schedule(chain(4), SchedulePolicy(bucket_nbytes=128, gather_at_start=False))
     for kind, waits in (("gather", "wait"), ("reduce", "accumulate")):
         first, second = of(schedule, kind)[:2]
         [i] = [k for k in of(schedule, waits) if second in schedule.ops[k].after]
@@ -268,7 +271,7 @@ def test_buckets_are_over_as_one():
 
 def test_a_bucket_begins_when_all_that_its_ops_wait_for_is_there():
     """Memory that an op of it waits for is free for the others too."""
-    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128, gather_at_start=False))
+    schedule = compile_schedule(chain(4), SchedulePolicy(bucket_nbytes=128, gather_at_start=False))
     first, second = of(schedule, "reduce")[:2]
     order = HappensBefore(schedule.ops)
     [cast] = [j for j in schedule.ops[second].after if schedule.ops[j].kind == "cast"]
@@ -296,7 +299,7 @@ def facts(schedule, i, **fields):
 @pytest.mark.parametrize("name", BUCKET_FAULTS)
 def test_what_is_one_collective_has_to_be_able_to_be_one(name):
     fault, match = BUCKET_FAULTS[name]
-    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128))
+    schedule = compile_schedule(chain(4), SchedulePolicy(bucket_nbytes=128))
     i = of(schedule, "reduce")[1]
     assert schedule.ops[i].bucket == schedule.ops[i - 1].bucket != -1
     with pytest.raises(ScheduleError, match=match):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.verify.verify import verify
@@ -266,7 +266,7 @@ def test_a_gather_that_nobody_waits_for_is_over_before_its_memory_serves_others(
         events += [Event("microbatch_end")]
         use += 4
     program = Program(facts, (*events, Event("reduce"), Event("update")))
-    schedule = compile_schedule(program, Policy(separate_groups=False))
+    schedule = compile_schedule(program, SchedulePolicy(separate_groups=False))
     verify(schedule)
     waited, idle = set(), 0
     for i, op in enumerate(schedule.ops):

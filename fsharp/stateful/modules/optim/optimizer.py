@@ -45,37 +45,38 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is sharded as the module's strategy says.
+    """An optimizer of a ShardedModule's parameters; its state is sharded as the module's strategy says.
 
-    It is a ``torch.optim.Optimizer`` to learning rate schedulers and trainers: its ``param_groups`` hold the module's
-    parameters, and what is set in them is used.
+    To learning rate schedulers and trainers it is a ``torch.optim.Optimizer``: ``param_groups`` hold the module's parameters,
+    and options that are set there take effect.
 
-    A class is tried on small random tensors first, to find out what it looks at:
+    An optimizer class is tried on small random tensors first, to find out which inputs an update depends on:
 
-    - One that updates each element by itself, such as AdamW, gets flat buffers, cut anywhere.
-    - One that looks at a parameter's shape or norm, such as Adafactor, Muon or LAMB, gets whole parameters in their shape.
-      Every rank has to have all or nothing of each: by a strategy that replicates optimizer state (``ddp``), or atoms that are
-      :class:`~fsharp.layouts.Whole`. A class that is not torch's own gets whole parameters wherever that is so.
-    - One that looks at all parameters together needs all of them on every rank.
+    - A class that updates each element by itself, such as AdamW, gets flat buffers, which may be cut anywhere.
+    - A class that uses a parameter's shape or norm, such as Adafactor, Muon or LAMB, gets whole parameters in their shapes.
+      Each parameter has to be whole on the ranks that hold it: by a strategy that replicates optimizer state (``ddp``), or by
+      the atom :class:`~fsharp.layouts.Whole`. A class that is not torch's own gets whole parameters wherever they are whole.
+    - A class that uses all parameters together needs all of them on every rank.
 
-    The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or later, is not seen.
-    ``check_steps=1`` tries a step at the parameters' own sizes as well.
+    The trial has 8 steps, and tensors of at most 24 elements. It does not see behaviour at other sizes or in later steps.
+    ``check_steps=1`` adds a trial step at the sizes of the parameters.
 
     Args:
-        params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
-        optimizer: a class of torch.optim or like it, or an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` makes.
-        check_steps: of a class, steps of a second trial, on random tensors of the parameters' own shapes; of a pair, first
-            updates that :func:`~fsharp.optim.check_elementwise` compares.
-        defaults: the options of that class; none for a pair, which has its own.
+        params: ``model.parameters()``, or groups of parameters with their own options, as in torch.optim.
+        optimizer: an optimizer class of torch.optim or like it; or an ``(init, update)`` pair such as
+            :func:`~fsharp.optim.adamw` returns.
+        check_steps: for a class, number of steps of a second trial, on random tensors with the parameters' shapes; for a pair,
+            number of first updates that :func:`~fsharp.optim.check_elementwise` compares.
+        defaults: options of the class; a pair has its own.
 
     Attributes:
-        session: the module's state, and its step.
-        inner: the optimizer of torch.optim on flat buffers or whole parameters, if it is one.
+        session: the module's state and its step.
+        inner: the optimizer of the given class, on flat buffers or whole parameters; None for a pair.
 
     Raises:
-        TreeError: parameters that are not those of one ShardedModule, an optimizer that is not elementwise where parameters are
-            cut, or one that cannot be tried. On all ranks.
-        ScheduleError: a class, where the module's policy has ``offload=True``.
+        TreeError: the parameters are not those of one ShardedModule; the optimizer does not update each element by itself, and
+            parameters are cut; or the class cannot be tried. All ranks raise.
+        ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
 
     Cost: for a class, some 60 steps on at most 77 elements for each group of parameters (20 ms).
     """
@@ -114,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make the inner optimizer, of a class of torch.optim or like it."""
         if self.session.scheduler.policy.offload:
             raise ScheduleError(
-                f"ShardedOptimizer(): Policy(offload=True) is for the state of an (init, update) pair, and "
+                f"ShardedOptimizer(): SchedulePolicy(offload=True) is for the state of an (init, update) pair, and "
                 f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.optim.adamw(...), or drop offload."
             )
         self._defaults = defaults
@@ -186,14 +187,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, if there are gradients, and use the gradients up: ``p.grad`` is None afterwards.
+        """Update the parameters from their gradients, and release the gradients: ``p.grad`` is None afterwards.
 
-        ``closure`` computes the loss, with its backward, once; its result is returned.
+        Without gradients nothing changes. ``closure`` computes the loss and its backward; it is called once, and its result is
+        returned.
 
         Raises:
-            LossError: all backward passes so far were told to accumulate.
-            ScheduleError: a step has used up the gradients, and :meth:`zero_grad` was not called since; parameters that were
-                changed behind the module's back.
+            LossError: all backward passes so far were inside of ``accumulate()``.
+            ScheduleError: an earlier step has used the gradients, and :meth:`zero_grad` was not called since; or parameters
+                have changed in a way that the module does not allow.
         """
         loss = None
         if closure is not None:
@@ -219,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group: ``ShardedOptimizer()`` takes all of them."""
+        """Raise an error: pass all groups to ``ShardedOptimizer()``."""
         if self._is_made:
             raise TreeError("add_param_group(): a ShardedOptimizer gets all its groups when it is made: pass them to it then.")
         super().add_param_group(param_group)
@@ -243,12 +245,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters of the module. A forward whose backward is to come stays."""
+        """Release the gradients of all parameters of the module. A forward without its backward so far stays valid."""
         self.session.step.discard(set_to_none=set_to_none)
 
     @api_context
     def averaged(self) -> Iterator[None]:
-        """Have moving averages in place of the model's parameters, for evaluation and export; every rank enters it.
+        """Replace the model's parameters by their moving averages in this context, to evaluate or export the model.
 
         ::
 
@@ -256,16 +258,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with optimizer.averaged(), torch.no_grad():
                 loss = model(**batch).loss
 
-        Forwards, ``full_parameters()``, ``unsharded()`` and ``functional()`` see the averages that
-        :func:`~fsharp.optim.with_ema` keeps; parameters that it does not average stay as they are. Afterwards all have their
-        own values again, to the bit.
+        All ranks have to enter the context. In it forwards, ``full_parameters()``, ``unsharded()`` and ``functional()`` use the
+        averages that :func:`~fsharp.optim.with_ema` keeps. Parameters without an average keep their values. At the end all
+        parameters have their own values again, to the bit.
 
         Raises:
-            TreeError: the optimizer keeps no average, or several of one parameter.
-            ScheduleError: a step is under way. Inside: a forward that is not under ``torch.no_grad()``, or
-                ``unsharded(write=True)``.
+            TreeError: the optimizer keeps no averages, or several averages of one parameter.
+            ScheduleError: a step is under way. In the context: a forward is not under ``torch.no_grad()``, or
+                ``unsharded(write=True)`` is called.
 
-        Cost: a copy of this rank's parts, and one gather from the optimizer's place to the parameters'.
+        Cost: a copy of this rank's parts, and one gather of parameters.
         """
         with averaged(self.session, self.session.kept.state.opt if self.inner is None else None):
             yield
@@ -273,12 +275,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     @api_boundary
     def state(self) -> Any:
-        """A read-only mapping from parameters to the optimizer's state of each: ``optimizer.state[p]["exp_avg"]``.
+        """A read-only mapping from a parameter to the optimizer's state for it: ``optimizer.state[p]["exp_avg"]``.
 
-        State with a value for each element is a :class:`~fsharp.modules.Part` in the optimizer's own memory: a write to it
-        changes the state. Other state, such as ``"step"``, is the optimizer's own object; a rank that holds no element of any
-        parameter with as many steps has none. A parameter without a gradient so far has an empty mapping. Look parts up again
-        after a step. The state of an ``(init, update)`` pair is a tree, and refused here.
+        State with a value for each element is a :class:`~fsharp.modules.Part` that shares the optimizer's memory: a write to
+        the part changes the state. Other state, such as ``"step"``, is the optimizer's own object. A rank may lack this object
+        if it holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look parts up again
+        after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
@@ -310,17 +312,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
+        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters; all ranks have to call this.
 
-        What the optimizer keeps for each element of a parameter is a :class:`~fsharp.modules.Part`, for any mesh to read. All
-        else, such as ``"step"``, is as the optimizer has it. All are copies. Parameters that have had no gradient have no
-        state. Of an ``(init, update)`` pair ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
+        State with a value for each element is a :class:`~fsharp.modules.Part`, which any mesh can read. Other state, such as
+        ``"step"``, is as in torch. All values are copies. A parameter that has had no gradient has no state. For an
+        ``(init, update)`` pair ``"state"`` is the pair's tree of :class:`~fsharp.Sharded`, without a copy: the next step
+        overwrites it.
 
         Raises:
-            TreeError: parameters that are DTensors sharded on other axes; a state that is no tensor, number, string or None.
+            TreeError: a parameter is a DTensor that is sharded on other axes; a state is no tensor, number, string or None.
 
-        Cost: of a class, the memory of the state, and two collectives of a few bytes a parameter for each axis. Where ranks
-        have all or nothing of a parameter, also what is not for each element, such as row statistics, in full on every rank.
+        Cost: for a class, the memory of the state, and for each axis two collectives of a few bytes for each parameter. State
+        that is not by element, such as row statistics, is copied to all ranks.
         """
         refuse_dtensors("state_dict()", self.session)
         if self.inner is not None:
@@ -334,12 +337,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """Return what :meth:`state_dict` gives once all trained parameters had gradients, to load into before a first step.
+        """Return a state dict with fresh state for all trained parameters, into which a checkpoint can be loaded.
 
-        The optimizer stays as it is: its class makes a step with a gradient of zero on a copy of each parameter. ``"step"`` is
-        0. ``has`` says whether there is anything to load under a key path such as ``"state.layers.0.weight"``.
+        Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
+        makes a step with zero gradients on copies of parameters. ``"step"`` is 0. ``has(path)`` says whether the checkpoint has
+        values under a key path such as ``"state.layers.0.weight"``.
 
-        Cost: no collective. Memory of the state, and of one parameter at a time.
+        Cost: no collective. Memory: the state, and one parameter.
         """
         refuse_dtensors("state_template()", self.session)
         if self.inner is None:
@@ -377,17 +381,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a copy of what :meth:`state_dict` gave on this rank of this layout; every rank calls it.
+        """Load a state dict from :meth:`state_dict` on this rank of this layout. All ranks have to call this method.
 
-        In place of parts there may be whole tensors, of which each rank takes its part. A parameter without state has none
-        afterwards. Options of the parameter groups, such as learning rates, are those that were saved.
+        Values are copied. Whole tensors may stand in place of parts; each rank takes its part. A parameter without state in the
+        dict has none afterwards. Options of parameter groups, such as learning rates, come from the dict.
 
         Raises:
-            TreeError: groups of other parameters, states of another class, rank or layout, or with other shapes or dtypes. On
-                all ranks, before anything is changed.
-            AgreementError: on all ranks: ranks that hold the same elements have different values of them.
+            TreeError: the dict has groups of other parameters, state of another class, rank or layout, or other shapes or
+                dtypes. All ranks raise, before anything has changed.
+            AgreementError: ranks pass different values for elements that they share. All ranks raise.
 
-        Cost: the memory of the state, a pass over what several ranks hold, and of a class a step on copies of parameters.
+        Cost: the memory of the state, a pass over elements that several ranks hold, and for a class one step on copies of
+        parameters.
         """
         where, comm = "load_state_dict()", self.session.scheduler
 
@@ -418,10 +423,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
-        """Return :meth:`state_dict` with whole tensors in host memory, on one rank, or on all; an empty dict on all others.
+        """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on the others.
 
-        Refused for an ``(init, update)`` pair, and otherwise as :meth:`state_dict` and ``model.full_state_dict()``. Cost: a
-        gather of all state, a copy of this rank's state, and one full unit of one kind of state.
+        ``rank=None`` returns the dict on all ranks. Errors are those of :meth:`state_dict` and ``model.full_state_dict()``. For
+        an ``(init, update)`` pair this method raises a TreeError.
+
+        Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
         where = "full_state_dict()"
         self._refuse_pair(where)
@@ -431,10 +438,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
-        """Load on all ranks one rank's result of :meth:`full_state_dict`; the others pass None.
+        """Load one rank's result of :meth:`full_state_dict` on all ranks. Ranks other than ``rank`` pass None.
 
-        Refused for an ``(init, update)`` pair, and otherwise as :meth:`load_state_dict` and ``model.load_full_state_dict()``.
-        Cost: two ``all_reduce`` of each tensor's bytes along each axis, this rank's state twice, and a whole tensor.
+        Errors are those of :meth:`load_state_dict` and ``model.load_full_state_dict()``. For an ``(init, update)`` pair this
+        method raises a TreeError.
+
+        Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and one whole tensor.
         """
         where = "load_full_state_dict()"
         self._refuse_pair(where)
@@ -451,7 +460,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise TreeError(
                 f"{where}: the state of an (init, update) pair is a tree of its own, and not by names of parameters. Save by "
                 "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take "
-                "fs.full(optimizer.state_dict()['state'], comm=model.comm), whole on all ranks."
+                "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm), whole on all ranks."
             )
 
     def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:

@@ -14,7 +14,7 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` that knows a :class:`~fsharp.ShardedOptimizer`; with any other it is torch's.
+    """A ``torch.amp.GradScaler`` that also takes a :class:`~fsharp.ShardedOptimizer`: loss scaling for float16.
 
     ::
 
@@ -26,13 +26,14 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
         optimizer.zero_grad()
 
-    An infinity or NaN in the gradients of any rank is found on all of them: they leave out the same steps, and change the scale
-    alike. A step that is left out uses up the gradients. With ``accumulate()``, call these once, after the last backward.
+    If gradients of one rank hold an infinity or NaN, all ranks skip the step and lower the scale. A skipped step releases the
+    gradients. With ``accumulate()`` call these methods once, after the last backward. With any other optimizer the class is
+    torch's.
 
     Raises:
         ScheduleError: there are no gradients to unscale.
-        LossError: all backward passes so far were told to accumulate, or an error has cost the gradients.
-        AgreementError: in ``step``, on all ranks: ranks have unscaled by different scales.
+        LossError: all backward passes so far were inside of ``accumulate()``, or an error has discarded the gradients.
+        AgreementError: ranks have unscaled by different scales. All ranks raise, in ``step``.
 
     Cost of ``unscale_``: one pass over this rank's gradients, and one ``all_reduce`` of 12 bytes for each axis. The host waits
     for its device once, in ``step``. Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740.

@@ -233,7 +233,8 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
         if is_sharded(node):
             axes = node.place.sharded + node.place.varying
             replicas |= {
-                f"state {i}, unit {node.name!r}, group {g}": (x, axes) for g, x in zip(node.groups, node.buffers, strict=True)
+                f"state {i}, unit {node.unit.shown}, group {g}": (x, axes)
+                for g, x in zip(node.groups, node.buffers, strict=True)
             }
         else:
             replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(exact_text(node).encode())), ()

@@ -1,4 +1,4 @@
-"""Part: this rank's part of a tensor. Functions that give right results with parts are computed, and all others are refused."""
+"""Part: this rank's part of a tensor. Functions either give the result for the whole tensor, or raise an error."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,25 +26,29 @@ _SHAPES = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len
 
 
 class Part(torch.Tensor):
-    """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are the whole tensor's; :attr:`local` has the elements.
+    """This rank's part of a tensor that is sharded over ranks.
 
-    Code that counts parameters, or sorts them by their dims, is right. A part that is whole may be used like any other tensor.
+    ``shape``, ``ndim`` and ``numel()`` are those of the whole tensor. :attr:`local` is a plain tensor with this rank's
+    elements. Functions of a part work as follows:
 
-    Elementwise functions, in place or not, take parts that are cut alike, numbers, and tensors without dims, and return a part.
-    Of a tensor with the shape of the whole, which every rank has, each rank takes the elements that its part has. Sums, means,
-    extremes and norms of all elements are those of the whole tensor, by a small collective for each axis that divides it,
-    which all ranks call. If ranks along an axis have different parameters, those of all ranks are reduced together. All other
-    functions of a part that is not whole are refused. ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` return the same
-    part in other memory. A part that is whole is pickled as a plain tensor; others are not.
+    - Elementwise functions, in place or not, return a part. Other arguments are numbers, tensors without dims, parts that are
+      cut alike, or a whole tensor that every rank has, of which each rank takes its own elements.
+    - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call them: they use a
+      small collective for each axis that cuts the tensor. If ranks along an axis have different parameters, the result is over
+      the parameters of all ranks.
+    - ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` return a part with the same elements in new memory.
+    - All other functions raise an error, unless every rank holds the whole tensor: then the part works like any tensor.
+
+    A part of which every rank holds the whole tensor is pickled as a plain tensor. Pickling any other part is an error.
 
     Attributes:
         path: name of the parameter in its module.
         unit: layout of the unit that stores the tensor; ``unit.run_of(leaf, place, rank)`` is the range of elements on any
             rank.
-        leaf: leaf of that unit. If the tensor is a DTensor that other axes shard, leaf and run are those of the local tensor.
+        leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and ``run`` are those of the local tensor.
         place: where the tensor rests.
         rank: rank that holds this part.
-        spec: spec of the DTensor; None if the tensor is none.
+        spec: spec of a DTensor; None for a plain tensor.
         owner: weak reference to the Session of the module.
     """
 
@@ -58,7 +62,7 @@ class Part(torch.Tensor):
 
     @classmethod
     def made(cls, data: torch.Tensor, about: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
-        """Return a part with the elements ``data``, 1-D, and the attributes ``about``. Nothing is copied."""
+        """Return a part with the 1-D elements ``data`` and the attributes ``about``, without a copy."""
         if _is_everywhere(about["unit"], about["place"], about["spec"]):
             data = data.view(about["leaf"].shape)
         part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # a view would keep the memory of its base
@@ -72,7 +76,7 @@ class Part(torch.Tensor):
 
     @property
     def about(self) -> dict[str, Any]:
-        """The attributes that say which part of which tensor this is, by name."""
+        """A dict of all attributes, which say which part of which tensor this is."""
         return {name: getattr(self, name) for name in Part.__annotations__}
 
     @property
@@ -92,25 +96,25 @@ class Part(torch.Tensor):
 
     @property
     def is_divided(self) -> bool:
-        """Whether some rank holds a part of the tensor, and not all or nothing of it."""
+        """Whether the tensor is cut: some rank holds some of its elements, and not all."""
         size, first = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset
         return self._dtensor is not None or (self.leaf.numel > 0 and first // size != (first + self.leaf.numel - 1) // size)
 
     @property
     def run(self) -> tuple[int, int]:
-        """The elements ``[first, last)`` of the flattened whole that are here; ``(0, 0)`` if there are none."""
+        """Range ``(first, last)``: this rank holds ``whole.flatten()[first:last]``; ``(0, 0)`` if it holds no element."""
         return self.unit.run_of(self.leaf, self.place, self.rank)
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements, as a plain tensor in the same memory. Whoever has it may write to it."""
+        """This rank's elements as a plain tensor that shares the memory of the part. Writes to it change the parameter."""
         if (owner := self.owner()) is not None:
             owner.before_write()
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(torch.Tensor)
 
     def move(self) -> None:
-        """Move this rank's elements to memory of their own. Views of the part stay where they are."""
+        """Copy this rank's elements to new memory. Earlier views of the part keep the old memory."""
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
             torch.Tensor.data.__set__(self, self.clone())  # type: ignore[attr-defined]
 
@@ -153,7 +157,7 @@ class Part(torch.Tensor):
     @property
     @api_boundary
     def data(self) -> "Part":
-        """The same part, detached. A write to the result is noted like any other."""
+        """This part, detached, with shared memory. The module notices writes to it."""
         return Part.of(self.local, self)
 
     @data.setter
@@ -261,7 +265,7 @@ def _stays(part: Part, applied: torch.Tensor) -> bool:
     """Return True for a part that a module's ``to()`` leaves as it is. Refuse another dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
-            f"a sharded module cannot be moved or cast: unit {part.unit.name!r}, {part.path!r} is {part.dtype} on "
+            f"a sharded module cannot be moved or cast: unit {part.unit.shown}, {part.path!r} is {part.dtype} on "
             f"{part.device}, asked for {applied.dtype} on {applied.device}. Do so before shard_module(), or pass precision."
         )
     return True

@@ -1,4 +1,4 @@
-"""functionalize: an nn.Module as a pure function of its parameters."""
+"""make_functional: an nn.Module as a pure function of its parameters."""
 
 import copy
 from collections.abc import Callable
@@ -14,33 +14,33 @@ from fsharp.type_checks import options_checked
 
 
 @options_checked
-def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Split a module into ``fn(params, *args, **kwargs)`` and ``params``.
+def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a module as a pure function ``fn(params, *args, **kwargs)``, and its parameters as a tree ``params``.
 
-    >>> fn, params = functionalize(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    >>> fn, params = make_functional(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
     >>> {path: list(p.shape) for path, p in zip(*flatten(params)[:2])}
     {'0.bias': [3], '0.weight': [3, 2]}
     >>> fn(params, torch.ones(5, 2)).shape
     torch.Size([5, 3])
 
     Args:
-        module: not changed and not kept; its parameters' tensors are.
+        module: the module. It is not changed; ``params`` shares the memory of its parameters.
 
     Returns:
-        ``fn``, which calls the module with the tree it is given in place of its parameters, and ``params``, nested
-        dicts along the dots of the parameters' names. Tied parameters are one tensor at several paths. Buffers are
-        constants of ``fn``: what a forward writes to them is discarded.
+        ``fn``, which calls the module with ``params`` in place of the module's parameters; and ``params``, nested dicts whose
+        levels are the dots in the parameters' names. A tied parameter is one tensor at several paths. Buffers are constants of
+        ``fn``: writes to buffers in a forward are discarded.
 
     Raises:
-        TreeError: a module without parameters, or with one whose class has hooks of FSDP2.
+        TreeError: the module has no parameters, or a parameter whose class has hooks of FSDP2.
     """
     for name, parameter in module.named_parameters():
         if has_hooks(parameter):
             raise TreeError(
-                f"functionalize(): parameter {name!r} is a {type(parameter).__name__} with hooks of FSDP2, which functions "
+                f"make_functional(): parameter {name!r} is a {type(parameter).__name__} with hooks of FSDP2, which functions "
                 "do not call. Pass the module to shard_module()."
             )
-    params = parameter_tree("functionalize()", module)
+    params = parameter_tree("make_functional()", module)
     buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
     memo: dict[int, Any] = {id(p): p.to("meta") for p in module.parameters()}
     memo |= {id(p): nn.Parameter(t, p.requires_grad) for p in module.parameters() for t in [memo[id(p)].detach()]}

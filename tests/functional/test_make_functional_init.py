@@ -1,4 +1,4 @@
-"""functionalize, init, ties between units, and forward's odd corners."""
+"""make_functional, init, ties between units, and forward's odd corners."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_a_functionalized_module_computes_what_the_module_does():
     torch.manual_seed(0)
     module = Tied()
     before = {name: b.clone() for name, b in module.named_buffers()}
-    fn, params = fs.functionalize(module)
+    fn, params = fs.make_functional(module)
     assert params["head"]["weight"] is params["embed"]["weight"] or (
         params["head"]["weight"].data_ptr() == params["embed"]["weight"].data_ptr()
     )
@@ -41,7 +41,7 @@ def test_a_functionalized_module_computes_what_the_module_does():
 
 
 def test_a_functionalized_module_keeps_no_parameters():
-    fn, _ = fs.functionalize(nn.Linear(3, 2))
+    fn, _ = fs.make_functional(nn.Linear(3, 2))
     held = [cell.cell_contents for cell in fn.__closure__]
     skeleton = next(x for x in held if isinstance(x, nn.Module))
     assert all(p.is_meta for p in skeleton.parameters())
@@ -65,7 +65,7 @@ def test_leaves_tied_between_units_are_stored_once_and_collect_both_gradients(st
         sharded = fs.shard(params, layout, comm)
         total, grads = fs.value_and_grad(loss)(sharded, tokens, comm=comm)
         _, grads = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)
-        return fs.full(sharded, comm=comm), fs.full(grads, comm=comm)
+        return fs.full_tree(sharded, comm=comm), fs.full_tree(grads, comm=comm)
 
     whole, grads = simulate(DP, rank_fn)[0]
     assert whole["head"]["w"].data_ptr() == whole["embed"]["w"].data_ptr()
@@ -162,7 +162,7 @@ def test_dropout_and_autocast_are_those_of_the_forward():
         state = torch.get_rng_state()
         _, grads = fs.value_and_grad(loss)(fs.shard(params, layout, comm), None, comm=comm)
         moved = not torch.equal(state, torch.get_rng_state())
-        return seen, moved, fs.full(grads, comm=comm)["w"]
+        return seen, moved, fs.full_tree(grads, comm=comm)["w"]
 
     results = processes(fs.Mesh({"dp": 2}), in_process)
     for seen, moved, _ in results:
