@@ -31,7 +31,7 @@ from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
 _SHOWN = 4000
-_GRACE = 3.0  # seconds for the other ranks to fail too, once one has: the first to end need not be the first to fail
+_GRACE = 10.0  # seconds for the other ranks to fail too, once one has: the first to end need not be the first to fail
 
 
 @options_checked

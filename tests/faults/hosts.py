@@ -105,7 +105,6 @@ class End(NamedTuple):
         result: what its program returned, or None.
         error: name of the class of the error it raised, or "".
         text: of that error.
-        raised_s: seconds from the fault to the error, or to the result.
         ended_s: seconds from the fault to the end of the process.
     """
 
@@ -113,7 +112,6 @@ class End(NamedTuple):
     result: Any
     error: str
     text: str
-    raised_s: float
     ended_s: float
 
 
@@ -188,10 +186,10 @@ class Job:
 
     def _end(self, rank: int, ended_s: float) -> End:
         path = self.folder / f"end-{rank}"
-        result, error, text, at = json.loads(path.read_text()) if path.exists() else (None, "", "", self._since)
+        result, error, text = json.loads(path.read_text()) if path.exists() else (None, "", "")
         code = self.ranks[rank].exitcode
         assert code is not None
-        return End(code, result, error, text, at - self._since, ended_s)
+        return End(code, result, error, text, ended_s)
 
     def logs(self) -> str:
         """What ranks have printed."""
@@ -251,7 +249,7 @@ def _run_rank(
                 end = (None, type(error).__name__, str(error))
                 raise
             finally:
-                (folder / f"end-{rank}").write_text(json.dumps([*end, time.monotonic()]))
+                (folder / f"end-{rank}").write_text(json.dumps(end))
                 fs.destroy()
         except Exception:
             traceback.print_exc()

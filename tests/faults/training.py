@@ -49,7 +49,7 @@ def failed(folder: Path, short: bool) -> Outcome:
 
 @row(19, "a slow rank, and one that stops")
 def slow(folder: Path, short: bool) -> Outcome:
-    test_stragglers.test_a_rank_1_4_times_as_slow_is_named_within_20_steps()
+    test_stragglers.test_a_rank_1_4_times_as_slow_is_named_within_20_steps(False)
     test_failures.test_a_rank_that_is_stopped_is_named_within_the_limit(folder)
     return Outcome("1.4 times as slow: named at step 20; stopped: named within the limit")
 

@@ -12,40 +12,32 @@ import fsharp as fs
 from fsharp.errors import CommError, OptionError
 
 
-def test_results_come_in_order_of_rank_and_closures_travel():
+def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_prints(capfd):
+    """A step holds functions of this library that cloudpickle sends by value."""
     torch.ones(300, 300, requires_grad=True).square().sum().backward()  # this process has used autograd and its threads
-    factor = 3.0
+    factor, tx = 3.0, fs.optim.sgd(0.5)
+    train_step = fs.train_step(lambda params, x, comm: fs.forward(lambda p, x: (p["w"] * x).sum(), params, x, comm=comm), tx)
+    schedule = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(fs.optim.linear_schedule(0.0, 1.0, 10)))
 
     def rank_fn(offset):
         comm = fs.connect(fs.Mesh({"dp": 2}))
         w = torch.full((300, 300), comm.rank + offset, requires_grad=True)
         (w @ w).sum().backward()
         total = comm.all_reduce(torch.tensor([float(comm.rank + 1)]), "dp")
-        return comm.rank, factor * total.item(), w.grad[0, 0].item()
-
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    assert fs.launch(rank_fn, 2, 1.0) == [(0, 9.0, 600.0), (1, 9.0, 1200.0)]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
-
-
-def test_steps_travel_and_no_process_prints(capfd):
-    """A step holds functions of this library that cloudpickle sends by value."""
-    tx = fs.optim.sgd(0.5)
-    train_step = fs.train_step(lambda params, x, comm: fs.forward(lambda p, x: (p["w"] * x).sum(), params, x, comm=comm), tx)
-    schedule = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(fs.optim.linear_schedule(0.0, 1.0, 10)))
-
-    def rank_fn():
-        comm = fs.connect(fs.Mesh({"dp": 2}))
         tree = {"w": torch.ones(4)}
         params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm, place="optim")
         state, _ = train_step(fs.init_state(tx, params, comm=comm), torch.ones(4) * comm.rank, comm)
-        return fs.full_tree(state.params, comm=comm)["w"].tolist(), len(schedule.init(params))
+        trained = fs.full_tree(state.params, comm=comm)["w"].tolist(), len(schedule.init(params))
+        return comm.rank, factor * total.item(), w.grad[0, 0].item(), trained
 
-    assert fs.launch(rank_fn, 2) == [([0.75] * 4, 2)] * 2  # the mean of gradients 0 and 1
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    trained = [0.75] * 4, 2  # the mean of gradients 0 and 1
+    assert fs.launch(rank_fn, 2, 1.0) == [(0, 9.0, 600.0, trained), (1, 9.0, 1200.0, trained)]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("how", ["raises", "raises and ends last", "exits"])
+@pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.deep), "raises and ends last", "exits"])
 def test_a_rank_that_fails_is_named_and_the_others_end(how):
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))

@@ -1,5 +1,6 @@
 """simulate with a seed: one rank at a time, in an order that the seed decides; and how ranks hear of one that has ended."""
 
+import threading
 import time
 from collections import Counter
 
@@ -13,6 +14,7 @@ from fsharp.testing.simulated_ranks import Killed
 
 DP3, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 2})
 ONE = torch.ones(1)
+FOR_EVER_S = 3600.0  # longer than a test may take: what waits for it fails
 
 
 def order_of(seed, mesh=DP3):
@@ -130,9 +132,7 @@ def test_a_rank_that_stalls_is_found_within_the_limit(seed):
             comm.stall()
         comm.all_gather(ONE, "dp")
 
-    start = time.monotonic()
-    found = simulate(DP3, rank_fn, seed=seed, timeout=0.2 if seed is None else 60, outcomes=True)
-    assert time.monotonic() - start < 20
+    found = simulate(DP3, rank_fn, seed=seed, timeout=0.5 if seed is None else FOR_EVER_S, outcomes=True)
     assert str(found[0]) == "simulate(): rank 0 has stalled"
     for error in found[1:]:
         assert isinstance(error, CommError)
@@ -145,12 +145,12 @@ def test_a_rank_that_stalls_is_found_within_the_limit(seed):
 def test_a_rank_that_computes_for_ever_is_given_up(seed):
     def rank_fn(comm):
         if comm.rank == 0:
-            time.sleep(5)
+            is_over.wait()
         comm.all_gather(ONE, "dp")
 
-    start = time.monotonic()
+    is_over = threading.Event()
     found = simulate(fs.Mesh({"dp": 2}), rank_fn, seed=seed, timeout=0.2, outcomes=True)
-    assert time.monotonic() - start < 4
+    is_over.set()
     assert isinstance(found[0], CommError)
     assert "rank 0 has not come to an end in 0.4 s" in str(found[0])
     assert isinstance(found[1], CommError)

@@ -15,13 +15,13 @@ from fsharp.functional.comm.job_store import attempt
 from fsharp.testing import processes
 
 
-def joined(store, size, *, late=None, dead=()):
+def joined(store, size, *, late=None, dead=(), limit_s=60.0):
     """The names that ranks of an attempt come to; a dead one has ended before it could join."""
 
     def rank_fn(rank):
         time.sleep(0.1 if rank == late else 0)
         try:
-            return attempt(store, rank, size, 1.0)
+            return attempt(store, rank, size, limit_s)
         except CommError as error:
             return str(error)
 
@@ -40,7 +40,7 @@ def test_ranks_of_an_attempt_come_to_one_name_that_is_new(late):
 def test_an_attempt_that_has_failed_on_the_way_is_in_nobodys_way():
     store = dist.HashStore()
     for dead in ((1,), (0,), (0, 2)):
-        found = joined(store, 3, dead=dead)
+        found = joined(store, 3, dead=dead, limit_s=1.0)
         assert "has waited 1 s for the others to join the job" in found[0]
         assert dead == (1,) or len(found) == 3 - len(dead) == sum("has waited" in each for each in found)
     assert len(set(joined(store, 3))) == 1
@@ -51,28 +51,28 @@ def test_an_attempt_that_has_failed_on_the_way_is_in_nobodys_way():
 def test_one_rank_that_comes_later_than_the_marks_of_an_oldattempt():
     store, names = dist.HashStore(), []
     joined(store, 2)
-    first = threading.Thread(target=lambda: names.append(attempt(store, 1, 2, 5.0)))
+    first = threading.Thread(target=lambda: names.append(attempt(store, 1, 2, 60.0)))
     first.start()
     time.sleep(0.1)
     assert names == []  # the marks that are there are those of the old attempt
-    names.append(attempt(store, 0, 2, 5.0))
+    names.append(attempt(store, 0, 2, 60.0))
     first.join()
     assert names[0] == names[1]
 
 
 def test_a_timeout_is_for_who_joins_the_job(tmp_path):
     def rank_fn(comm):
-        with pytest.raises(MeshError, match="timeout is 0:00:05, but there is a process group already"):
-            fs.connect(comm.mesh, timeout=timedelta(seconds=5))
+        with pytest.raises(MeshError, match="timeout is 0:00:50, but there is a process group already"):
+            fs.connect(comm.mesh, timeout=timedelta(seconds=50))
         fs.destroy()
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        again = fs.connect(comm.mesh, device_type="cpu", timeout=timedelta(seconds=5))
+        again = fs.connect(comm.mesh, device_type="cpu", timeout=timedelta(seconds=50))
         return again.limit_s
 
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
     port = server.port
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
-        assert processes(fs.Mesh({"dp": 2}), rank_fn) == [5.0, 5.0]
+        assert processes(fs.Mesh({"dp": 2}), rank_fn) == [50.0, 50.0]
     finally:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
