@@ -84,7 +84,7 @@ def run(s: Scenario) -> list[Outcome]:
         for axis in comm.mesh.names:
             comm.all_gather(torch.zeros(1), axis, label="the end")
 
-    ends = simulate(s.mesh, rank_fn, seed=s.seed, timeout=20, outcomes=True)
+    ends = simulate(s.mesh, rank_fn, seed=s.seed, outcomes=True)
     return [Outcome(log, end) for log, end in zip(logs, ends, strict=True)]
 
 

@@ -341,12 +341,12 @@ def run(model: Model, path: str, strategy: str) -> list[Any]:
     else:
         one = partial(run_functions if path == "scheduled" else run_module, model, strategy, policy)
     mesh = DP if path == "blocking" else fs.Mesh({"dp": 1})
-    return simulate(mesh, one, seed=0, timeout=20, outcomes=True)
+    return simulate(mesh, one, seed=0, outcomes=True)
 
 
 def run_on_two_ranks(model: Model, strategy: str) -> list[Any]:
     """By a scheduler on two ranks, as the blocking path runs."""
-    return simulate(DP, partial(run_functions, model, strategy, DebugPolicy(poison=True)), seed=0, timeout=20)
+    return simulate(DP, partial(run_functions, model, strategy, DebugPolicy(poison=True)), seed=0)
 
 
 def judge(model: Model, expected: Ran, outcome: Any) -> str | None:

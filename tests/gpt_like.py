@@ -1,5 +1,6 @@
 """A small model as pure functions on a pytree, with what makes sharding hard: uneven sizes, biases, a tied leaf, scalars."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,9 +44,30 @@ def logits(params: Any, tokens: torch.Tensor, comm: fs.Comm, *, release: bool = 
 
 
 def loss_fn(params: Any, batch: Any, comm: fs.Comm) -> fs.Loss:
-    out = logits(params, batch["x"], comm)
-    losses = F.cross_entropy(out, batch["y"], reduction="none")
-    return fs.Loss((losses * batch["w"]).sum(), batch["w"].sum())
+    return cross_entropy(logits(params, batch["x"], comm), batch)
+
+
+def cross_entropy(out: torch.Tensor, batch: Any) -> fs.Loss:
+    return fs.Loss((F.cross_entropy(out, batch["y"], reduction="none") * batch["w"]).sum(), batch["w"].sum())
+
+
+def through(middle: Callable[..., torch.Tensor]) -> Callable[[Any, Any, fs.Comm], fs.Loss]:
+    """Make a loss of ``middle(x, layers, batch, comm)``, which comes between the embedding and the head."""
+
+    def loss(params: Any, batch: Any, comm: fs.Comm) -> fs.Loss:
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        x = middle(x, params["layers"], batch, comm)
+        return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+    return loss
+
+
+@through
+def in_order(x: torch.Tensor, layers: Any, batch: Any, comm: fs.Comm) -> torch.Tensor:
+    """The layers whose numbers the batch brings, in that order."""
+    for i in batch["order"]:
+        x = fs.forward(block, layers[i], x, comm=comm)
+    return x
 
 
 def plain_logits(params: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fsharp as fs
 from fsharp.functional.loss import split_batch
 from fsharp.testing import DebugPolicy, simulate
-from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.gpt_like import logits, loss_fn, make_batches, make_params
 
 DP = fs.Mesh({"dp": 2})
 HYBRID = fs.Mesh({"outer": 2, "inner": 2})
@@ -62,13 +63,28 @@ PRECISIONS = {
 
 
 def every(n, /, **values):
-    """Parametrize by every ``n``-th combination, in diagonals; ``make test-all`` has the others as well."""
-    columns = [list(each) for each in values.values()]
+    """Parametrize by every ``n``-th combination, in diagonals; ``make test-all`` has the others as well.
+
+    Combinations of all but the first are numbered, and each has those of the first whose index fits that number. So with an
+    ``n`` that is no larger than the number of the first, each combination of the others is there.
+    """
+    first, *others = (list(each) for each in values.values())
     cases = []
-    for indices in product(*(range(len(column)) for column in columns)):
-        case = [column[i] for column, i in zip(columns, indices, strict=True)]
-        cases.append(pytest.param(*case, marks=[pytest.mark.deep] * (sum(indices) % n > 0)))
+    for (i, value), (number, rest) in product(enumerate(first), enumerate(product(*others))):
+        cases.append(pytest.param(value, *rest, marks=[pytest.mark.deep] * ((i + number) % n > 0)))
     return pytest.mark.parametrize(list(values), cases)
+
+
+def mesh_of(strategy):
+    return STRATEGIES[strategy][0]
+
+
+def buffers(tree):
+    return [buffer for node in fs.layouts.units_of(tree) for buffer in node.buffers]
+
+
+def copied(tree):
+    return [buffer.clone() for buffer in buffers(tree)]
 
 
 def make_tx():
@@ -91,6 +107,26 @@ def make_state(comm, strategy, *, tx=None, params=None, **plan_options):
 def my_batches(comm, count, size=8, seed=1):
     """This rank's part of each of ``count`` batches."""
     return [split_batch(batch, comm.mesh.size)[comm.rank] for batch in make_batches(count, size * comm.mesh.size, seed)]
+
+
+def evaluate(params, batch, comm, mode=torch.no_grad):
+    with mode():
+        return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
+
+
+def training(loss, strategy, steps=3, changes=lambda step: {}, *, tx=None, microbatches=1, donate=True, **plan_options):
+    """A program that trains by ``loss``; ``changes`` are made to the batch of each step. Returns losses and parameters."""
+
+    def program(run):
+        state = make_state(run.comm, strategy, tx=tx, **plan_options)
+        step = run.wrap(fs.train_step(loss, tx or make_tx(), microbatches=microbatches, donate=donate))
+        losses = []
+        for i, batch in enumerate(my_batches(run.comm, steps)):
+            state, metrics = step(state, {**batch, **changes(i)})
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    return program
 
 
 class Trained(NamedTuple):
@@ -162,22 +198,26 @@ class Program:
         return self.scheduler or self.comm
 
 
-def run_both(program, mesh=DP, *, compare=assert_same, policy=None, **options):
+def run_both(program, mesh=DP, *, compare=assert_same, policy=None, also=(), **options):
     """``program(Program)`` by the blocking path and by a scheduler, on every rank.
 
     What it returns, a tree of tensors and numbers, has to be the same. Returns that, of rank 0, and its scheduled functions.
+    ``also``: functions, each of which changes a scheduler that the program is run by once more.
     """
 
-    def scheduled(comm):
+    def scheduled(comm, change):
         settings = {field.name: getattr(policy, field.name) for field in fields(policy)} if policy else options
-        here = Program(comm, fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **settings})))
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **settings}))
+        change(scheduler)
+        here = Program(comm, scheduler)
         return program(here), here.scheduled
 
-    expected = simulate(mesh, lambda comm: program(Program(comm)), timeout=20)
-    found = simulate(mesh, scheduled, timeout=20)
-    for want, (got, _) in zip(expected, found, strict=True):
-        compare(got, want)
-    return found[0]
+    expected = simulate(mesh, lambda comm: program(Program(comm)))
+    results = [simulate(mesh, partial(scheduled, change=change)) for change in (lambda scheduler: None, *also)]
+    for found in results:
+        for want, (got, _) in zip(expected, found, strict=True):
+            compare(got, want)
+    return results[0][0]
 
 
 def assert_close(a: Any, b: Any) -> None:

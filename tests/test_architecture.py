@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -17,12 +18,15 @@ ROOT = Path(fs.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
 
 
+@cache
 def imports(path):
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+            names.append(node.module or "")
+    return names
 
 
 def test_functional_imports_nothing_stateful():

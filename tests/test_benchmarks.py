@@ -91,7 +91,7 @@ def two_ranks():
             for name, each in (("steps", steps), ("memory", memory), ("calls", calls))
         }
 
-    return processes(fs.Mesh({"dp": 2}), run, timeout=110)
+    return processes(fs.Mesh({"dp": 2}), run)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def fsharp_alone():
         }
         return {name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in modules.items()}
 
-    return processes(fs.Mesh({"dp": 2}), run, timeout=110)
+    return processes(fs.Mesh({"dp": 2}), run)
 
 
 def silent(text):

@@ -118,7 +118,7 @@ def test_all_ranks_hear_of_one_whose_format_fails(what, way):
             return f"{type(error).__name__}: {error}"
         raise AssertionError("nothing was raised")
 
-    first, second = processes(STRATEGIES[strategy][0], rank_fn, timeout=60)
+    first, second = processes(STRATEGIES[strategy][0], rank_fn)
     assert second.startswith("FormatError")
     check_named(second, what, strategy)
     assert "rank 1 of 2 failed" in first, first

@@ -65,7 +65,7 @@ def ways(comm):
 
 def test_few_frames_lie_between_a_call_and_its_collective():
     most = {"blocking": (9, 5), "scheduled": (11, 7), "module": (11, 7)}
-    for found in processes(DP, ways, timeout=120):
+    for found in processes(DP, ways):
         for name, (frames, files) in most.items():
             way = found[name]
             assert 4 < len(way) <= frames, (name, way)

@@ -66,7 +66,7 @@ def equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-@every(5, old=WORLDS, new=WORLDS, kind=OPTIMIZERS)
+@every(12, old=WORLDS, new=WORLDS, kind=OPTIMIZERS)
 def test_a_module_and_its_optimizer_go_on_elsewhere(tmp_path, old, new, kind):
     """A fresh one on another mesh, before its first step, has all that the old one had: as one that was given whole tensors."""
 

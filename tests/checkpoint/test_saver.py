@@ -196,7 +196,7 @@ made.close()
 
 
 def test_a_forked_child_waits_for_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FORKS.format(root=str(tmp_path))], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORKS.format(root=str(tmp_path))], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert fs.checkpoint.latest(tmp_path).step == 0
 

@@ -36,7 +36,7 @@ def run(strategy, microbatches, scheduled):
             expected = logits(own, batch["x"], comm)
         return aux, expected
 
-    return simulate(DP, rank_fn, timeout=30)
+    return simulate(DP, rank_fn)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

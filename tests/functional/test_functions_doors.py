@@ -241,7 +241,7 @@ def sharded_gradients(program, strategy, n, tree):
         metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
         return metrics.loss, fs.full_tree(grads, comm=comm)
 
-    return simulate(mesh, rank_fn, timeout=20)[0]
+    return simulate(mesh, rank_fn)[0]
 
 
 def plain_gradients(program, n, tree):
@@ -309,7 +309,7 @@ def test_joint_maml_is_that_of_plain_torch_on_the_joint_batch(strategy, n, outer
             grads = torch.func.grad(lambda p: loss_fn(p, x, comm) / n)(params)
         return fs.full_tree(grads, comm=comm)
 
-    results = simulate(mesh, rank_fn, timeout=20)
+    results = simulate(mesh, rank_fn)
     expected = maml_of_plain_torch(n, tree)
     for got in results:
         optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12), got, expected)
@@ -358,7 +358,7 @@ def test_a_gradient_with_respect_to_parameters_at_rest_is_that_of_all_ranks(stra
         return fs.full_tree(new.params, comm=comm)
 
     _, expected = plain_gradients(target_first, n, tree)
-    results = simulate(mesh, rank_fn, timeout=20)
+    results = simulate(mesh, rank_fn)
     for got in results:
         optree.tree_map(lambda a, p, g: torch.testing.assert_close(a, p - 0.1 * g, rtol=1e-9, atol=1e-12), got, tree, expected)
         optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), got, results[0])

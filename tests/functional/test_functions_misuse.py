@@ -24,7 +24,7 @@ def on_ranks(fn, strategy=fs.zero3, scheduled=False):
         else:
             fn(state, batch, counting, counting)
 
-    simulate(DP, rank_fn, timeout=20)
+    simulate(DP, rank_fn)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -110,7 +110,7 @@ def test_a_donated_state_used_again(strategy, scheduled):
                 use()
         return fs.full_tree(new.params, comm=comm)["embed"]
 
-    first, second = simulate(DP, rank_fn, timeout=20)
+    first, second = simulate(DP, rank_fn)
     assert torch.equal(first, second)
 
 
@@ -133,4 +133,4 @@ def test_parameters_changed_between_forward_and_backward(release):
         else:
             fs.value_and_grad(loss)(params, x, comm=comm)  # what was gathered is another tensor
 
-    simulate(DP, rank_fn, timeout=20)
+    simulate(DP, rank_fn)

@@ -1,5 +1,6 @@
 """What tests of optimizers of other libraries share: meshes with strategies, and a tree with its gradients."""
 
+import numpy as np
 import optree
 import torch
 
@@ -26,3 +27,23 @@ def grads_at(step):
     g = torch.Generator().manual_seed(100 + step)
     scale = 3.0 if step % 3 == 0 else 0.1  # some are clipped
     return optree.tree_map(lambda x: torch.randn(x.shape, generator=g) * scale, params())
+
+
+def begin(comm, strategy, tx, frozen=()):
+    layout = fs.plan(params(), comm.mesh, strategy, units=["embed", "layers.*"], frozen=frozen)
+    return layout, fs.init_state(tx, fs.shard(params(), layout, comm, place="optim"), comm=comm)
+
+
+def sharded(comm, strategy, tx, frozen=(), **options):
+    """The parameters in full after some updates, and the state."""
+    layout, state = begin(comm, strategy, tx, frozen)
+    for step in range(STEPS):
+        grads = fs.trainable(fs.shard(grads_at(step), layout, comm, place="optim"))
+        state = fs.update(tx, grads, state, comm=comm, **options)
+    return fs.full_tree(state.params, comm=comm), state
+
+
+def difference(found, expected):
+    """The largest, of the largest parameter of each leaf."""
+    pairs = zip(*(map(np.asarray, optree.tree_leaves(tree)) for tree in (found, expected)), strict=True)
+    return max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)

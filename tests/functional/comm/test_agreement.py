@@ -28,7 +28,7 @@ def caught(mesh, run):
             return error, counting.num_calls
         return None, counting.num_calls
 
-    return simulate(mesh, rank_fn, timeout=20)
+    return simulate(mesh, rank_fn)
 
 
 def planned(params, mesh, **options):

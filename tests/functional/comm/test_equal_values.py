@@ -8,7 +8,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, MeshError, OptionError, TreeError
 from fsharp.functional.comm import equal_values as module_values
 from fsharp.functional.comm.equal_values import check_same, digest, taken
-from fsharp.testing import processes, simulate
+from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, Net, train, values
 from tests.scheduling import DP, HYBRID, assert_same
@@ -103,7 +103,7 @@ def test_ranks_that_differ_hear_of_it(size, strategy):
         fs.shard_module(modules.make(), mesh=comm, strategy=where, units=[Block])
         return str(caught.value)
 
-    first, *others = simulate(fs.Mesh({"dp": size}), rank_fn, timeout=10)
+    first, *others = simulate(fs.Mesh({"dp": size}), rank_fn)
     assert set(others) == {first}
     assert "codes" in first
     assert "more" in first
@@ -134,15 +134,6 @@ def test_sync_from(mesh, source, meta):
     for mine, after in found:
         assert_same(mine, expected)
         assert_same(after, trained)
-
-
-def test_in_processes():
-    def rank_fn(comm):
-        with pytest.raises(AgreementError, match="do not have the same values on all ranks"):
-            fs.shard_module(make(seed=comm.rank), mesh=comm, strategy=fs.zero3("dp"))
-        return synced(comm, 1, meta=True)
-
-    assert_same(processes(DP, rank_fn, timeout=60), simulate(DP, rank_fn))
 
 
 REFUSED = {
@@ -178,7 +169,7 @@ def test_refused(name):
         with pytest.raises((AgreementError, MeshError, OptionError, TreeError), match=match):
             fs.shard_module(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
 
-    simulate(DP, rank_fn, timeout=10)
+    simulate(DP, rank_fn)
 
 
 def test_values_that_may_differ_along_an_axis():

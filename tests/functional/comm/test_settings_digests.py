@@ -52,9 +52,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("run", "program"), [*((simulate, each) for each in FIELDS), (processes, of_groups), (processes, transformation)]
-)
+@pytest.mark.parametrize(("run", "program"), [*((simulate, each) for each in FIELDS), (processes, transformation)])
 def test_a_setting_of_one_rank_is_named_with_both_values(run, program):
     def rank_fn(comm):
         with pytest.raises(FsharpError, match="rank 0 has") as raised:

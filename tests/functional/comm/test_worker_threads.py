@@ -16,7 +16,7 @@ first.submit(lambda: (time.sleep(0.3), second.submit(lambda: print("done", flush
 
 
 def test_what_is_handed_on_when_the_interpreter_ends_is_done():
-    found = subprocess.run([sys.executable, "-c", HANDS_ON], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([sys.executable, "-c", HANDS_ON], capture_output=True, text=True, timeout=250, check=True)
     assert found.stdout == "done\n"
 
 

@@ -224,7 +224,7 @@ def sharded(comm, name, strategy, donate):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
-@every(6, name=TABLE, world=WORLDS)
+@every(12, name=TABLE, world=WORLDS)
 def test_the_same_as_optax(name, world):
     n, strategy = WORLDS[world]
     expected = unsharded(name)

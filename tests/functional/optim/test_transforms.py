@@ -12,6 +12,7 @@ import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.testing import processes, simulate
 from tests.gpt_like import make_params
+from tests.scheduling import every
 
 ONE = fs.SingleComm()
 SHAPES = {"a": {"w": (13, 7), "b": (7,)}, "c": {"w": (65, 3), "b": ()}}
@@ -133,8 +134,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", RULES)
+@every(3, name=RULES, dtype=[torch.float32, torch.float64, torch.bfloat16])
 def test_no_bit_depends_on_the_cut(name, dtype):
     expected, _ = run(RULES[name], n=1, strategy=fs.ddp, dtype=dtype)
     for n, strategy, donate in ((2, fs.zero1, True), (3, fs.zero3, False), (7, fs.zero2, True)):

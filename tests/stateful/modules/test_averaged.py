@@ -6,7 +6,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.paths import flatten
-from fsharp.testing import processes, simulate
+from fsharp.testing import simulate
 from tests import modules
 from tests.modules import descend, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
@@ -148,13 +148,6 @@ def test_a_forward_with_averages(strategy, kind, precision):
             assert not torch.equal(averaged, now)
         assert_same(mine, expected)
         assert recordings == 1
-
-
-def test_in_processes():
-    def rank_fn(comm):
-        return [looked_at(comm, strategy) for strategy in ("zero1", "zero3")]
-
-    assert_same(processes(DP, rank_fn, timeout=90), simulate(DP, rank_fn))
 
 
 def test_parameters_without_an_average_stay_as_they_are():

@@ -7,7 +7,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LayoutError, PatternError
-from fsharp.testing import DebugPolicy, processes, simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, Net, close, descend, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
@@ -98,19 +98,6 @@ def test_as_the_module_alone(strategy, way):
     for mine, recordings in simulate(mesh, rank_fn):
         close(mine, {name: p.detach() for name, p in model.named_parameters()})
         assert recordings == 1
-
-
-def test_in_processes():
-    def rank_fn(comm):
-        found = {}
-        for strategy in ("zero1", "zero3"):
-            model, optimizer = sharded(comm, strategy)
-            train(model, optimizer, modules.batches(comm, 3), "apart")
-            with torch.no_grad():
-                found[strategy] = values(model), model.encode(torch.arange(4))
-        return found
-
-    assert_same(processes(DP, rank_fn, timeout=60), simulate(DP, rank_fn))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -6,9 +6,9 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
-from fsharp.testing import processes, simulate
+from fsharp.testing import simulate
 from tests.modules import descend, values
-from tests.scheduling import STRATEGIES, assert_same
+from tests.scheduling import assert_same
 
 DIM = 8
 
@@ -80,14 +80,6 @@ def test_the_same_values_on_any_mesh(size, strategy, units):
     expected = made()
     for mine in simulate(fs.Mesh({"dp": size}), rank_fn):
         assert_same(mine, expected)
-
-
-def test_in_processes():
-    def rank_fn(comm):
-        return everything(comm, STRATEGIES["zero3"][1], "layers.*")
-
-    for mine in processes(fs.Mesh({"dp": 2}), rank_fn, timeout=60):
-        assert_same(mine, made())
 
 
 def test_values_are_those_that_modules_give_themselves():
@@ -216,7 +208,7 @@ def test_refused_on_all_ranks(name, size):
         assert all(p.is_meta and type(p) is nn.Parameter for p in net.parameters())
         assert all(b.is_meta for b in net.buffers())
 
-    simulate(fs.Mesh({"dp": size}), rank_fn, timeout=10)
+    simulate(fs.Mesh({"dp": size}), rank_fn)
 
 
 def test_what_is_there_already_stays():

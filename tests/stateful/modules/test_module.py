@@ -10,7 +10,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
-from fsharp.testing import DebugPolicy, processes, simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strategy, refused, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
@@ -301,20 +301,6 @@ def test_an_error_in_a_forward_leaves_the_module_as_it_was():
         optimizer.step()
     [mine] = simulate(fs.Mesh({"dp": 1}), rank_fn)
     close(mine, {name: p.detach() for name, p in expected.named_parameters()})
-
-
-def test_in_processes():
-    """The same bits as simulated, one by one, with everything that is asynchronous."""
-
-    def rank_fn(comm):
-        found = {}
-        for strategy in ("ddp", "zero1", "zero3"):
-            model, optimizer = wrap(comm, strategy)
-            found[strategy] = train(model, optimizer, modules.batches(comm, 4), parts=2), values(model)
-        return found
-
-    for mine, expected in zip(processes(DP, rank_fn), simulate(DP, rank_fn)):
-        assert_same(mine, expected)
 
 
 def test_unsharded_parameters_are_replaced_and_loaded():

@@ -143,13 +143,12 @@ def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, c
 
     whole = make()
     expected = steps(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
-    for losses, mine in simulate(DP, rank_fn, timeout=20):
+    for losses, mine in simulate(DP, rank_fn):
         close(losses, expected)
         close(mine, {name: p.detach() for name, p in whole.named_parameters()})
 
 
-@pytest.mark.parametrize("name", [*CONTAINERS, *FOREIGN])
-@each_strategy
+@every(2, name=[*CONTAINERS, *FOREIGN], strategy=["ddp", "zero3"])
 def test_containers(name, strategy):
     """What is returned: activations, and a weight beside them. In objects of other classes there may be activations alone."""
     box, unbox = (CONTAINERS | FOREIGN)[name]
@@ -177,7 +176,7 @@ def test_a_weight_in_an_object_of_another_class_is_refused(name):
     simulate(fs.Mesh({"dp": 1}), rank_fn)
 
 
-@every(2, view=VIEWS, way=["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
+@every(4, view=VIEWS, way=["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
 def test_views_of_a_weight(way, view):
     """Returned, or left elsewhere and used by another unit and in the loss."""
 
@@ -219,7 +218,7 @@ def test_views_of_a_weight(way, view):
 
 
 @every(
-    2,
+    4,
     way=["attribute", "list", "dict", "set", "buffer", "given list", "given dict in a list", "root"],
     also=[False, True],
     strategy=["ddp", "zero3"],

@@ -9,9 +9,9 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LayoutError, ScheduleError
-from fsharp.testing import DebugPolicy, processes, simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import DIM, VOCAB, Block, close, descend, each_strategy, values, wrap
+from tests.modules import DIM, VOCAB, Block, descend, each_strategy, values, wrap
 from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -64,27 +64,6 @@ def make():
         return Choosy()
 
 
-def alone(plan, cls, options):
-    model = make()
-    optimizer = cls(model.parameters(), **options)
-    for (x, y), (branch, with_block) in zip(modules.batches(None, len(plan)), plan):
-        optimizer.zero_grad()
-        model(x, y, branch, with_block).backward()
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def trained(loss_of, steps):
-    """The unsharded module after steps on the batches of both ranks."""
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    for x, y in modules.batches(None, steps):
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
 def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
     model = fs.shard_module(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=DebugPolicy(poison=True))
@@ -95,12 +74,9 @@ def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
 def test_parameters_without_a_gradient_are_left_alone(strategy, plan, optimizer):
     """Neither decay nor momentum moves them, and their steps are not counted; as in torch."""
     cls, options = OPTIMIZERS[optimizer]
-    mesh = STRATEGIES[strategy][0]
 
-    def rank_fn(comm):
-        model, optimizer = sharded(comm, strategy, cls, **options)
-        data = modules.batches(comm, len(PLANS[plan]), size=8 // comm.mesh.size)
-        for (x, y), (branch, with_block) in zip(data, PLANS[plan]):
+    def steps(model, optimizer, data):
+        for (x, y), (branch, with_block) in zip(data, PLANS[plan], strict=True):
             model(x, y, branch, with_block).backward()
             assert model.unused.grad is None
             assert model.forks[0].spare.weight.grad is None
@@ -108,51 +84,43 @@ def test_parameters_without_a_gradient_are_left_alone(strategy, plan, optimizer)
             assert (model.forks[1].right.bias.grad is None) == (branch == "left")
             optimizer.step()
             optimizer.zero_grad()
-        return values(model)
 
-    expected = alone(PLANS[plan], cls, options)
-    for found in simulate(mesh, rank_fn):
-        close(found, expected)
-        assert torch.equal(found["unused"], torch.ones(5))
+    units, count = [Choosy.Fork, Block], len(PLANS[plan])
+    modules.assert_trains_as_alone(strategy, steps, Choosy, optimizer=cls, settings=options, count=count, units=units)
 
 
 @each_strategy
 def test_a_gradient_on_one_rank_is_one_on_all(strategy):
     """Ranks use other branches: the mean over ranks is the gradient of both."""
 
-    def rank_fn(comm):
-        model, optimizer = sharded(comm, strategy)
-        for x, y in modules.batches(comm, 4):
-            loss = model(x, y, "left" if comm.rank == 0 else "right")
+    def steps(model, optimizer, data):
+        for x, y in data:
+            if isinstance(model, fs.ShardedModule):
+                loss = model(x, y, "left" if model.comm.rank == 0 else "right")
+            else:
+                loss = sum(model(*half) / 2 for half in zip(x.chunk(2), y.chunk(2), ("left", "right"), strict=True))
             loss.backward()
             assert model.forks[0].left.weight.grad is not None
             assert model.forks[0].right.weight.grad is not None
             assert model.forks[0].spare.weight.grad is None
             optimizer.step()
             optimizer.zero_grad()
-        return values(model)
 
-    expected = trained(lambda model, x, y: sum(model(*half) / 2 for half in zip(x.chunk(2), y.chunk(2), ("left", "right"))), 4)
-    for found in simulate(DP, rank_fn):
-        close(found, expected)
+    modules.assert_trains_as_alone(strategy, steps, Choosy, units=[Choosy.Fork, Block])
 
 
 def test_accumulated_microbatches_count_together():
-    def rank_fn(comm):
-        model, optimizer = sharded(comm, "zero3")
-        for x, y in modules.batches(comm, 3):
-            with model.accumulate():
+    def steps(model, optimizer, data):
+        for x, y in data:
+            with getattr(model, "accumulate", nullcontext)():
                 (model(x, y, "left") / 2).backward()
             (model(x, y, "right") / 2).backward()
             assert model.forks[0].left.weight.grad is not None
             assert model.forks[0].spare.bias.grad is None
             optimizer.step()
             optimizer.zero_grad()
-        return values(model)
 
-    expected = trained(lambda model, x, y: (model(x, y, "left") + model(x, y, "right")) / 2, 3)
-    for found in simulate(DP, rank_fn):
-        close(found, expected)
+    modules.assert_trains_as_alone("zero3", steps, Choosy, units=[Choosy.Fork, Block])
 
 
 def test_optimizer_state_of_leaves_with_histories_of_their_own_travels():
@@ -235,12 +203,6 @@ def test_autograd_grad_has_the_bits_of_backward(strategy, kind):
         return values(model)
 
     for found, expected in zip(simulate(DP, lambda comm: mean_gradients(comm, strategy, kind)), simulate(DP, plain)):
-        assert_same(found, expected)
-
-
-def test_autograd_grad_in_processes():
-    for found, expected in zip(processes(DP, lambda comm: mean_gradients(comm, "zero3")),
-                               simulate(DP, lambda comm: mean_gradients(comm, "zero3")), strict=True):  # fmt: skip
         assert_same(found, expected)
 
 

@@ -381,7 +381,7 @@ def test_dtensors_under_hybrid_strategies():
         return result
 
     expected, norms = alone(clip=0.2)
-    for result in processes(fs.Mesh({"outer": 2, "inner": 2, "tp": 2}), rank_fn, timeout=110):
+    for result in processes(fs.Mesh({"outer": 2, "inner": 2, "tp": 2}), rank_fn):
         for found, mine in result.values():
             close({name: found[name] for name in expected}, expected)
             close(mine, norms)

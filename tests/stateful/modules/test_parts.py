@@ -107,7 +107,7 @@ WRITES = {
 }
 
 
-@every(13, strategy=STRATEGIES, ranks=(1, 2, 3), write=WRITES)
+@every(12, write=WRITES, strategy=STRATEGIES, ranks=(1, 2, 3))
 def test_writes_are_seen(strategy, ranks, write):
     """By the next evaluation and by training that goes on."""
 
@@ -132,7 +132,7 @@ def test_writes_are_seen(strategy, ranks, write):
 WAYS = ("torch", "foreach", "in two", "model", "value")
 
 
-@every(9, strategy=STRATEGIES, ranks=(1, 2, 3), norm_type=(2.0, 1.0, torch.inf, 3), way=WAYS)
+@every(19, strategy=STRATEGIES, ranks=(1, 2, 3), norm_type=(2.0, 1.0, torch.inf, 3), way=WAYS)
 def test_clipping(strategy, ranks, norm_type, way):
     """By torch's functions and by the module's own: the gradients and norms of plain torch."""
 

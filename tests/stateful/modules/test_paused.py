@@ -189,7 +189,7 @@ def test_a_pair_leaves_alone_what_is_paused(strategy):
             torch.testing.assert_close(second[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_a_thousand_alternations():
+def test_hundreds_of_alternations():
     """No schedule is made anew, and nothing piles up."""
 
     def rank_fn(comm):
@@ -199,12 +199,12 @@ def test_a_thousand_alternations():
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1e-3)
         x = torch.ones(2, 3)
         counts = []
-        for i in range(1000):
+        for i in range(400):
             model[0].requires_grad_(i % 2 == 0)
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if i in (100, 999):
+            if i in (100, 399):
                 gc.collect()
                 counts.append((model.step.num_recordings, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())))
         return counts

@@ -110,7 +110,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@every(2, way=WAYS, strategy=FLAT)
+@every(4, way=WAYS, strategy=FLAT)
 def test_as_in_torch(strategy, way):
     def steps(model, optimizer, data):
         for x, y in data:
@@ -152,7 +152,7 @@ USED_UP = r"optimizer\.step\(\) has used up the gradients.*'embed\.weight'.*Call
 
 
 @every(
-    2,
+    4,
     left_out=[False, True],
     again=[step_again, step_after_a_forward, unscale_again, backward_again],
     strategy=["ddp", "zero3"],

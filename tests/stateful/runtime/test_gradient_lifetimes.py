@@ -14,9 +14,21 @@ from fsharp.stateful.units import unsharded as copies
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.resting import storage_over as window_on
 from fsharp.testing import DebugPolicy, simulate
-from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
-from tests.scheduling import assert_same, full_params, make_state, make_tx, my_batches, run_both
-from tests.stateful.runtime.test_scheduler_rest import buffers, copied, explicit, in_arena, mesh_of, score
+from tests.gpt_like import block, logits, loss_fn, make_params, through
+from tests.scheduling import (
+    assert_same,
+    buffers,
+    copied,
+    evaluate,
+    full_params,
+    make_state,
+    make_tx,
+    mesh_of,
+    my_batches,
+    run_both,
+    training,
+)
+from tests.stateful.runtime.test_scheduler_rest import explicit, in_arena
 
 DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("zero2", "hfsdp", "mixed", "late")]
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp", *DEEP])
@@ -83,7 +95,7 @@ def test_nor_by_a_function_that_follows_no_plan(monkeypatch):
             if i in (1, 3):
                 del state
                 state = make_state(run.comm, "zero3", params=make_params(i))
-                seen.append(score(state.params, batch, run.engine))
+                seen.append(evaluate(state.params, batch, run.engine))
         return seen, full_params(state, run.comm)
 
     run_both(program)
@@ -94,7 +106,7 @@ def test_nor_by_a_function_that_follows_no_plan(monkeypatch):
 
 def gone(storage):
     """Whether memory is given back: at once, or when a thread that has sent from it is over with that."""
-    return any(storage.expired() or time.sleep(0.01) for _ in range(200))
+    return any(storage.expired() or time.sleep(0.01) for _ in range(2000))
 
 
 def outlive(comm, *, strategy="zero3", again):
@@ -157,20 +169,13 @@ def test_a_gradient_that_is_the_parameter(strategy, way, microbatches):
     def odd(p, x):
         return Itself.apply(p["w"], block({**p, "w": p["w"].detach()}, x), way)
 
-    def loss(params, batch, comm):
-        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-        for layer in params["layers"]:
+    @through
+    def loss(x, layers, batch, comm):
+        for layer in layers:
             x = fs.forward(odd, layer, x, comm=comm)
-        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+        return x
 
-    def program(run):
-        state, seen = make_state(run.comm, strategy), []
-        step = run.wrap(fs.train_step(loss, make_tx(), microbatches=microbatches))
-        for batch in my_batches(run.comm, 4):
-            state, metrics = step(state, batch)
-            seen.append(metrics.loss)
-        return seen, full_params(state, run.comm)
-
+    program = training(loss, strategy, 4, microbatches=microbatches, donate=False)
     assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
 
 

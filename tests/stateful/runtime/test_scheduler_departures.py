@@ -4,12 +4,23 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fsharp as fs
-from tests.gpt_like import block, embed, head, loss_fn, make_params
-from tests.scheduling import HYBRID, every, full_params, make_state, make_tx, my_batches, run_both
-from tests.stateful.runtime.test_scheduler_rest import buffers, copied, mesh_of, run_late, score
+from tests.gpt_like import block, loss_fn, make_params, through
+from tests.scheduling import (
+    HYBRID,
+    buffers,
+    copied,
+    evaluate,
+    every,
+    full_params,
+    make_state,
+    make_tx,
+    mesh_of,
+    my_batches,
+    run_both,
+)
+from tests.stateful.runtime.test_scheduler_rest import late
 
 # Off the plan
 
@@ -18,19 +29,19 @@ def departing(state, batch, comm):
     """Off the plan in the forward (by ``order``), in the backward (``early``), or right after it (``extra``)."""
     early = batch.get("early")
 
-    def loss(params, batch, comm):
-        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    @through
+    def loss(x, layers, batch, comm):
         for i in batch["order"]:
-            y = fs.forward(block, params["layers"][i], x, comm=comm)
+            y = fs.forward(block, layers[i], x, comm=comm)
             # Without gradient: in the backward this unit is not come back to, nor, for an early one, what is before it.
             x = y.detach() if early == i else y
-        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+        return x
 
     value, grads = fs.value_and_grad(loss)(state.params, batch, comm=comm)
     kept = copied(grads) if batch.get("look") else []
-    extra = score(state.params, batch, comm) if batch.get("extra") else value.sum
+    extra = evaluate(state.params, batch, comm) if batch.get("extra") else value.sum
     reduced = fs.reduce_scatter(grads, comm=comm)
-    more = score(state.params, batch, comm) if batch.get("later") else value.sum
+    more = evaluate(state.params, batch, comm) if batch.get("later") else value.sum
     metrics, averaged = fs.average(value, reduced, comm=comm)
     return fs.update(make_tx(), averaged, state, comm=comm), [metrics.loss, extra, more, kept], grads, reduced
 
@@ -50,25 +61,14 @@ DEPARTURES = {
 }
 
 
-DEPARTED = list(DEPARTURES)[::2]
-"""Those that processes are tried with."""
+DEPARTED = dict(zip(list(DEPARTURES)[::2], ["zero1", "zero3"] * 3, strict=True))
+"""Those that processes are tried with, and under which strategy."""
 
 
-@every(4, strategy=("zero3", "hsdp"), departure=DEPARTURES, keep=(False, True))
+@every(11, departure=DEPARTURES, strategy=("zero3", "hsdp", "ddp", "zero1", "hfsdp", "mixed"), keep=(False, True))
 def test_a_step_that_leaves_the_plan(strategy, departure, keep):
     """Once, in the middle of training; what it had handed out before or hands out after that stays as well."""
-    leave_the_plan(strategy, departure, keep)
 
-
-@pytest.mark.deep
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "hfsdp", "mixed"])
-@pytest.mark.parametrize("departure", DEPARTURES)
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_step_that_leaves_the_plan_of_other_strategies(strategy, departure, keep):
-    leave_the_plan(strategy, departure, keep)
-
-
-def leave_the_plan(strategy, departure, keep):
     def program(run):
         state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
         for i, batch in enumerate(my_batches(run.comm, 6)):
@@ -77,8 +77,7 @@ def leave_the_plan(strategy, departure, keep):
             del rest
         return seen, full_params(state, run.comm)
 
-    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 3
-    run_late(program, strategy)
+    assert run_both(program, mesh_of(strategy), also=[late])[1][0].num_recordings == 3
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
@@ -93,8 +92,7 @@ def test_a_departure_with_a_unit_that_nobody_uses(strategy):
             del rest
         return seen, full_params(state, run.comm)
 
-    run_both(program, mesh_of(strategy))
-    run_late(program, strategy)
+    run_both(program, mesh_of(strategy), also=[late])
 
 
 # A backward after the gradients were handed out

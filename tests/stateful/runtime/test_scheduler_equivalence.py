@@ -46,19 +46,7 @@ def blocking(strategy, microbatches, precision) -> list[Trained]:
     def rank_fn(comm):
         return train(comm, strategy, microbatches=microbatches, precision=PRECISIONS[precision])
 
-    return simulate(STRATEGIES[strategy][0], rank_fn, timeout=20)
-
-
-def check(strategy, policy, microbatches, precision, donate):
-    def rank_fn(comm):
-        options = {"microbatches": microbatches, "donate": donate, "precision": PRECISIONS[precision]}
-        return train(comm, strategy, POLICIES[policy], **options)
-
-    found = simulate(STRATEGIES[strategy][0], rank_fn, timeout=20)
-    for got, expected in zip(found, blocking(strategy, microbatches, precision), strict=True):
-        assert_same_training(got, expected)
-        assert got.num_recordings == 1
-    assert len({got.schedule.to_json() for got in found}) == 1
+    return simulate(STRATEGIES[strategy][0], rank_fn)
 
 
 @pytest.mark.parametrize("field", [2, 3, 4])
@@ -67,15 +55,20 @@ def test_the_chosen_cases_are_spread(by, names, field):
     assert {(case[by], case[field]) for case in CHOSEN} == set(product(names, {case[field] for case in ALL}))
 
 
-@pytest.mark.parametrize(("strategy", "policy", "microbatches", "precision", "donate"), CHOSEN)
+@pytest.mark.parametrize(
+    ("strategy", "policy", "microbatches", "precision", "donate"),
+    [case if case in CHOSEN else pytest.param(*case, marks=pytest.mark.deep) for case in ALL],
+)
 def test_same_bits_as_the_blocking_path(strategy, policy, microbatches, precision, donate):
-    check(strategy, policy, microbatches, precision, donate)
+    def rank_fn(comm):
+        options = {"microbatches": microbatches, "donate": donate, "precision": PRECISIONS[precision]}
+        return train(comm, strategy, POLICIES[policy], **options)
 
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("strategy", "policy", "microbatches", "precision", "donate"), [c for c in ALL if c not in CHOSEN])
-def test_same_bits_as_the_blocking_path_in_all_cases(strategy, policy, microbatches, precision, donate):
-    check(strategy, policy, microbatches, precision, donate)
+    found = simulate(STRATEGIES[strategy][0], rank_fn)
+    for got, expected in zip(found, blocking(strategy, microbatches, precision), strict=True):
+        assert_same_training(got, expected)
+        assert got.num_recordings == 1
+    assert len({got.schedule.to_json() for got in found}) == 1
 
 
 # What a step sends, and the memory that it uses, are what its schedule says.

@@ -19,19 +19,24 @@ from fsharp.stateful.transport.base import Work
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.pending import is_pending
 from fsharp.testing import processes, simulate
-from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
-from tests.scheduling import DP, STRATEGIES, assert_same, every, full_params, make_state, make_tx, my_batches, run_both
+from tests.gpt_like import block, loss_fn, make_params, through
+from tests.scheduling import (
+    DP,
+    assert_same,
+    buffers,
+    copied,
+    evaluate,
+    every,
+    full_params,
+    make_state,
+    make_tx,
+    mesh_of,
+    my_batches,
+    run_both,
+    training,
+)
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
-
-
-def buffers_of(tree):
-    return [buffer.clone() for node in fs.layouts.units_of(tree) for buffer in node.buffers]
-
-
-def score(params, batch, comm):
-    with torch.no_grad():
-        return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
 
 
 @every(2, strategy=["ddp", "zero1", "zero3", "hfsdp"], way=["wrapped", "plain"])
@@ -41,7 +46,7 @@ def test_old_parameters_are_used_after_an_update(strategy, way):
 
         def fn(state, batch, comm):
             new, _ = step(state, batch, comm)
-            return new, score(state.params, batch, comm), score(new.params, batch, comm)
+            return new, evaluate(state.params, batch, comm), evaluate(new.params, batch, comm)
 
         state, out = make_state(run.comm, strategy), []
         call = run.wrap(fn) if way == "wrapped" else lambda state, batch: fn(state, batch, run.engine)
@@ -50,7 +55,7 @@ def test_old_parameters_are_used_after_an_update(strategy, way):
             out.append(scores)
         return out
 
-    run_both(program, STRATEGIES[strategy][0])
+    run_both(program, mesh_of(strategy))
 
 
 def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone():
@@ -58,7 +63,7 @@ def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone()
         scheduler, state = fs.Scheduler(comm), make_state(comm, "zero3")
         for batch in my_batches(comm, 4):
             state, _ = fs.train_step(loss_fn, make_tx())(state, batch, scheduler)
-            score(state.params, batch, scheduler)
+            evaluate(state.params, batch, scheduler)
         return len(scheduler.units) - len(fs.layouts.units_of(state.params))
 
     assert simulate(DP, rank_fn) == [0, 0]
@@ -104,10 +109,10 @@ def test_a_backward_after_the_end_does_not_touch_what_was_handed_out():
             return fs.value_and_grad(loss)(params, batch, comm=comm)[1], kept[0]
 
         grads, late = fs.Scheduler(comm)(fn)(state.params)
-        before = [buffer.clone() for node in fs.layouts.units_of(grads) for buffer in node.buffers]
+        before = copied(grads)
         with pytest.raises(ScheduleError, match="after the step that used it was over"):
             late.backward()
-        assert_same(before, [buffer for node in fs.layouts.units_of(grads) for buffer in node.buffers])
+        assert_same(before, buffers(grads))
 
     simulate(DP, rank_fn)
 
@@ -120,10 +125,7 @@ def test_a_state_is_copied_right_after_a_step(way):
         equal = []
         for batch in my_batches(comm, 3):
             state, _ = call(state, batch)
-            copied = [node.buffers for node in fs.layouts.units_of(way(state.params))]
-            equal += [
-                torch.equal(a, b) for x, y in zip(copied, fs.layouts.units_of(state.params)) for a, b in zip(x, y.buffers)
-            ]
+            equal += [torch.equal(a, b) for a, b in zip(buffers(way(state.params)), buffers(state.params), strict=True)]
         return equal
 
     for equal in processes(DP, rank_fn):
@@ -131,16 +133,16 @@ def test_a_state_is_copied_right_after_a_step(way):
         assert len(equal) >= 15
 
 
-def late_flights(monkeypatch, is_late, seconds):
-    """Have this rank's sends of some flights come late, as a busy machine might."""
+def late_flights(monkeypatch, is_late, wait):
+    """Have this rank's sends of some flights come late, as a busy machine might: after a wait."""
     fly = GlooTransport._fly
 
     def slow(self, kind, post, finish, crew):
-        wait = is_late(kind)
+        waits = is_late(kind)
 
         def late():
-            if wait:
-                time.sleep(seconds)
+            if waits:
+                wait()
             return post()
 
         return fly(self, kind, late, finish, crew)
@@ -151,8 +153,8 @@ def late_flights(monkeypatch, is_late, seconds):
 def test_two_threads_wait_for_parameters_that_are_on_their_way():
     def rank_fn(comm):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            armed = []
-            late_flights(monkeypatch, lambda kind: bool(armed) and comm.rank == 0, 0.3)
+            armed, both_wait = [], threading.Event()
+            late_flights(monkeypatch, lambda kind: bool(armed), both_wait.wait)
             state = make_state(comm, "zero1")
             call = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
             for batch in my_batches(comm, 3):
@@ -166,7 +168,7 @@ def test_two_threads_wait_for_parameters_that_are_on_their_way():
             was_arriving = is_pending(node)
             other = threading.Thread(target=lambda: node.buffers)
             other.start()
-            time.sleep(0.05)
+            threading.Timer(0.1, both_wait.set).start()
             mine = [buffer.clone() for buffer in node.buffers]
             other.join()
             return was_arriving, [torch.equal(a, b) for a, b in zip(mine, node.buffers)]
@@ -187,7 +189,9 @@ def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(policy):
     def rank_fn(comm):
         with pytest.MonkeyPatch.context() as monkeypatch:
             late = []
-            late_flights(monkeypatch, lambda kind: bool(late) and kind == "gather" and comm.rank == 0, 0.05)
+            late_flights(
+                monkeypatch, lambda kind: bool(late) and kind == "gather" and comm.rank == 0, partial(time.sleep, 0.05)
+            )
             out = []
             for is_scheduled in (False, True):
                 step, losses = fs.train_step(loss_fn, fs.optim.sgd(0.1)), []
@@ -222,7 +226,7 @@ def test_trees_with_the_same_names_and_other_shapes(strategy, way):
             out.append(metrics.loss)
         return out, [full_params(state, run.comm) for state in states.values()]
 
-    run_both(program, STRATEGIES[strategy][0])
+    run_both(program, mesh_of(strategy))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -231,19 +235,19 @@ def test_another_call_between_a_forward_and_its_backward(strategy):
 
     def program(run):
         state, other = make_state(run.comm, strategy), make_state(run.comm, strategy, params=make_params(layers=3, seed=5))
-        evaluate, out = run.wrap(score), []
+        other_function, out = run.wrap(evaluate), []
         for batch in my_batches(run.comm, 3):
 
             def loss(params, batch, comm):
                 result = loss_fn(params, batch, comm)
-                out.append([evaluate(tree, batch) for tree in (other.params, state.params)])
+                out.append([other_function(tree, batch) for tree in (other.params, state.params)])
                 return result
 
             _, grads = fs.value_and_grad(loss)(state.params, batch, comm=run.engine)
-            out.append(buffers_of(grads))
+            out.append(copied(grads))
         return out
 
-    run_both(program, STRATEGIES[strategy][0])
+    run_both(program, mesh_of(strategy))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -252,16 +256,16 @@ def test_a_function_of_another_tree_is_recorded_between_a_forward_and_its_backwa
 
     def program(run):
         state, other = make_state(run.comm, strategy), make_state(run.comm, strategy, params=make_params(layers=3, dim=16))
-        evaluate, [batch] = run.wrap(score), my_batches(run.comm, 1)
+        other_function, [batch] = run.wrap(evaluate), my_batches(run.comm, 1)
 
         def loss(params, batch, comm):
             result = loss_fn(params, batch, comm)
-            evaluate(other.params, batch)
+            other_function(other.params, batch)
             return result
 
-        return buffers_of(fs.value_and_grad(loss)(state.params, batch, comm=run.engine)[1])
+        return copied(fs.value_and_grad(loss)(state.params, batch, comm=run.engine)[1])
 
-    run_both(program, STRATEGIES[strategy][0])
+    run_both(program, mesh_of(strategy))
 
 
 @each_strategy
@@ -277,9 +281,9 @@ def test_gradients_are_reduced_again_after_they_were_divided_in_place(strategy):
             return once[1], fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
 
         call = run.wrap(fn)
-        return [[buffers_of(grads) for grads in call(state, batch)] for batch in my_batches(run.comm, 4)]
+        return [[copied(grads) for grads in call(state, batch)] for batch in my_batches(run.comm, 4)]
 
-    run_both(program, STRATEGIES[strategy][0])
+    run_both(program, mesh_of(strategy))
 
 
 def test_a_function_that_is_not_called_any_more_keeps_no_arena():
@@ -346,7 +350,7 @@ def test_units_that_are_used_outside_of_a_function_take_no_memory_of_its_schedul
             out += [fs.forward(block, layer, x, comm=run.engine).clone() for layer in state.params["layers"][first:]]
         return out, full_params(state, run.comm)
 
-    run_both(program, STRATEGIES[strategy][0], poison=True)
+    run_both(program, mesh_of(strategy), poison=True)
 
 
 def test_what_a_schedule_has_put_elsewhere_is_refused_by_a_backward_that_comes_by_a_side_door():
@@ -427,7 +431,8 @@ def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
     """As it would change them for good where they rest in full, and nowhere else."""
 
     def rank_fn(comm):
-        def loss(params, batch, comm):
+        @through
+        def loss(x, layers, batch, comm):
             def fn(p, x):
                 out = block(p, x)
                 if batch["writes"]:
@@ -435,10 +440,9 @@ def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
                         p["b"].mul_(0.5)
                 return out
 
-            x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-            for layer in params["layers"]:
+            for layer in layers:
                 x = fs.forward(fn, layer, x, comm=comm)
-            return fs.forward(head, params["head"], x, comm=comm).square().mean()
+            return x
 
         state, tx = make_state(comm, strategy), make_tx()
         step = fs.train_step(loss, tx)
@@ -456,25 +460,17 @@ def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
 def test_a_checkpoint_that_computes_again_with_another_unit(strategy, late):
     """Python's closures are bound late: what the blocking path makes of it, planned steps before it or not."""
 
-    def program(run):
-        def loss(params, batch, comm):
-            x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-            for layer in params["layers"]:
+    @through
+    def loss(x, layers, batch, comm):
+        for layer in layers:
 
-                def use(x, at=layer):
-                    return fs.forward(block, layer if batch["late"] else at, x, comm=comm)
+            def use(x, at=layer):
+                return fs.forward(block, layer if batch["late"] else at, x, comm=comm)
 
-                x = checkpoint(use, x, use_reentrant=False)
-            return fs.forward(head, params["head"], x, comm=comm).square().mean()
+            x = checkpoint(use, x, use_reentrant=False)
+        return x
 
-        state = make_state(run.comm, strategy, params=make_params(layers=5))
-        step, losses = run.wrap(fs.train_step(loss, make_tx())), []
-        for i, batch in enumerate(my_batches(run.comm, 6)):
-            state, metrics = step(state, batch | {"late": i in late})
-            losses.append(metrics.loss)
-        return losses, full_params(state, run.comm)
-
-    run_both(program, DP, poison=True)
+    run_both(training(loss, strategy, 6, lambda i: {"late": i in late}, donate=False, params=make_params(layers=5)))
 
 
 @pytest.mark.parametrize("engine", ["blocking", "scheduled"])

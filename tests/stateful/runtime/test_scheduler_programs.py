@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -12,56 +11,24 @@ from torch.utils.checkpoint import checkpoint
 import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.testing import simulate
-from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
+from tests.gpt_like import block, cross_entropy, embed, head, in_order, logits, loss_fn, make_params, through
 from tests.random_programs import policies
 from tests.scheduling import (
     DP,
-    HYBRID,
-    ON_TWO_AXES,
     STRATEGIES,
     assert_close,
     events,
     every,
-    full_params,
     gathers,
     make_state,
     make_tx,
+    mesh_of,
     my_batches,
     run_both,
+    training,
 )
 
 each_strategy = pytest.mark.parametrize("strategy", ["zero3", "hfsdp", pytest.param("zero2", marks=pytest.mark.deep)])
-
-
-def mesh_of(strategy):
-    return HYBRID if strategy in ON_TWO_AXES else DP
-
-
-def cross_entropy(out, batch):
-    return fs.Loss((F.cross_entropy(out, batch["y"], reduction="none") * batch["w"]).sum(), batch["w"].sum())
-
-
-def training(loss, strategy, steps=3, changes=lambda step: {}, *, microbatches=1, donate=True, **plan_options):
-    """A program that trains by ``loss``; ``changes`` are made to the batch of each step. Returns losses and parameters."""
-
-    def program(run):
-        state = make_state(run.comm, strategy, **plan_options)
-        step = run.wrap(fs.train_step(loss, make_tx(), microbatches=microbatches, donate=donate))
-        losses = []
-        for i, batch in enumerate(my_batches(run.comm, steps)):
-            state, metrics = step(state, {**batch, **changes(i)})
-            losses.append(metrics.loss)
-        return losses, full_params(state, run.comm)
-
-    return program
-
-
-def in_order(params, batch, comm):
-    """The layers whose numbers the batch brings, in that order."""
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    for i in batch["order"]:
-        x = fs.forward(block, params["layers"][i], x, comm=comm)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
 
 
 # Orders
@@ -79,7 +46,7 @@ ORDERS = {
 }
 
 
-@every(2, order=ORDERS, strategy=["zero3", "hfsdp", "zero2"])
+@every(3, order=ORDERS, strategy=["zero3", "hfsdp", "zero2"])
 def test_orders_that_change_from_step_to_step(order, strategy):
     choices, num = ORDERS[order]
     program = training(in_order, strategy, 6, lambda i: {"order": choices[i // 2 % len(choices)]}, microbatches=1)
@@ -134,18 +101,16 @@ def nested(p, x, inner, comm):
     return block(p, fs.forward(block, inner, x, comm=comm))
 
 
-def nested_loss(params, batch, comm):
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x = fs.forward(nested, params["layers"][0], x, params["layers"][1], comm, comm=comm)
-    x = fs.forward(block, params["layers"][2], x, comm=comm)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+@through
+def nested_loss(x, layers, batch, comm):
+    return fs.forward(block, layers[2], fs.forward(nested, layers[0], x, layers[1], comm, comm=comm), comm=comm)
 
 
-def inside_itself(params, batch, comm):
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x = fs.forward(nested, params["layers"][0], x, params["layers"][1], comm, comm=comm)
-    x = fs.forward(nested, params["layers"][1], x, params["layers"][1], comm, comm=comm)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+@through
+def inside_itself(x, layers, batch, comm):
+    return fs.forward(
+        nested, layers[1], fs.forward(nested, layers[0], x, layers[1], comm, comm=comm), layers[1], comm, comm=comm
+    )
 
 
 def two_losses(params, batch, comm):
@@ -161,34 +126,29 @@ def target_without_gradient(params, batch, comm):
     return fs.Loss(cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum())
 
 
-def some_gathered(params, batch, comm):
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x = block(fs.gather(params["layers"][0], comm=comm).tree(), x)
-    x = fs.forward(block, params["layers"][1], x, comm=comm)
-    x = x + block(fs.gather(params["layers"][2], comm=comm).tree(), x)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+@through
+def some_gathered(x, layers, batch, comm):
+    x = block(fs.gather(layers[0], comm=comm).tree(), x)
+    x = fs.forward(block, layers[1], x, comm=comm)
+    return x + block(fs.gather(layers[2], comm=comm).tree(), x)
 
 
-def both_ways(params, batch, comm):
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x = block(fs.gather(params["layers"][0], comm=comm).tree(), x)
-    x = fs.forward(block, params["layers"][0], x, comm=comm)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+@through
+def both_ways(x, layers, batch, comm):
+    return fs.forward(block, layers[0], block(fs.gather(layers[0], comm=comm).tree(), x), comm=comm)
 
 
-def several_in_one_call(params, batch, comm):
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x = fs.forward(lambda layers, x: block(layers[2], block(layers[0], x)), params["layers"], x, comm=comm)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+@through
+def several_in_one_call(x, layers, batch, comm):
+    return fs.forward(lambda layers, x: block(layers[2], block(layers[0], x)), layers, x, comm=comm)
 
 
-def side_outputs(params, batch, comm):
+@through
+def side_outputs(x, layers, batch, comm):
     """Two outputs, one of which goes nowhere, and one unit whose output does."""
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x, _ = fs.forward(lambda p, x: (block(p, x), p["w"].sum()), params["layers"][0], x, comm=comm)
-    fs.forward(block, params["layers"][1], x, comm=comm)
-    x = {"x": fs.forward(block, params["layers"][2], x, comm=comm), "n": 3}["x"]
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+    x, _ = fs.forward(lambda p, x: (block(p, x), p["w"].sum()), layers[0], x, comm=comm)
+    fs.forward(block, layers[1], x, comm=comm)
+    return fs.forward(block, layers[2], x, comm=comm)
 
 
 def gradient_of_the_input(params, batch, comm):
@@ -214,14 +174,12 @@ USES = {
 ADDED_IN_ANOTHER_ORDER = {"inside itself": inside_itself, "forward and gather": both_ways}
 
 
-@every(2, use=USES, microbatches=[1, 2], strategy=["zero3", "hfsdp"])
+@every(4, use=USES, microbatches=[1, 2], strategy=["zero3", "hfsdp"])
 def test_ways_to_use_units(use, microbatches, strategy):
     run_both(training(USES[use], strategy, microbatches=microbatches), mesh_of(strategy))
 
 
-@each_strategy
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("use", ADDED_IN_ANOTHER_ORDER)
+@every(3, use=ADDED_IN_ANOTHER_ORDER, microbatches=[1, 2], strategy=["zero3", "hfsdp", "zero2"])
 def test_ways_to_use_units_that_round_otherwise(use, microbatches, strategy):
     """Compared with whole parameters on every rank: the blocking path reduces these uses of one unit one by one."""
 
@@ -248,13 +206,13 @@ def test_a_use_without_gradient_before_all_others():
     run_both(program)
 
 
-@every(2, use=USES, policy=[{"prefetch": 2}, {"prefetch": 0}, {"release": "backward"}, {"bucket_nbytes": 1500}])
+@every(4, use=USES, policy=[{"prefetch": 2}, {"prefetch": 0}, {"release": "backward"}, {"bucket_nbytes": 1500}])
 def test_ways_to_use_units_under_other_policies(use, policy):
     run_both(training(USES[use], "zero3"), **policy)
 
 
 @every(
-    2,
+    3,
     frozen=[["embed"], ["layers.1"], ["embed", "layers.0"], ["layers.1", "head"], ["layers.0.w"]],
     strategy=["zero3", "hfsdp", "zero2"],
 )
@@ -292,13 +250,11 @@ def test_a_tie_between_units(strategy):
     assert events(step.schedule).count("forward embed") == 4
 
 
-def mixture(params, batch, comm):
+@through
+def mixture(x, layers, batch, comm):
     """Only the first rank has tokens for the second layer."""
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x = fs.forward(block, params["layers"][0], x, comm=comm)
-    use = fs.skip if comm.rank else partial(fs.forward, block)
-    x = use(params["layers"][1], x, comm=comm)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+    x = fs.forward(block, layers[0], x, comm=comm)
+    return (fs.skip if comm.rank else partial(fs.forward, block))(layers[1], x, comm=comm)
 
 
 @each_strategy
@@ -309,24 +265,22 @@ def test_a_rank_without_tokens_skips(strategy):
 # Autograd
 
 
-def checkpointed(params, batch, comm, *, use_reentrant):
+def checkpointed(x, layers, batch, comm, *, use_reentrant):
     def inside(x, layers):
         for layer in layers:
             x = fs.forward(block, layer, x, comm=comm)
         return x
 
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    x = checkpoint(inside, x, params["layers"][:1], use_reentrant=use_reentrant)
-    x = checkpoint(inside, x, params["layers"][1:], use_reentrant=use_reentrant)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+    x = checkpoint(inside, x, layers[:1], use_reentrant=use_reentrant)
+    return checkpoint(inside, x, layers[1:], use_reentrant=use_reentrant)
 
 
 @every(
-    2, use_reentrant=[False, True], policy=[{}, {"prefetch": 2}, {"release": "backward"}], strategy=["zero3", "hfsdp", "zero2"]
+    4, use_reentrant=[False, True], policy=[{}, {"prefetch": 2}, {"release": "backward"}], strategy=["zero3", "hfsdp", "zero2"]
 )
 def test_activation_checkpointing(use_reentrant, policy, strategy):
     """Compared with no checkpointing: the blocking path cannot be run inside of a reentrant backward."""
-    loss = partial(checkpointed, use_reentrant=use_reentrant)
+    loss = through(partial(checkpointed, use_reentrant=use_reentrant))
 
     def program(run):
         return training(loss_fn if run.scheduler is None else loss, strategy, microbatches=2)(run)
@@ -337,39 +291,23 @@ def test_activation_checkpointing(use_reentrant, policy, strategy):
 
 
 @each_strategy
+@pytest.mark.parametrize("order", [(0, 0), (0, 1, 0)], ids=["twice", "around another"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_unit_that_is_used_twice_within_a_checkpoint(use_reentrant, strategy):
-    """Its second backward looks at what the first one has had computed again, in memory that the first one is done with."""
+def test_a_unit_that_is_used_twice_within_a_checkpoint(use_reentrant, order, strategy):
+    """Its second backward looks at what the first one has had computed again, in memory that the first one is done with.
+
+    What it has computed again first stays, where the other one's own forward was not.
+    """
 
     def program(run):
-        def loss(params, batch, comm):
-            def inside(x, layer):
-                return fs.forward(block, layer, fs.forward(block, layer, x, comm=comm), comm=comm)
-
-            x, layer = fs.forward(embed, params["embed"], batch["x"], comm=comm), params["layers"][0]
-            x = inside(x, layer) if run.scheduler is None else checkpoint(inside, x, layer, use_reentrant=use_reentrant)
-            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
-
-        return training(loss, strategy)(run)
-
-    run_both(program, mesh_of(strategy), compare=assert_close)
-
-
-@each_strategy
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_unit_that_is_used_around_another_within_a_checkpoint(use_reentrant, strategy):
-    """What it has computed again first stays, where the other one's own forward was not."""
-
-    def program(run):
-        def loss(params, batch, comm):
+        @through
+        def loss(x, layers, batch, comm):
             def inside(x, layers):
-                for i in (0, 1, 0):
+                for i in order:
                     x = fs.forward(block, layers[i], x, comm=comm)
                 return x
 
-            x, layers = fs.forward(embed, params["embed"], batch["x"], comm=comm), params["layers"]
-            x = inside(x, layers) if run.scheduler is None else checkpoint(inside, x, layers, use_reentrant=use_reentrant)
-            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+            return inside(x, layers) if run.scheduler is None else checkpoint(inside, x, layers, use_reentrant=use_reentrant)
 
         return training(loss, strategy)(run)
 
@@ -382,7 +320,8 @@ def test_a_checkpoint_that_looks_ahead(way, strategy):
     """What it does for nothing is done again in the backward, and must not cost what comes after it its memory."""
 
     def program(run):
-        def loss(params, batch, comm):
+        @through
+        def loss(x, layers, batch, comm):
             def inside(x, layers):
                 y = fs.forward(block, layers[1], x, comm=comm)
                 return fs.forward(block, layers[2], y, comm=comm)
@@ -396,10 +335,8 @@ def test_a_checkpoint_that_looks_ahead(way, strategy):
                     fs.forward(block, layers[2], x, comm=comm)
                 return inside(x, layers)
 
-            x, layers = fs.forward(embed, params["embed"], batch["x"], comm=comm), params["layers"]
             x = fs.forward(block, layers[0], x, comm=comm)
-            x = inside(x, layers) if run.scheduler is None else checkpoint(ahead, x, layers, use_reentrant=False)
-            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+            return inside(x, layers) if run.scheduler is None else checkpoint(ahead, x, layers, use_reentrant=False)
 
         return training(loss, strategy)(run)
 
@@ -412,7 +349,8 @@ def test_a_backward_within_the_forwards_of_nested_units(depth, strategy):
     """It comes back to a use while those around it are still in their forward."""
 
     def program(run):
-        def loss(params, batch, comm):
+        @through
+        def loss(x, layers, batch, comm):
             def nested(x, level, layers):
                 if level == 0:
                     y = fs.forward(block, layers[0], x, comm=comm)
@@ -425,8 +363,7 @@ def test_a_backward_within_the_forwards_of_nested_units(depth, strategy):
 
                 return fs.forward(outer, layers[level % 3], x, layers, comm=comm)
 
-            x = nested(fs.forward(embed, params["embed"], batch["x"], comm=comm), depth, params["layers"])
-            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+            return nested(x, depth, layers)
 
         return training(loss, strategy)(run)
 
@@ -474,15 +411,15 @@ def test_function_transforms_take_the_blocking_path():
     run_both(program)
 
 
-def drops_out(params, batch, comm):
+@through
+def drops_out(x, layers, batch, comm):
     def noisy(p, x, generator):
         return block(p, x) * (torch.rand(x.shape, generator=generator) < 0.7)
 
     generator = torch.Generator().manual_seed(comm.rank)
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    for layer in params["layers"]:
+    for layer in layers:
         x = fs.forward(noisy, layer, x, generator, comm=comm)
-    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+    return x
 
 
 def under_autocast(params, batch, comm):
@@ -523,11 +460,11 @@ def test_a_backward_outside_of_any_function():
 def test_a_compiled_unit_function(backend):
     compiled = torch.compile(block, backend=backend, fullgraph=True)
 
-    def loss(params, batch, comm):
-        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-        for layer in params["layers"]:
+    @through
+    def loss(x, layers, batch, comm):
+        for layer in layers:
             x = fs.forward(compiled, layer, x, comm=comm)
-        return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+        return x
 
     # One rank, since threads cannot compile at the same time; with gathers all the same.
     (_, _), [step] = run_both(training(loss, fs.zero3("dp")), fs.Mesh({"dp": 1}), trivial_axes=True, release="forward")

@@ -5,41 +5,28 @@ from functools import partial
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.protocol import Comm
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.testing import DebugPolicy, simulate
-from tests.gpt_like import block, embed, head, logits, loss_fn
+from tests.gpt_like import in_order, loss_fn
 from tests.scheduling import (
     DP,
-    HYBRID,
-    ON_TWO_AXES,
     STRATEGIES,
-    Program,
     assert_same,
+    buffers,
+    copied,
+    evaluate,
     every,
     full_params,
     make_state,
     make_tx,
+    mesh_of,
     my_batches,
     run_both,
 )
-
-
-def mesh_of(strategy):
-    return HYBRID if strategy in ON_TWO_AXES else DP
-
-
-def buffers(tree):
-    return [buffer for node in fs.layouts.units_of(tree) for buffer in node.buffers]
-
-
-def copied(tree):
-    return [buffer.clone() for buffer in buffers(tree)]
 
 
 def in_arena(scheduler, tensors):
@@ -76,22 +63,8 @@ class Late(BlockingTransport):
 
 
 def late(scheduler):
+    """Have collectives be as late as may be."""
     scheduler.executor.transport = Late(scheduler.comm)
-    return scheduler
-
-
-def run_late(program, strategy, **policy):
-    """``program(Program)`` by the blocking path and by a scheduler whose collectives are as late as may be."""
-
-    def scheduled(comm: Comm):
-        here = Program(comm, late(fs.Scheduler(comm, policy=DebugPolicy(poison=True, **policy))))
-        return program(here), here.scheduled
-
-    expected = simulate(mesh_of(strategy), lambda comm: program(Program(comm)), timeout=20)
-    found = simulate(mesh_of(strategy), scheduled, timeout=20)
-    for want, (got, _) in zip(expected, found, strict=True):
-        assert_same(got, want)
-    return found[0]
 
 
 # A caller who keeps what a step has handed out
@@ -107,7 +80,7 @@ def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda p
 
 
 @every(
-    4,
+    9,
     strategy=STRATEGIES,
     policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}],
     which=["rest", "final", "one buffer"],
@@ -190,50 +163,30 @@ def mixing(state, batch, comm, *, drop=False, second=loss_fn):
     return fs.update(make_tx(), averaged, state, comm=comm), metrics.loss, first, others
 
 
-@every(5, strategy=STRATEGIES, drop=(False, True))
-def test_gradients_of_two_losses(strategy, drop):
+@every(9, strategy=STRATEGIES, drop=(False, True), kept=("both", "the first alone"))
+def test_gradients_of_two_losses(strategy, drop, kept):
     """Within a step, where the first of them are in the arena, and kept beyond it."""
 
     def program(run):
-        state, step, kept = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
+        state, step, seen = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
         for i, batch in enumerate(my_batches(run.comm, 6)):
-            state, *rest = step(state, batch)
-            kept.append([rest[0], *map(copied if i < 4 else buffers, rest[1:])])
-            del rest
-        return kept, full_params(state, run.comm)
+            state, loss, *grads = step(state, batch)
+            if kept != "both":
+                del grads[1:]
+            seen.append([loss, *map(buffers if i > 3 or (i % 2 and kept != "both") else copied, grads)])
+            del grads
+        return seen, full_params(state, run.comm)
 
-    run_both(program, mesh_of(strategy))
-    run_late(program, strategy)
-
-
-@every(4, strategy=STRATEGIES, drop=[False, True])
-def test_only_the_first_of_two_gradients_is_kept_beyond_the_step(strategy, drop):
-    """It is in the arena, and what the unit had last is not."""
-
-    def program(run):
-        state, step, kept = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
-        for i, batch in enumerate(my_batches(run.comm, 6)):
-            state, loss, first, _ = step(state, batch)
-            kept.append([loss, buffers(first) if i % 2 else copied(first)])
-            del first, _
-        return kept, full_params(state, run.comm)
-
-    run_both(program, mesh_of(strategy))
+    run_both(program, mesh_of(strategy), also=[late])
 
 
 def partly(which):
     """A loss that uses some of the layers, and whose backward comes to some."""
 
-    def loss(params, batch, comm):
-        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-        for i in which:
-            x = fs.forward(block, params["layers"][i], x, comm=comm)
-        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
-
-    return loss
+    return lambda params, batch, comm: in_order(params, {**batch, "order": which}, comm)
 
 
-@every(5, strategy=STRATEGIES, reduced=(False, True))
+@every(6, strategy=STRATEGIES, reduced=(False, True))
 def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
     """Its gradient is zero in the first, when nothing says yet where it will rest."""
 
@@ -255,16 +208,10 @@ def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
             del grads
         return seen, full_params(state, run.comm)
 
-    run_both(program, mesh_of(strategy))
-    run_late(program, strategy)
+    run_both(program, mesh_of(strategy), also=[late])
 
 
 # Between value_and_grad and update
-
-
-def score(params, batch, comm):
-    with torch.no_grad():
-        return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
 
 
 SCORED = [("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)]
@@ -273,9 +220,9 @@ SCORED = [("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)]
 def step_with_score(state, batch, comm, *, microbatches=1):
     """The old parameters are looked at while the last of the gradients are on their way."""
     loss, grads = fs.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
-    first = score(state.params, batch, comm)
+    first = evaluate(state.params, batch, comm)
     reduced = fs.reduce_scatter(grads, comm=comm)
-    second = score(state.params, batch, comm)
+    second = evaluate(state.params, batch, comm)
     metrics, averaged = fs.average(loss, reduced, comm=comm)
     return fs.update(make_tx(), averaged, state, comm=comm), [metrics.loss, first, second], grads, reduced
 
@@ -290,18 +237,16 @@ def scored(run, strategy, *, keep, microbatches=1):
     return seen, full_params(state, run.comm)
 
 
-@every(8, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2))
-def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches):
+@every(9, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2), policy=({}, {"prefetch": 2}))
+def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches, policy):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
-    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
-    for policy in ({}, {"prefetch": 2}):
-        run_late(program, strategy, **policy)
+    assert run_both(program, mesh_of(strategy), also=[late], **policy)[1][0].num_recordings == 1
 
 
 # Gradients in memory of their own
 
 
-@every(5, strategy=STRATEGIES, microbatches=(1, 2))
+@every(9, strategy=STRATEGIES, microbatches=(1, 2))
 def test_keep_gradients(strategy, microbatches):
     """The same bits, and nothing of them in the arena."""
 

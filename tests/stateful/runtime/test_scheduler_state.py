@@ -11,20 +11,23 @@ import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.testing import DebugPolicy, simulate
-from tests.gpt_like import block, embed, head, logits, loss_fn, make_batches, make_params
+from tests.gpt_like import block, logits, loss_fn, make_batches, make_params, through
 from tests.scheduling import (
     DP,
     HYBRID,
-    ON_TWO_AXES,
     STRATEGIES,
+    buffers,
+    evaluate,
     events,
     every,
     full_params,
     gathers,
     make_state,
     make_tx,
+    mesh_of,
     my_batches,
     run_both,
+    training,
 )
 
 DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("ddp", "zero2", "hsdp", "zero3x2", "mixed", "late")]
@@ -32,20 +35,7 @@ each_strategy = pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp", 
 CARRIES = ({}, {"gather_at_start": False}, {"prefetch": 2})
 
 
-def mesh_of(strategy):
-    return HYBRID if strategy in ON_TWO_AXES else DP
-
-
-def buffers(tree):
-    return [buffer for node in fs.layouts.units_of(tree) for buffer in node.buffers]
-
-
 # Several functions, several trees
-
-
-def evaluate(params, batch, comm, mode=torch.no_grad):
-    with mode():
-        return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
 
 
 @every(6, strategy=STRATEGIES, policy=CARRIES, mode=(torch.no_grad, torch.inference_mode))
@@ -75,7 +65,7 @@ def distill(student, teacher, batch, comm):
     return F.cross_entropy(logits(student, batch["x"], comm), target)
 
 
-@every(3, strategy=STRATEGIES, way=["argument", "closed over"], other=[2, 3])
+@every(6, strategy=STRATEGIES, way=["argument", "closed over"], other=[2, 3])
 def test_a_teacher(strategy, way, other):
     """Units of two trees have the same names; they are told apart, whether they are arguments or not."""
 
@@ -194,64 +184,25 @@ def test_wrapped_functions_inside_of_each_other():
 # The parts of a step, one by one
 
 
-def explicit(state, batch, comm, *, change=lambda grads: None, microbatches=1, donate=False):
-    loss, grads = fs.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
-    change(grads)
-    reduced = fs.reduce_scatter(grads, comm=comm)
-    metrics, averaged = fs.average(loss, reduced, comm=comm)
-    return fs.update(make_tx(), averaged, state, comm=comm, donate=donate), metrics, grads, reduced, averaged
-
-
-@every(4, strategy=STRATEGIES, microbatches=[1, 2])
-def test_gradients_that_the_caller_keeps_are_not_overwritten(strategy, microbatches):
-    """All of those of every step are looked at after the last one only."""
-
-    def program(run):
-        state, kept = make_state(run.comm, strategy), []
-        step = run.wrap(partial(explicit, microbatches=microbatches))
-        for batch in my_batches(run.comm, 4):
-            state, metrics, *grads = step(state, batch)
-            kept.append([metrics.loss, *map(buffers, grads)])
-        return kept, full_params(state, run.comm)
-
-    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
-
-
 @every(5, strategy=STRATEGIES, place=["first", "last", "all"])
 def test_gradients_changed_in_place_before_they_are_reduced(strategy, place):
     """What the schedule has reduced already, on its way, is then not what the caller wants."""
 
-    def change(grads):
+    def explicit(state, batch, comm):
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
         tensors = buffers(grads)
         for x in {"first": tensors[:1], "last": tensors[-1:], "all": tensors}[place]:
             x.mul_(0.5).add_(0.001)
+        reduced = fs.reduce_scatter(grads, comm=comm)
+        metrics, averaged = fs.average(loss, reduced, comm=comm)
+        return fs.update(make_tx(), averaged, state, comm=comm), metrics, grads, reduced, averaged
 
     def program(run):
-        state, seen = make_state(run.comm, strategy), []
-        step = run.wrap(partial(explicit, change=change))
+        state, step, seen = make_state(run.comm, strategy), run.wrap(explicit), []
         for batch in my_batches(run.comm, 3):
             state, metrics, *grads = step(state, batch)
             seen.append([metrics.loss, *map(buffers, grads)])
         return seen, full_params(state, run.comm)
-
-    run_both(program, mesh_of(strategy))
-
-
-@each_strategy
-def test_gradients_replaced_before_they_are_reduced(strategy):
-    def program(run):
-        def step(state, batch, comm):
-            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
-            _, others = fs.value_and_grad(loss_fn)(state.params, {**batch, "x": batch["x"].flip(0)}, comm=comm)
-            mixed = optree.tree_map(lambda a, b: a + 0.1 * b, grads, others)
-            metrics, averaged = fs.average(loss, fs.reduce_scatter(mixed, comm=comm), comm=comm)
-            return fs.update(make_tx(), averaged, state, comm=comm), metrics
-
-        state, call, losses = make_state(run.comm, strategy), run.wrap(step), []
-        for batch in my_batches(run.comm, 3):
-            state, metrics = call(state, batch)
-            losses.append(metrics.loss)
-        return losses, full_params(state, run.comm)
 
     run_both(program, mesh_of(strategy))
 
@@ -335,20 +286,8 @@ def test_parameters_changed_between_steps(strategy, policy, way):
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
 def test_optimizers_that_use_other_ranks(strategy):
     """Their collectives are the caller's own: passed on by the scheduler, between its own."""
-    tx = fs.optim.chain(
-        fs.optim.apply_if_finite(
-            fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)), 5
-        )
-    )
-
-    def program(run):
-        state, losses = make_state(run.comm, strategy, tx=tx), []
-        step = run.wrap(fs.train_step(loss_fn, tx, donate=True))
-        for batch in my_batches(run.comm, 4):
-            state, metrics = step(state, batch)
-            losses.append(metrics.loss)
-        return losses, full_params(state, run.comm), buffers(state.opt)
-
+    averaged = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9))
+    program = training(loss_fn, strategy, 4, tx=fs.optim.chain(fs.optim.apply_if_finite(averaged, 5)))
     assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
 
 
@@ -374,17 +313,8 @@ def test_another_schedule_can_be_followed():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_collectives_of_one_rank(strategy):
     """With ``trivial_axes`` one rank does all that many would: the same memory, copied instead of sent."""
-
-    def program(run):
-        state, losses = make_state(run.comm, strategy), []
-        step = run.wrap(fs.train_step(loss_fn, make_tx(), microbatches=2, donate=True))
-        for batch in my_batches(run.comm, 3):
-            state, metrics = step(state, batch)
-            losses.append(metrics.loss)
-        return losses, full_params(state, run.comm)
-
-    mesh = fs.Mesh(dict.fromkeys(STRATEGIES[strategy][0].names, 1))
-    (_, _), [step] = run_both(program, mesh, trivial_axes=True)
+    mesh = fs.Mesh(dict.fromkeys(mesh_of(strategy).names, 1))
+    (_, _), [step] = run_both(training(loss_fn, strategy, microbatches=2), mesh, trivial_axes=True)
     assert bool(gathers(step.schedule)) is bool(STRATEGIES[strategy][1].params.sharded)
 
 
@@ -413,14 +343,14 @@ def test_parameters_changed_within_a_step_are_refused():
         state = make_state(comm, "zero3")
         armed = []
 
-        def loss(params, batch, comm):
-            x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        @through
+        def loss(x, layers, batch, comm):
             if armed:
                 with torch.no_grad():
                     buffers(state.params["layers"][0])[0].mul_(2)
-            for layer in params["layers"]:
+            for layer in layers:
                 x = fs.forward(block, layer, x, comm=comm)
-            return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+            return x
 
         grads = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(
             lambda params, batch, comm: fs.value_and_grad(loss)(params, batch, comm=comm)
@@ -437,7 +367,7 @@ def test_parameters_changed_within_a_step_are_refused():
 # Failures
 
 
-@every(6, strategy=STRATEGIES, where=["forward", "backward", "loss"], when=[0, 2])
+@every(9, strategy=STRATEGIES, where=["forward", "backward", "loss"], when=[0, 2])
 def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strategy, where, when):
     """On all ranks alike, in the first step or in one that follows the plan; the old one says that it is closed."""
 
@@ -455,13 +385,13 @@ def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strat
             raise ZeroDivisionError("in the forward")
         return Raises.apply(block(p, x)) if where == "backward" else block(p, x)
 
-    def loss(params, batch, comm):
-        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-        for i, layer in enumerate(params["layers"]):
+    @through
+    def loss(x, layers, batch, comm):
+        for i, layer in enumerate(layers):
             x = fs.forward(bad_block if batch["bad"] and i == 1 else block, layer, x, comm=comm)
         if batch["bad"] and where == "loss":
             raise ZeroDivisionError("in the loss")
-        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+        return x
 
     def program(run):
         state, step, losses = make_state(run.comm, strategy), run.wrap(fs.train_step(loss, make_tx())), []

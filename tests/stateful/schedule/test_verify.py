@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fsharp.errors import ScheduleError
@@ -216,6 +216,7 @@ def test_a_schedule_is_read_as_it_was_written(program, policy):
 # Ranks.
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(schedules({}, {}), st.data())
 def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
     """A gather with a reduction as well, whatever streams they are on: a transport has one sequence."""

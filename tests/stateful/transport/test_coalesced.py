@@ -18,12 +18,11 @@ from fsharp.stateful.transport import gloo
 from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.testing import DebugPolicy, check_races, processes, simulate
-from tests.gpt_like import block, embed, head, loss_fn, make_params
+from tests.gpt_like import block, in_order, loss_fn, make_params, through
 from tests.modules import Net, descend
 from tests.scheduling import (
     DP,
     FLAT,
-    HYBRID,
     ON_TWO_AXES,
     PRECISIONS,
     STRATEGIES,
@@ -32,9 +31,11 @@ from tests.scheduling import (
     every,
     full_params,
     make_state,
+    mesh_of,
     my_batches,
     run_both,
     train,
+    training,
 )
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_planned, measure, of_the_loss
 
@@ -109,16 +110,16 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
 # ------------------------------------------------------------ steps
 
 
-@every(7, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
+@every(9, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
 def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(strategy, microbatches, precision):
-    mesh = STRATEGIES[strategy][0]
+    mesh = mesh_of(strategy)
 
     def rank_fn(comm):
         options = {"microbatches": microbatches, "precision": PRECISIONS[precision], "params": make_params(layers=LAYERS)}
         found = train(comm, strategy, JOINED, **options)
         return found, train(comm, strategy, **options), measure(comm, strategy, microbatches, precision, **JOINED)
 
-    for found, expected, measured in simulate(mesh, rank_fn, timeout=30):
+    for found, expected, measured in simulate(mesh, rank_fn):
         assert_joined(found.schedule)
         assert_same_training(found, expected)
         assert found.num_recordings == 1
@@ -131,11 +132,11 @@ def test_units_of_other_dtypes_stay_alone():
     params["layers"][1]["b"] = params["layers"][1]["b"].double()
     params["layers"][3] = {name: leaf.double() for name, leaf in params["layers"][3].items()}
 
-    def loss(params, batch, comm):
-        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-        for layer in params["layers"]:
+    @through
+    def loss(x, layers, batch, comm):
+        for layer in layers:
             x = fs.forward(lambda p, x: block({k: v.float() for k, v in p.items()}, x), layer, x, comm=comm)
-        return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+        return x
 
     def rank_fn(comm):
         options = {"loss": loss, "params": params, "microbatches": 2}
@@ -150,28 +151,6 @@ def test_units_of_other_dtypes_stay_alone():
         assert joined == {("embed", "layers.0"), ("layers.0", "embed")}, joined
 
 
-def in_order(params, batch, comm):
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    for i in batch["order"]:
-        x = fs.forward(block, params["layers"][i], x, comm=comm)
-    return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
-
-
-def training(strategy, orders, **options):
-    """Steps with these orders of blocks."""
-
-    def program(p):
-        tx = fs.optim.adamw(1e-2)
-        state = make_state(p.comm, strategy, tx=tx, params=make_params(layers=LAYERS))
-        step, losses = p.wrap(fs.train_step(in_order, tx, **options)), []
-        for order, batch in zip(orders, my_batches(p.comm, len(orders)), strict=True):
-            state, metrics = step(state, {**batch, "order": order})
-            losses.append(metrics.loss.clone())
-        return losses, full_params(state, p.comm)
-
-    return program
-
-
 ORDERS = {
     "leaves at its first unit": [(0, 1, 2, 3), (0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)],
     "leaves in the middle of a bucket": [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)],
@@ -182,18 +161,19 @@ ORDERS = {
 
 @every(4, donate=(False, True), order=ORDERS, strategy=("zero1", "zero2", "zero3", "hfsdp"))
 def test_a_step_that_leaves_its_schedule(order, strategy, donate):
-    program = training(strategy, ORDERS[order], donate=donate)
-    (_, _), [step] = run_both(program, STRATEGIES[strategy][0], **JOINED)
+    changes, params = lambda i: {"order": ORDERS[order][i]}, make_params(layers=LAYERS)
+    program = training(in_order, strategy, 4, changes, tx=fs.optim.adamw(1e-2), donate=donate, params=params)
+    (_, _), [step] = run_both(program, mesh_of(strategy), **JOINED)
     assert step.num_recordings > 1
     assert_joined(step.schedule)
 
 
-def cut(params, batch, comm):
+@through
+def cut(x, layers, batch, comm):
     """A backward ends where the block is cut off from those before."""
-    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
-    for i, layer in enumerate(params["layers"]):
+    for i, layer in enumerate(layers):
         x = fs.forward(block, layer, x.detach() if batch["cut"] == (i,) else x, comm=comm)
-    return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+    return x
 
 
 @every(4, strategy=("zero1", "zero2", "zero3"), policy=({}, {"sum_late": False}))
@@ -211,7 +191,7 @@ def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
                 assert step.status().kind == "left"
         return losses, full_params(state, p.comm)
 
-    for at in (1, 4, 5):
+    for at in (1, 5):
         _, [step] = run_both(partial(program, at=(at,)), DP, **JOINED, **policy)
         assert_joined(step.schedule)
 
@@ -361,18 +341,24 @@ def in_processes(comm, strategies, worth):
     return found, [measure(comm, strategy, 2, "float32 wire", **JOINED) for strategy in strategies]
 
 
-@pytest.mark.parametrize("worth", [0, gloo._WORTH_A_MESSAGE], ids=["messages", "packed"])
+PACKED = gloo._WORTH_A_MESSAGE
+DEEP = [(list(chosen), worth) for chosen in (FLAT, ON_TWO_AXES) for worth in (0, PACKED)]
+
+
 @pytest.mark.parametrize(
-    ("mesh", "strategies"), [(DP, FLAT), pytest.param(HYBRID, ON_TWO_AXES, marks=pytest.mark.deep)], ids=["two", "four"]
+    ("strategies", "worth"),
+    [(["ddp", "zero2"], 0), (["zero1", "zero3"], PACKED), *(pytest.param(*case, marks=pytest.mark.deep) for case in DEEP)],
 )
-def test_processes(mesh, strategies, worth):
+def test_processes(strategies, worth):
+    mesh = mesh_of(strategies[0])
+
     def blocking(comm):
         options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
         return {strategy: train(comm, strategy, **options) for strategy in strategies}
 
-    expected = simulate(mesh, blocking, timeout=60)
+    expected = simulate(mesh, blocking)
     for want, (found, measured) in zip(
-        expected, processes(mesh, partial(in_processes, strategies=list(strategies), worth=worth)), strict=True
+        expected, processes(mesh, partial(in_processes, strategies=strategies, worth=worth)), strict=True
     ):
         for strategy, (joined, alone) in found.items():
             assert_same_training(joined, want[strategy])
@@ -410,7 +396,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
 # ------------------------------------------------------------ streams
 
 
-@every(6, microbatches=(1, 2), strategy=("zero1", "zero3", "hfsdp"), precision=PRECISIONS)
+@every(6, microbatches=(1, 2), strategy=("hfsdp", "zero3", "zero1"), precision=PRECISIONS)
 def test_steps_are_free_of_races(strategy, precision, microbatches):
     """Also one that leaves its schedule while buckets are under way."""
 
@@ -426,7 +412,7 @@ def test_steps_are_free_of_races(strategy, precision, microbatches):
         assert step.num_recordings == 2
         return report, step.schedule
 
-    for report, schedule in simulate(STRATEGIES[strategy][0], rank_fn, timeout=60):
+    for report, schedule in simulate(mesh_of(strategy), rank_fn):
         assert report.races == []
         assert_joined(schedule)
 
