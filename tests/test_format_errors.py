@@ -1,7 +1,9 @@
 """Errors in a format's functions name format, unit, leaves and axis, on every path; what fails on one rank is heard by all."""
 
 import re
+from datetime import timedelta
 
+import optree
 import pytest
 import torch
 
@@ -124,3 +126,192 @@ def test_all_ranks_hear_of_one_whose_format_fails(what, way):
     assert "rank 1 of 2 failed" in first, first
     assert "no codebook" in first
     assert "picky" in first
+
+
+TREE = {"a": {"w": torch.linspace(-1, 1, 54).view(6, 9)}, "b": {"w": torch.linspace(-1, 1, 36).view(9, 4)}}
+X = torch.ones(2, 6)
+
+
+def laid_out(comm, precision, strategy="zero3"):
+    return fs.plan(TREE, comm.mesh, STRATEGIES[strategy][1], units="*", precision=precision)
+
+
+def loss_fn(params, x, comm):
+    for name in "ab":
+        x = fs.forward(lambda p, x: torch.tanh(x @ p["w"]), params[name], x, comm=comm)
+    return x.square().mean()
+
+
+TX = fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)
+STEP = fs.train_step(loss_fn, TX)
+
+
+def begin(comm, precision, strategy="zero3"):
+    params = fs.shard(TREE, laid_out(comm, precision, strategy), comm, place="optim")
+    return fs.init_state(TX, params, comm=comm)
+
+
+def of_init_state(comm, precision, arm, folder):
+    params = fs.shard(TREE, laid_out(comm, precision), comm, place="optim")
+    arm()
+    state = fs.init_state(TX, params, comm=comm)
+    fs.Scheduler(comm)(STEP)(state, X)
+
+
+def of_init_state_then_saver(comm, precision, arm, folder):
+    params = fs.shard(TREE, laid_out(comm, precision), comm, place="optim")
+    arm()
+    fs.init_state(TX, params, comm=comm)
+    fs.checkpoint.Saver(folder, comm)
+
+
+def of_shard(comm, precision, arm, folder):
+    arm()
+    fs.full(fs.shard(TREE, laid_out(comm, precision), comm), comm=comm)
+
+
+def of_init_params(comm, precision, arm, folder):
+    arm()
+    fs.full(fs.init_params(fs.init.ones, laid_out(comm, precision), comm, key=0), comm=comm)
+
+
+def of_state(act):
+    def door(comm, precision, arm, folder):
+        state = begin(comm, precision)
+        arm()
+        act(state, comm, folder)
+
+    return door
+
+
+def of_load(comm, precision, arm, folder):
+    state = begin(comm, precision)
+    fs.checkpoint.save(folder, state.params, step=1, comm=comm)
+    arm()
+    fs.checkpoint.load(folder, state.params, comm=comm)
+
+
+def reshard(state, comm, folder):
+    fs.reshard(state.params, laid_out(comm, fs.Precision(main=torch.float32, stored=HALVES), "ddp"), comm=comm)
+
+
+def after_a_schedule(act):
+    """Differences are added when somebody looks at the parameters."""
+
+    def door(comm, precision, arm, folder):
+        step = fs.Scheduler(comm)(STEP)
+        state = begin(comm, precision, "zero1")
+        for _ in range(3):
+            state, _ = step(state, X)
+        arm()
+        act(state, comm)
+
+    return door
+
+
+def full(state, comm):
+    """Under zero1 nothing is gathered: the next collective is that of a norm."""
+    fs.full(state.params, comm=comm)
+    fs.optim.global_norm(state.main, comm=comm)
+
+
+def update(state, comm):
+    fs.update(TX, optree.tree_map(torch.zeros_like, state.main), state, comm=comm)
+
+
+def of_module(act, strategy="zero3"):
+    """``act``, and then a forward without gradients."""
+
+    def door(comm, precision, arm, folder):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+        model = fs.shard_module(
+            model, mesh=comm, strategy=STRATEGIES[strategy][1], units=[torch.nn.Linear], precision=precision
+        )
+        optimizer = fs.ShardedOptimizer(model.parameters(), TX)
+        for _ in range(2):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {name: value.clone() for name, value in model.full_state_dict(rank=None).items()}
+        arm()
+        act(model, optimizer, values)
+        with torch.no_grad():
+            model(X)
+
+    return door
+
+
+def unsharded(model, optimizer, values):
+    with model.unsharded(write=True), torch.no_grad():
+        model[0].weight.zero_()
+
+
+def averaged(model, optimizer, values):
+    with optimizer.averaged(), torch.no_grad():
+        model(X)
+
+
+def functional(model, optimizer, values):
+    fn, params = model.functional()
+    with torch.no_grad():
+        fn(params, X, comm=model.comm)
+
+
+DOORS = {
+    "init_state": ("encode of parameters", of_init_state),
+    "init_state of whole leaves": ("encode of whole leaves", of_init_state),
+    "init_state, then a Saver": ("encode of parameters", of_init_state_then_saver),
+    "shard": ("encode of parameters", of_shard),
+    "init_params": ("encode of parameters", of_init_params),
+    "full": ("decode of parameters", of_state(lambda state, comm, _: fs.full(state.params, comm=comm))),
+    "forward": ("decode of parameters", of_state(lambda state, comm, _: loss_fn(state.params, X, comm))),
+    "global_norm": ("decode of parameters", of_state(lambda state, comm, _: fs.optim.global_norm(state.params, comm=comm))),
+    "global_norm of whole leaves": (
+        "decode of whole leaves",
+        of_state(lambda state, comm, _: fs.optim.global_norm(state.params, comm=comm, deterministic=True)),
+    ),
+    "find_nonfinite": (
+        "decode of parameters",
+        of_state(lambda state, comm, _: fs.resilience.find_nonfinite(None, state.params, comm=comm)),
+    ),
+    "save": (
+        "decode of parameters",
+        of_state(lambda state, comm, folder: fs.checkpoint.save(folder, state.params, step=1, comm=comm)),
+    ),
+    "load, decode": ("decode of parameters", of_load),
+    "load, encode": ("encode of parameters", of_load),
+    "reshard": ("decode of parameters", of_state(reshard)),
+    "full after a schedule": ("decode of differences", after_a_schedule(full)),
+    "update after a schedule": ("decode of differences", after_a_schedule(update)),
+    "unsharded": ("encode of parameters", of_module(unsharded)),
+    "unsharded under zero1": ("encode of parameters", of_module(unsharded, "zero1")),
+    "averaged": ("encode of parameters", of_module(averaged)),
+    "evaluation": ("decode of parameters", of_module(lambda *_: None)),
+    "functional": ("decode of parameters", of_module(functional)),
+    "load_state_dict": ("encode of parameters", of_module(lambda model, _, values: model.load_state_dict(values))),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_all_ranks_hear_at_their_next_collective(door, tmp_path):
+    """The rank whose format fails neither leaves nor takes part in anything afterwards."""
+    what, act = DOORS[door]
+
+    def rank_fn(comm):
+        failing_now, store = [], torch.distributed.distributed_c10d._get_default_store()
+        precision = failing(what, lambda: bool(failing_now))
+        try:
+            act(comm, precision, lambda: failing_now.extend([True] * comm.rank), str(tmp_path))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        else:
+            text = "nothing was raised"
+        if comm.rank == 1:
+            store.wait(["heard"], timedelta(seconds=20))
+        store.set("heard", "")
+        return text
+
+    for text in processes(STRATEGIES["zero3"][0], rank_fn, timeout=60):
+        assert re.search(r"Format 'picky': (encode|decode)\(\) raised KeyError: 'no codebook'", text), text
+        assert re.search(r"leaves  +\S", text), text

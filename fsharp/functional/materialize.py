@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import MeshError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.equal_values import check_same
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, telling_format_errors
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import assign, flatten
@@ -63,7 +63,8 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
             'strategy: zero3("dp").varying("ep").'
         )
         check_same("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
-    return name_trees(shard_for(params, layout, comm.rank, place=place), comm)
+    with telling_format_errors(comm, "shard()"):
+        return name_trees(shard_for(params, layout, comm.rank, place=place), comm)
 
 
 @options_checked
@@ -157,7 +158,8 @@ def init_params(
                     value.copy_(made)  # an initializer that returns its values instead of filling
             return value.to(target)
 
-        nodes.append(build(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
+        with telling_format_errors(comm, "init_params()"):
+            nodes.append(build(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
     return name_trees(optree.tree_unflatten(layout.spec, nodes), comm)
 
 

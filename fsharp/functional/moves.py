@@ -106,7 +106,8 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             moved = _arrived(sharded, moved, target, named, whole=whole)
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
-    return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
+    with telling_format_errors(comm, "gather()"):
+        return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
 def _sent(node: Sharded) -> Sequence[torch.Tensor]:
@@ -127,8 +128,7 @@ def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm
         if not unit.groups[g].is_stored(old):
             found.append(new)
         elif whole:
-            with telling_format_errors(comm, f"gather {unit.name or '(root)'}"):
-                found.append(unit.decoded(g, new, unit.scales(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
+            found.append(unit.decoded(g, new, unit.scales(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
         else:
             found.append(torch.cat([new, unit.scales(g, old)]) if unit.scales_size(g) else new)
     return found

@@ -169,7 +169,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
                 f"update(): the gradient of unit {node.unit.shown} is the sum that value_and_grad() returned. Divide it first: "
                 "metrics, grads = average(loss, grads, comm=comm)."
             )
-    with torch.no_grad():
+    with telling_format_errors(comm, "update()"), torch.no_grad():
         held = state.main, state.opt
         if isinstance(comm, Engine):
             held = comm.run_fetch(held, state.params, grads, donate=donate)
@@ -181,16 +181,13 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
-        with telling_format_errors(comm, "the encoding of differences"):
-            differences = encode_differences(new, resting)
-        sent = stored(differences, comm)
+        sent = stored(encode_differences(new, resting), comm)
         name_updated(sent, state.params)
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
-            with telling_format_errors(comm, "the decoding of differences"):
-                params = merge(state.params, add_differences(state.params, moved))
+            params = merge(state.params, add_differences(state.params, moved))
         name_as(params, sent)
     if donate:
         donate_nodes((state.params, state.main, state.opt), params)

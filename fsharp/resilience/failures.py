@@ -68,8 +68,7 @@ class _Hook:
 
     def tell(self, error: BaseException, where: str) -> None:
         """Tell other ranks of an error, unless it is one that this rank has heard of."""
-        watches = list(self.ranks.watches.values())
-        heard = {id(watch.error) for watch in watches if watch.error is not None}
+        heard = {id(watch.error) for watch in list(self.ranks.watches.values()) if watch.error is not None}
         self.is_own = not any(id(each) in heard for each in _chain(error))
         self.error = error
         me = f"rank {self.ranks.rank} of {self.ranks.size}"
@@ -78,8 +77,7 @@ class _Hook:
             told = f"{me} failed first, {told}"
             is_first = self._is_first(told)
             _noted(error, told if is_first else told.replace(" first,", ","))
-            for watch in watches:
-                watch.fail(error, where)
+            self.ranks.fail(error, where)
             return
         _noted(error, f"{me}, {told}")
         if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can

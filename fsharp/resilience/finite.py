@@ -11,7 +11,7 @@ import torch
 from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
 from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import exchange, largest
-from fsharp.functional.comm.protocol import Comm, Labelled
+from fsharp.functional.comm.protocol import Comm, Labelled, telling_format_errors
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.state import MadeBy
@@ -99,23 +99,26 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
     is not finite. ``fs.optim.apply_if_finite`` costs the same, and leaves out the update by itself.
     """
     losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
-    pieces = list(_pieces(tree))
-    # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
-    sums = [_plain(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held, comm.rank)]
-    bad = [_is_bad(x) for x in [*losses, *sums]]
-    flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
-    named = Labelled(comm, "whether all is finite: ")
-    if not largest(flag, named).item():
-        return None
-    firsts = ((i, *found) for i, (path, held) in enumerate(pieces) if (found := _first(path, held, comm.rank)))
-    mine: list[Any] = [any(bool(_is_bad(x)) for x in losses), next(firsts, None)]
-    everyone = [json.loads(text) for text in exchange(json.dumps(mine), named)] if comm.mesh.size > 1 else [mine]
-    losses_of = tuple(rank for rank, (is_bad, _) in enumerate(everyone) if is_bad)
-    leaves = {rank: tuple(leaf) for rank, (_, leaf) in enumerate(everyone) if leaf is not None}
-    if not leaves:
-        return NonFinite(losses_of, None, ()) if losses_of else None  # else it is padding, or a sum that overflows
-    first = min(leaves.values())
-    return NonFinite(losses_of, first[2], tuple(rank for rank, leaf in leaves.items() if leaf == first))
+    with telling_format_errors(comm, "find_nonfinite()"):
+        pieces = list(_pieces(tree))
+        # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
+        sums = [_plain(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held, comm.rank)]
+        bad = [_is_bad(x) for x in [*losses, *sums]]
+        flag = (
+            torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
+        )
+        named = Labelled(comm, "whether all is finite: ")
+        if not largest(flag, named).item():
+            return None
+        firsts = ((i, *found) for i, (path, held) in enumerate(pieces) if (found := _first(path, held, comm.rank)))
+        mine: list[Any] = [any(bool(_is_bad(x)) for x in losses), next(firsts, None)]
+        everyone = [json.loads(text) for text in exchange(json.dumps(mine), named)] if comm.mesh.size > 1 else [mine]
+        losses_of = tuple(rank for rank, (is_bad, _) in enumerate(everyone) if is_bad)
+        leaves = {rank: tuple(leaf) for rank, (_, leaf) in enumerate(everyone) if leaf is not None}
+        if not leaves:
+            return NonFinite(losses_of, None, ()) if losses_of else None  # else it is padding, or a sum that overflows
+        first = min(leaves.values())
+        return NonFinite(losses_of, first[2], tuple(rank for rank, leaf in leaves.items() if leaf == first))
 
 
 def _is_bad(x: Any) -> torch.Tensor:

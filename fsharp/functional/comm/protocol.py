@@ -76,6 +76,10 @@ class Engine(ABC):
     """
 
     @abstractmethod
+    def tell(self, error: Exception, where: str) -> None:
+        """Tell other ranks that this rank has failed in ``where``: none of them waits for a collective of this engine."""
+
+    @abstractmethod
     def takes(self, units: Any) -> bool:
         """Return whether :meth:`run_forward` can take these units; if not, ``forward`` works as it does with any Comm."""
 
@@ -190,16 +194,21 @@ def innermost(comm: Comm) -> Comm:
 def telling_format_errors(comm: Comm, where: str) -> Iterator[None]:
     """If a format fails on this rank, end what other ranks wait for, also if the caller catches the error.
 
-    Other ranks get its traceback. No Comm on these ranks can be used afterwards. An Engine tells its own ranks.
+    Other ranks get its traceback at their next collective, also of a Comm that they make later: no Comm on these ranks can be
+    used afterwards. An Engine ends its own collectives alone.
+
+    Every function with a Comm that encodes or decodes does so in this context, or where ranks agree
+    (:func:`~fsharp.functional.comm.agree.together`).
     """
     try:
         yield
     except FormatError as error:
         while (inner := getattr(comm, "inner", None)) is not None and not isinstance(comm, Engine):
             comm = inner
-        if (watch := getattr(comm, "watch", None)) is not None:
-            for each in list(watch.ranks.watches.values()):
-                each.fail(error, where)
+        if isinstance(comm, Engine):
+            comm.tell(error, where)
+        elif (watch := getattr(comm, "watch", None)) is not None:
+            watch.ranks.fail(error, where)
         raise
 
 

@@ -34,6 +34,8 @@ _HEARD_WITHIN_S = 2.0
 _WARN_AFTER_S = 10.0
 _SHOWN_TRACEBACK = 4000
 """Characters."""
+_ALL_FAILED = "all failed"
+"""The key of an error after which no Comm of some ranks can be used."""
 
 
 class StatusBoard(Protocol):
@@ -122,6 +124,7 @@ class RankStatuses:
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
         last: the label of the collective that it has begun last.
+        error: why no Comm of these ranks can be used any more, if this rank has failed for all of them.
     """
 
     def __init__(self, rank: int, size: int, board: StatusBoard | None) -> None:
@@ -129,6 +132,7 @@ class RankStatuses:
         self.watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
         self.seen: dict[int, RankStatus] = {}
         self.last, self.waited_s = "", 0.0
+        self.error: Exception | None = None
         self._looks = 0
         self._heard_s: dict[int, float] = {}  # when a rank has left its newest note
         self._begun: dict[str, int] = {}  # by name of a watch, also of those that are gone: others may still wait in theirs
@@ -159,6 +163,19 @@ class RankStatuses:
             why += f", and it left with the error below.\n{formatted(error)[-_SHOWN_TRACEBACK:]}"
         if self.board is not None:
             self._write(RankStatus(0, "", 0, [], self.counts(), why))
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Tell other ranks that this rank has failed: no Comm of these ranks can be used any more, nor a later one."""
+        text = self.failure(error, where, self.last)
+        if self.error is None:
+            self.error = AgreementError(text if self.board is None else self.board.claim(_ALL_FAILED, text))
+        for watch in list(self.watches.values()):
+            watch.fail(error, where)
+
+    def failure(self, error: BaseException, where: str, last: str) -> str:
+        """Return what other ranks raise: that this rank has failed, after which collective, and its traceback."""
+        trace = formatted(error)[-_SHOWN_TRACEBACK:]
+        return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
     def counts(self) -> dict[str, int]:
         """Return by name of a watch how many calls this rank has begun."""
@@ -218,7 +235,7 @@ class Watch:
 
     def __init__(self, name: str, ranks: RankStatuses, board: StatusBoard | None, limit_s: float) -> None:
         self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
-        self.error: Exception | None = None
+        self.error = ranks.error
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
         self.is_over = threading.Event()
@@ -233,9 +250,14 @@ class Watch:
 
     def hear(self) -> None:
         """End all collectives under way if another rank has failed."""
-        failed = self.board.read("failed") if self.board is not None and self.error is None else None
+        failed = self._failed() if self.error is None else None
         if failed is not None:
             self._end(AgreementError(failed))
+
+    def _failed(self) -> str | None:
+        """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
+        own = self.board.read("failed") if self.board is not None else None
+        return own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
 
     def listen(self, every_s: float) -> None:
         """Start a thread that calls :meth:`hear` every so many seconds, while this object lives and this rank is in the job.
@@ -254,11 +276,6 @@ class Watch:
         self._labels.append(label)
         return call
 
-    @property
-    def last(self) -> str:
-        """Label of the collective that was begun last."""
-        return self._labels[-1] if self._labels else "no collective yet"
-
     def look(self, call: WatchedCall, *, is_lost: bool = False) -> str:
         """Write a note, and read notes of other ranks. Return, in words, which ranks have not come.
 
@@ -274,7 +291,7 @@ class Watch:
             raise self.error
         if self.board is None:
             return "others have not come"
-        failed = self.board.read("failed")
+        failed = self._failed()
         if failed is not None:
             raise self._end(AgreementError(failed))
         settings = settings_behind(list(self._labels)[-_SHOWN_LABELS:])
@@ -342,10 +359,8 @@ class Watch:
         """Tell other ranks that this rank has failed, because of an error of its own or one that others know of."""
         if error is self.error:
             return
-        trace = formatted(error)[-_SHOWN_TRACEBACK:]
-        text = f"rank {self.ranks.rank} of {self.ranks.size} failed in {where}, after {self.last!r}; it says:\n{trace}"
         known = self.error
-        self.refuse(AgreementError, text, whole=True)
+        self.refuse(AgreementError, self.ranks.failure(error, where, self._labels[-1] if self._labels else ""), whole=True)
         self.error = known or self.error
 
 

@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.collectives import all_reduce
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, telling_format_errors
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform
 from fsharp.type_checks import options_checked
@@ -47,13 +47,14 @@ def _dtype(tree: Any) -> torch.dtype:
 def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
     """Return the norm in float64, whose range is beyond that of the elements."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for node in units_of(tree):
-        if node.place.partial:
-            raise TreeError(
-                f"global_norm(): unit {node.unit.shown} rests partial ({node.place}): sum it by reduce_scatter() first."
-            )
-        held = [b.detach() for b in node.values(comm.rank) if b.numel()]
-        by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(held)
+    with telling_format_errors(comm, "global_norm()"):
+        for node in units_of(tree):
+            if node.place.partial:
+                raise TreeError(
+                    f"global_norm(): unit {node.unit.shown} rests partial ({node.place}): sum it by reduce_scatter() first."
+                )
+            held = [b.detach() for b in node.values(comm.rank) if b.numel()]
+            by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(held)
     with torch.no_grad():
         if deterministic:
             return _exact(by_axes, comm)

@@ -160,15 +160,20 @@ class Executor:
         joins = [gradient.join for gradient in bound.joins]
         action = partial(_each, [*joins, action]) if joins else action
         encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.members)
-        return partial(self._telling, action) if encodes else action
+        return partial(self.telling, action) if encodes else action
 
-    def _telling(self, action: Action) -> None:
+    def telling(self, action: Action) -> None:
+        """Call ``action``, and tell other ranks if a format fails in it."""
         try:
             action()
         except FormatError as error:
-            if isinstance(self._own, ProcessGroupComm):
-                self._own.watch.fail(error, self.step or "a call outside of any step")
+            self.tell(error, "a call outside of any step")
             raise
+
+    def tell(self, error: BaseException, where: str) -> None:
+        """Tell other ranks that this rank has failed: in the step under way, or else in ``where``."""
+        if isinstance(self._own, ProcessGroupComm):
+            self._own.watch.fail(error, self.step or where)
 
     def run(self, bound: BoundOp) -> None:
         """Bind an op, and do what it says."""

@@ -127,6 +127,10 @@ class Scheduler(PassingComm, Tracer):
             for compiled in scheduled.programs.bound.values():
                 compiled.bind(self.executor)
 
+    def tell(self, error: Exception, where: str) -> None:
+        """Tell other ranks that this rank has failed: all further collectives of this scheduler raise an error."""
+        self.executor.tell(error, where)
+
     @property
     def tree_counts(self) -> TreeCounts | None:
         """Counters of tree names of the wrapped Comm."""
@@ -245,9 +249,7 @@ class Scheduler(PassingComm, Tracer):
         if self._closed is not None:
             return
         self._closed = f"{type(error).__name__}: {error}"
-        comm = innermost(self.own)
-        if isinstance(comm, ProcessGroupComm):
-            comm.watch.fail(error, self.executor.step or "a call outside of any step")
+        self.executor.tell(error, "a call outside of any step")
         if self._now.step is not None:
             self._now.step.abandon()
         for unit in self.units.values():

@@ -252,7 +252,8 @@ class Tracer(Engine):
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.moves:
-                node = pending(node, update_gather.wait, lanes)  # no cycle that would keep its memory
+                arrive = partial(self.executor.telling, update_gather.wait)  # no cycle that would keep its memory
+                node = pending(node, arrive, lanes)
             if not donate:
                 unit.release()
             self.replaced(old, unit, node)

@@ -83,6 +83,7 @@ class UpdateGather:
         self.works.clear()
         self.moves.clear()
         while self.differences:
-            group, params, encoded = self.differences.pop()
+            group, params, encoded = self.differences[-1]
             with torch.no_grad(), _unsafe_preserve_version_counter(params):  # as what arrives by a gather
                 params.copy_(with_difference(self.unit.layout, group, params, encoded))
+            self.differences.pop()  # once added: after an error whoever looks again gets it again
