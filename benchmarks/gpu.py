@@ -73,7 +73,7 @@ class Options:
     seconds: float = 170.0
     """When these are over, contenders that have not begun are left out, and all rounds but two. What is left out is named."""
     trace: bool = False
-    """Write the trace of fsharp's step next to the result, ``gpu-<date>-<model>.trace.json.gz``."""
+    """Write the trace of each step that is profiled next to the result, ``gpu-<date>-<model>-<contender>.trace.json.gz``."""
     out: Path = Path("benchmarks/results")
     """Folder of the result, ``gpu-<date>.json``."""
 
@@ -154,13 +154,16 @@ class Bench:
             self.live.clear()
             save()
 
-    def profile(self, *, until: float, trace: Path | None, save: Callable[[], None]) -> None:
-        """Overlap of contenders' collectives, each built again: a profiler, once used, may slow down what comes after it."""
+    def profile(self, *, until: float, trace: Callable[[str], Path | None], save: Callable[[], None]) -> None:
+        """Overlap of contenders' collectives, each built again: a profiler, once used, may slow down what comes after it.
+
+        ``trace`` says where the trace of a contender goes.
+        """
         todo = [row for row in self.rows if row.is_profiled and row.name in self.found["memory"]]
         for row in sorted(todo, key=lambda row: row.name != OURS):
             if self._is_late(f"{row.name}, profiled", until):
                 continue
-            found = self._try(f"{row.name}, profiled", lambda row=row: self._profile(row, trace if row.name == OURS else None))
+            found = self._try(f"{row.name}, profiled", lambda row=row: self._profile(row, trace(row.name)))
             if found is not None:
                 self.found["overlap"][row.name] = found
             save()
@@ -305,13 +308,17 @@ def run(
         left = [shares[later] * MODELS[other].seconds for later, other in parts[i:]]
         until = _now() + (began + options.seconds - _now()) * left[0] / sum(left)
         if phase == "profile":
-            trace = path.with_name(f"{path.stem}-{name}.trace.json.gz") if options.trace else None
-            benches[name].profile(until=until, trace=trace, save=save)
+            benches[name].profile(until=until, trace=partial(_trace, options, path.with_suffix(""), name), save=save)
         else:
             benches[name].measure(phase=phase, until=until, save=save)
         say(f"{name}: {phase} done, {_now() - began:.0f} s in all")
     save()
     return results
+
+
+def _trace(options: Options, result: Path, model: str, contender: str) -> Path | None:
+    words = contender.replace(",", "").replace(" ", "-")
+    return result.with_name(f"{result.name}-{model}-{words}.trace.json.gz") if options.trace else None
 
 
 def environment() -> dict[str, Any]:

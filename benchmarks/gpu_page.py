@@ -101,13 +101,13 @@ def _overlap(models: Mapping[str, Any]) -> Table:
         for who, found in part["overlap"].items():
             gathers = [found[phase] for phase in ("forward", "backward", "after")]
             rows.append((f"{name}, {who}", *_hidden(gathers), *_hidden([found["reductions"]])))
-    header = ("", "gathers", "overlapping", "of their time", "reductions", "overlapping", "of their time")
+    header = ("", "gathers", "overlapping", "ms", "of these beside", "reductions", "overlapping", "ms", "of these beside")
     return Table("Gathers and reductions beside compute, in one step", header, rows)
 
 
-def _hidden(found: Sequence[Mapping[str, float]]) -> tuple[str, str, str]:
+def _hidden(found: Sequence[Mapping[str, float]]) -> tuple[str, str, str, str]:
     num, overlapping, us, hidden = (sum(x[key] for x in found) for key in ("num", "num_overlapping", "us", "hidden_us"))
-    return str(num), str(overlapping), f"{hidden / us:.0%}" if us else ""
+    return str(num), str(overlapping), f"{us / 1e3:.2f}", f"{hidden / us:.0%}" if us else ""
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, float]:

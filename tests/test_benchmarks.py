@@ -564,7 +564,7 @@ def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(one_rank, capsys):
     assert [set(row) for row in part["rounds"]] == [names] * 2
     assert part["mismatch"] == {}
     assert set(part["overlap"]) == {row for row in PROFILED if row not in lacking}
-    trace = json.loads(gzip.decompress(path.with_name("gpu-now-small.trace.json.gz").read_bytes()))
+    trace = json.loads(gzip.decompress(path.with_name("gpu-now-small-fsharp-zero3.trace.json.gz").read_bytes()))
     assert GATHER in {e.get("name") for e in trace["traceEvents"]}
     assert gpu.report(found, path) == 0
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {
