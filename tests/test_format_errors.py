@@ -167,12 +167,12 @@ def of_init_state_then_saver(comm, precision, arm, folder):
 
 def of_shard(comm, precision, arm, folder):
     arm()
-    fs.full(fs.shard(TREE, laid_out(comm, precision), comm), comm=comm)
+    fs.full_tree(fs.shard(TREE, laid_out(comm, precision), comm), comm=comm)
 
 
 def of_init_params(comm, precision, arm, folder):
     arm()
-    fs.full(fs.init_params(fs.init.ones, laid_out(comm, precision), comm, key=0), comm=comm)
+    fs.full_tree(fs.init_params(fs.init.ones, laid_out(comm, precision), comm, key=0), comm=comm)
 
 
 def of_state(act):
@@ -211,7 +211,7 @@ def after_a_schedule(act):
 
 def full(state, comm):
     """Under zero1 nothing is gathered: the next collective is that of a norm."""
-    fs.full(state.params, comm=comm)
+    fs.full_tree(state.params, comm=comm)
     fs.optim.global_norm(state.main, comm=comm)
 
 
@@ -264,7 +264,7 @@ DOORS = {
     "init_state, then a Saver": ("encode of parameters", of_init_state_then_saver),
     "shard": ("encode of parameters", of_shard),
     "init_params": ("encode of parameters", of_init_params),
-    "full": ("decode of parameters", of_state(lambda state, comm, _: fs.full(state.params, comm=comm))),
+    "full": ("decode of parameters", of_state(lambda state, comm, _: fs.full_tree(state.params, comm=comm))),
     "forward": ("decode of parameters", of_state(lambda state, comm, _: loss_fn(state.params, X, comm))),
     "global_norm": ("decode of parameters", of_state(lambda state, comm, _: fs.optim.global_norm(state.params, comm=comm))),
     "global_norm of whole leaves": (
