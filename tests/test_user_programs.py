@@ -23,17 +23,17 @@ from tests.user_programs import (
 )
 
 REFUSALS = {
-    r"(step|unscale_)\(\): all backward passes so far were told to accumulate": "also if the last loss reaches no parameter",
-    r"grad of parameter .*: all backward passes so far were told to accumulate": "While backward passes accumulate",
-    r"clip_grad_norm_\(\): there are no gradients": "`clip_grad_norm_()` is refused if no loss has reached a parameter",
-    r"had been changed, as by clip_grad_norm_\(\)": "Gradients are not to be changed between two backward passes of one step",
+    r"(step|unscale_)\(\): all backward passes .* inside of accumulate": "also if the last loss depends on no parameter",
+    r"grad of parameter .*: all backward passes .* inside of accumulate": "Inside of `accumulate()` there is no `p.grad`",
+    r"clip_grad_norm_\(\): there are no gradients": "`clip_grad_norm_()` is refused if no loss depends on a parameter",
+    r"had been changed, as by clip_grad_norm_\(\)": "Do not change gradients between two backward passes of one step",
     r"forward that unsharded\(\) had discarded": "a backward of such a forward is refused",
     "The backward of its unit is not under way": "by a checkpoint of a part of a unit as well",
     r"unsharded\(\): a step is under way": "are refused between a backward and its update or `zero_grad()`",
-    r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` uses the gradients up",
+    r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` releases the gradients",
     r"autograd\.grad\(\) with respect to .*: other backward": "it does not mix with backward passes that leave gradients",
     "was frozen when its module was sharded": "`requires_grad_(True)` is refused for a parameter that was frozen",
-    "were changed in place between being gathered": "refused to change parameters in place within a step, between two uses",
+    "were changed in place between being gathered": "must not change parameters in place between two uses in a step",
 }
 """What may be refused of a program whose ranks all do the same, and the known limit that says so."""
 

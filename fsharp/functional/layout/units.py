@@ -92,7 +92,7 @@ def _overlap(first: tuple[str, str], second: tuple[str, str]) -> PatternError:
     return PatternError(
         problem(
             "plan(units=...)",
-            "two patterns overlap, and a parameter can be in one unit only.",
+            "two patterns overlap: a parameter belongs to one unit only.",
             [(f"{pattern!r}", f"matches {path or 'the root'!r}") for pattern, path in (first, second)],
             "Keep the pattern of the outer unit, or that of the inner one.",
         )

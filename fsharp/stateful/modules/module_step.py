@@ -187,8 +187,8 @@ class ModuleStep:
             )
         if self.means.tree is None and self.run is not None and self.is_fed:
             raise LossError(
-                f"{where}: all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
-                "last one."
+                f"{where}: all backward passes so far were inside of accumulate(). Run the last one outside of "
+                "`with model.accumulate():`."
             )
         if self.used:
             raise self._used_up(where, "use", f"and then a backward before {where}")
@@ -242,7 +242,7 @@ class ModuleStep:
         """Return this rank's part of the mean gradient of a parameter. Refuse while ranks have not summed the gradients."""
         if self.means.tree is None and self.run is not None and self._pass == -1 and self.is_fed:
             raise ScheduleError(
-                f"grad of parameter {path!r}: all backward passes so far were told to accumulate, and their "
+                f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
                 "gradients are not summed over ranks yet. Leave out `with model.accumulate():` where p.grad is read between "
                 "backward passes. To discard all gradients, call zero_grad() of the model or the optimizer."
             )

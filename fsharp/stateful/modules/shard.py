@@ -124,7 +124,8 @@ def shard_module(
         added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
         if hidden := [name for name in added if hasattr(module, name)]:
             raise TreeError(
-                f"shard_module(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."
+                f"shard_module(): methods of ShardedModule would hide {', '.join(hidden)} of {type(module).__name__}. Rename "
+                "these attributes."
             )
         refuse_kept(module)
         check_precisions("shard_module()", precision)
@@ -198,7 +199,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if "_fsharp_replaced" in parameter.__dict__:
                 name = type(optimizer).__name__
                 raise TreeError(
-                    f"step(): this {name} was made before shard_module(), which has put other parameters in the place of those "
-                    "that it has: it would train nothing. Make it afterwards: "
+                    f"step(): this {name} was made before shard_module(), and holds the parameters from before: it would train "
+                    "nothing. Make the optimizer after shard_module(): "
                     f"fs.ShardedOptimizer(model.parameters(), {name}, ...)."
                 )

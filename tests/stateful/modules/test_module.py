@@ -129,7 +129,7 @@ def test_no_step_without_gradients():
             model(x, y)["loss"].backward()
         with pytest.raises(ScheduleError, match="not summed over ranks yet"):
             [p.grad for p in model.parameters()]
-        with pytest.raises(LossError, match="were told to accumulate"):
+        with pytest.raises(LossError, match="were inside of accumulate"):
             optimizer.step()
         model(x, y)["loss"].backward()
         optimizer.step()

@@ -306,7 +306,7 @@ def test_what_computes_later_is_refused(late, name):
     def rank_fn(comm):
         model = Outer(lambda self, x, given: late(self.hidden(x)), lambda self, out, given: 0)
         model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
-        with pytest.raises(TreeError, match=rf"gives away a {name}, which computes when parameters are released"):
+        with pytest.raises(TreeError, match=rf"returns a {name}, which would compute after its parameters are released"):
             model(torch.ones(2, 4))
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)

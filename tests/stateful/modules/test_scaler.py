@@ -155,7 +155,7 @@ def test_refused():
             scaler.step(optimizer)
         with model.accumulate():
             scaler.scale(model(x, y)["loss"]).backward()
-        with pytest.raises(LossError, match=r"unscale_\(\): all backward passes so far were told to accumulate"):
+        with pytest.raises(LossError, match=r"unscale_\(\): all backward passes so far were inside of accumulate"):
             scaler.unscale_(optimizer)
         scaler.scale(model(x, y)["loss"]).backward()
         plain = torch.amp.GradScaler("cpu")

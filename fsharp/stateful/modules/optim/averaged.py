@@ -21,7 +21,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
     """Have the averages in an optimizer's state in place of the session's parameters. The buffers stay the same ones."""
     averages, kept = _averages(opt), session.kept
     if session.is_averaged:
-        raise ScheduleError("averaged(): the model has its averages already.")
+        raise ScheduleError("averaged(): the call is inside of another averaged().")
     session.step.abandon_forwards("averaged()")
     kept.take_writes()
     shown = _buffers(kept.visible())

@@ -87,7 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_made = False
         given = [dict(each) if isinstance(each, Mapping) else each for each in params]
         if not given:
-            raise TreeError("ShardedOptimizer(): no parameters.")
+            raise TreeError("ShardedOptimizer(): got no parameters. Pass model.parameters().")
         super().__init__(given, {})
         for group in self.param_groups:
             group.pop("param_names", None)
@@ -101,11 +101,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._tx = as_transform(check_elementwise(optimizer, steps=check_steps) if check_steps else optimizer)
             if defaults or len(self.param_groups) > 1:
-                raise TreeError("ShardedOptimizer(): an (init, update) pair has options and labels of its own: pass no others.")
+                raise TreeError(
+                    "ShardedOptimizer(): an (init, update) pair takes neither options nor groups here. Give options "
+                    "to the pair, and labels=... to shard_module()."
+                )
             everything = {path for path, each in self.session.parameters.items() if each.is_trained}
             if {p.path for p in self.param_groups[0]["params"] if p.is_trained} != everything:
                 raise TreeError(
-                    "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
+                    "ShardedOptimizer(): an (init, update) pair needs all trained parameters of the module. Freeze some before "
+                    "shard_module(), or use labels and fs.optim.partition()."
                 )
             state = self._tx.init(self.session.kept.visible(), comm=self.session.scheduler)
             self.session.kept.state = self.session.kept.state._replace(opt=state, made_by=None)
@@ -115,8 +119,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make the inner optimizer, of a class of torch.optim or like it."""
         if self.session.scheduler.policy.offload:
             raise ScheduleError(
-                f"ShardedOptimizer(): SchedulePolicy(offload=True) is for the state of an (init, update) pair, and "
-                f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.optim.adamw(...), or drop offload."
+                f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device, and SchedulePolicy(offload=True) is for "
+                "(init, update) pairs alone. Pass a pair such as fs.optim.adamw(...), or leave out offload=True."
             )
         self._defaults = defaults
         self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
@@ -479,9 +483,9 @@ def _session_of(params: list[Any]) -> Session:
             )
     first, *others = {parameter.owner() for parameter in params}
     if first is None and not others:
-        raise TreeError("ShardedOptimizer(): the ShardedModule whose parameters these are is gone; keep it.")
+        raise TreeError("ShardedOptimizer(): the ShardedModule of these parameters was deleted. Keep a reference to it.")
     if others or not isinstance(first, Session):
-        raise TreeError("ShardedOptimizer(): parameters of several modules; make an optimizer for each of them.")
+        raise TreeError("ShardedOptimizer(): got parameters of several modules. Make one optimizer for each module.")
     return first
 
 

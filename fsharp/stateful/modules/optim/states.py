@@ -139,7 +139,10 @@ def check_groups(
                 problem(where, f"group {i} is that of another optimizer.", facts, "Load the state of the same class.")
             )
     if trained is not None and (unknown := sorted(str(name) for name in state_dict["state"] if name not in trained)):
-        raise TreeError(f"{where}: it has a state of {unknown[0]!r}, which this optimizer does not train.")
+        raise TreeError(
+            f"{where}: the state dict has state of parameter {unknown[0]!r}, which this optimizer does not train. Make the "
+            "optimizer with the same parameters."
+        )
 
 
 def _counts(groups: list[list[Any]]) -> str:

@@ -37,8 +37,8 @@ def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torc
         elif isinstance(x, _LATE):
             if refuses_late:
                 raise TreeError(
-                    f"module {path or 'the root'!r} gives away a {type(x).__name__}, which computes when parameters are "
-                    "released. Return what it computes, such as a list of tensors."
+                    f"module {path or 'the root'!r} returns a {type(x).__name__}, which would compute after its parameters are "
+                    "released. Return its results, such as a list of tensors."
                 )
         elif not isinstance(x, _CLOSED) and id(x) not in seen:
             seen[id(x)] = x
