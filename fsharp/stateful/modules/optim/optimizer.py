@@ -119,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make the inner optimizer, of a class of torch.optim or like it."""
         if self.session.scheduler.policy.offload:
             raise ScheduleError(
-                f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device, and SchedulePolicy(offload=True) is for "
+                f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device; SchedulePolicy(offload=True) is for "
                 "(init, update) pairs alone. Pass a pair such as fs.optim.adamw(...), or leave out offload=True."
             )
         self._defaults = defaults
