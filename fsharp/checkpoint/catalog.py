@@ -87,7 +87,7 @@ def step_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint at ``path``: it has a manifest, and its files have their sizes. Or another library's files."""
+    """A complete checkpoint at ``path``, with a manifest and files of the right sizes; or files of another library."""
 
     path: str
 
@@ -98,7 +98,7 @@ class Checkpoint:
 
     @cached_property
     def folder(self) -> str:
-        """The folder of this checkpoint's files: its path, or the folder around it if that is another library's file."""
+        """The folder of this checkpoint's files: its path; for a single file of another library, the folder of the file."""
         is_foreign = any(file.digest is None for file in self.facts.files)
         is_file = is_foreign and huggingface.is_file(storage_of(self.path), self.path)
         return self.path.rpartition("/")[0] if is_file else self.path
@@ -127,7 +127,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of the step that was saved."""
+        """Number of the saved step."""
         return self.facts.step
 
     @property
@@ -137,18 +137,18 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of its tensors, in order."""
+        """Names of the saved tensors, in order."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     @api_boundary
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, on the CPU. The caller needs no process group, and no tree of the same shape.
+        """Return a whole tensor, on the CPU. The caller needs neither a process group nor a tree like the saved one.
 
         Args:
             name: one of :attr:`names`.
 
         Raises:
-            CheckpointError: there is none of this name, or its bytes are damaged.
+            CheckpointError: the checkpoint has no tensor of this name, or its bytes are damaged.
         """
         name = self.manifest.aliases.get(name, name)
         if name not in self.manifest.tensors:
@@ -170,10 +170,11 @@ class Checkpoint:
 
 @options_checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint in a folder. Other libraries' formats that :func:`~fsharp.checkpoint.load` takes have step 0.
+    """Open the checkpoint in a folder. For files of other libraries that :func:`~fsharp.checkpoint.load` takes, the step is 0.
 
-    Raises CheckpointError if there is none, it is incomplete, or a file has another size than it should. If another checkpoint
-    beside it is complete, its step is named.
+    Raises:
+        CheckpointError: there is no checkpoint, it is incomplete, or a file has a wrong size. The message names the step of a
+            complete checkpoint in the same root.
     """
     folder = full_path(path)
     storage = storage_of(folder)
@@ -256,11 +257,11 @@ def _with_manifest(root: str) -> Iterator[str]:
 
 @options_checked
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return all complete checkpoints under ``root``, the one that was saved last first, whatever its step.
+    """Return all complete checkpoints under ``root``, in order of their saves, the newest first.
 
-    A run that goes on from an older checkpoint saves smaller steps than there are. The order does not depend on clocks: each
-    save notes a later time than those of all checkpoints that it finds. Incomplete ones are left out, with a warning in the
-    log.
+    The order is not that of steps: a run that continues from an older checkpoint saves smaller steps again. The order does not
+    depend on clocks: each save notes a later time than all checkpoints that it finds. Incomplete checkpoints are left out, with
+    a warning in the log.
     """
     return list(complete(full_path(root)))
 
@@ -283,10 +284,10 @@ def if_complete(path: str) -> Checkpoint | None:
 
 @options_checked
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
-    """Return the complete checkpoint under ``root`` that was saved last; None if there is none.
+    """Return the newest complete checkpoint under ``root``; None if there is none.
 
-    Names of folders say when they were saved, so that older ones are not opened. Interrupted saves, and checkpoints with
-    missing or short files, are left out, with a warning in the log. Bytes are not read: loading does so, and :func:`verify`.
+    Names of folders hold the time of the save, so older checkpoints are not opened. Interrupted saves, and checkpoints with
+    missing or short files, are skipped, with a warning in the log. Tensors are not read; :func:`verify` and loading read them.
     """
     folder = full_path(root)
     storage = storage_of(folder)
@@ -306,10 +307,13 @@ def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
 
 @options_checked
 def verify(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read all of a checkpoint and compare it with its digests; needs neither a model nor a process group.
+    """Read a whole checkpoint, compare it with its digests, and return it. Needs neither a model nor a process group.
 
-    Returns the checkpoint, of which every byte is right. Raises CheckpointError with each damaged file, and the tensors that
-    are damaged in it; or if there are no digests, as in other libraries' files. Memory: a few MiB.
+    Raises:
+        CheckpointError: a byte is damaged; the message names each damaged file and tensor. Or there are no digests, as in files
+            of other libraries.
+
+    Memory: a few MiB.
     """
     found = open_checkpoint(path)
     if any(file.digest is None for file in found.manifest.files):

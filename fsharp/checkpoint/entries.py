@@ -44,14 +44,15 @@ class Piece(NamedTuple):
 
 @options_checked
 class OwnBuffers:
-    """A module whose buffers each rank has for itself, such as the statistics of BatchNorm, as a leaf of a tree to save.
+    """A wrapper that saves a module whose buffers differ between ranks, such as the statistics of BatchNorm.
 
     ::
 
     fs.checkpoint.save(root, {"model": OwnBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
 
-    Its buffers are saved as :class:`PerRank`, so ``module``, a ShardedModule or any other, loads on as many ranks. To go on
-    with any number, make the buffers equal before, as by a mean over ranks, and save the module itself.
+    Buffers of all ranks are saved (see :class:`PerRank`), so the module loads on the same number of ranks. To load on another
+    number, first make the buffers equal, for example by a mean over ranks, and save the module itself. ``module`` is a
+    ShardedModule or any other module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -69,7 +70,10 @@ class OwnBuffers:
 
 
 class PerRank(NamedTuple):
-    """A tensor, or a tree of them, of which each rank has its own with equal shapes, such as the state of a generator."""
+    """A wrapper of a tensor, or a tree of tensors, with different values on each rank, such as the state of a random generator.
+
+    Shapes are equal on all ranks. The values of all ranks are saved.
+    """
 
     value: Any
 

@@ -58,7 +58,7 @@ def load(
     donate: bool = False,
     buffer_nbytes: int = BUFFER_NBYTES,
 ) -> Any:
-    """A tree like ``like`` with the values of a checkpoint, whatever strategy, mesh and number of ranks that was saved under.
+    """Load a checkpoint into a tree like ``like``, under any strategy, mesh and number of ranks, and return the tree.
 
     >>> import tempfile, fsharp as fs
     >>> layout = fs.plan({"w": torch.arange(6.)}, fs.Mesh({"dp": 1}), fs.zero3("dp"))
@@ -71,43 +71,42 @@ def load(
     (tensor([0., 1., 2., 3., 4., 5.]), 512)
 
     Args:
-        where: a checkpoint or its path; the root of several checkpoints, of which the newest undamaged one is loaded; or a file
-            or folder of another library, see below. Damaged checkpoints under a root are set aside: renamed to end in
-            ``.damaged``, with a warning for each. Other libraries' files are a folder of Hugging Face's libraries (safetensors,
-            else ``pytorch_model.bin``, with or without an index), a file of safetensors, or a file of ``torch.save`` with
-            tensors, numbers and texts in dicts, lists and tuples. Keys are joined by dots: for ``{"model":
-            model.state_dict()}`` pass ``subtree="model"``.
-        like: names, shapes, dtypes and where each rank's parts rest; its values do not matter, and tensors may be on the meta
-            device. Objects with ``load_state_dict()`` are given what was loaded, and returned; what their ``state_dict()`` has
-            before is what is loaded, so a plain optimizer of torch has to have made a step (a ShardedOptimizer need not).
+        where: a checkpoint, or its path; the root of several checkpoints, to load the newest undamaged one; or a file or folder
+            of another library. Under a root, damaged checkpoints are renamed to end in ``.damaged``, with a warning for each.
+            Files of other libraries: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an
+            index), a file of safetensors, or a file of ``torch.save`` with tensors, numbers and texts in dicts, lists and
+            tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
+        like: a tree with the names, shapes, dtypes and places to load. Its values do not matter, and tensors may be on the meta
+            device. Objects with ``load_state_dict()`` load their values, and are returned. The names to load are those in their
+            ``state_dict()``; so a plain optimizer of torch has to make a step before (a ShardedOptimizer need not).
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
-        rename: the name in the checkpoint, below ``subtree``, of a name of ``like``: ``lambda name: f"model.{name}"``.
-        ignore: patterns of names in the checkpoint, below ``subtree``. Loading treats the matched names as missing. Each
-            pattern has to match a name.
-        cast: convert values whose dtype differs, but not fractions to integers or complex numbers to real ones; else that is
-            an error.
-        strict: False keeps the values in ``like`` of leaves that the checkpoint does not have, and skips names that only the
-            checkpoint has. A warning lists both. Different shapes and dtypes are still refused, and so is a checkpoint that has
-            no leaf of ``like``.
-        donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost. Modules
-            and their optimizers copy what was loaded all the same.
-        buffer_nbytes: memory to read into, besides what is loaded.
+        rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
+            ``lambda name: f"model.{name}"``.
+        ignore: patterns of names in the checkpoint, below ``subtree``, to treat as missing. Each pattern has to match a name.
+        cast: convert values whose dtype differs, but never fractions to integers, or complex numbers to real ones. If False,
+            another dtype is an error.
+        strict: False keeps the values in ``like`` for leaves that the checkpoint lacks, and skips names that only the
+            checkpoint has. A warning lists both. Different shapes and dtypes are still errors, and so is a checkpoint without
+            any leaf of ``like``.
+        donate: read into the tensors of ``like``; ``like`` cannot be used afterwards, and its values are lost if loading fails.
+            Modules and their optimizers copy their values in any case.
+        buffer_nbytes: memory to read into, beside the loaded values.
 
     Returns:
-        The tree. Numbers and strings are those that were saved; padding is zero.
+        The tree with the loaded values. Padding is zero.
 
     Raises:
-        CheckpointError: on all ranks. There is no checkpoint; the checkpoint is incomplete or damaged, or all checkpoints under
-            the root are, of which none is renamed then; names the file and the tensors. Or the checkpoint has different values
-            for leaves of ``like`` that are tied to each other; names both leaves.
-        TreeError: names, shapes or dtypes that differ, in either direction; on all ranks. A tied leaf needs a value under one
-            of its names; if the checkpoint has several of these names, their values are compared.
-        PatternError: a pattern of ``ignore`` that matches nothing.
-        AgreementError: ranks with different arguments, or of which one has failed.
+        CheckpointError: there is no checkpoint; or it is incomplete or damaged, or all checkpoints under the root are; the
+            message names the file and the tensors, and nothing is renamed. Or the checkpoint has different values for leaves of
+            ``like`` that are tied; the message names both leaves. All ranks raise.
+        TreeError: names, shapes or dtypes differ between tree and checkpoint. A tied leaf needs a value under one of its names;
+            if the checkpoint has several of these names, their values have to be equal. All ranks raise.
+        PatternError: a pattern of ``ignore`` matches nothing.
+        AgreementError: ranks have different arguments, or another rank has failed.
 
-    Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
-    40 bytes for each axis, and two for the path. Memory: what is loaded and ``buffer_nbytes``.
+    Cost: a rank reads its own elements, in blocks of 4 KiB, and headers, and compares them with digests. Two collectives of 40
+    bytes for each axis, and two for the path. Memory: the loaded values, and ``buffer_nbytes``.
     """
     how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
     return load_newest(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]

@@ -62,12 +62,12 @@ _TOKEN_NBYTES = 8
 
 
 class RefreshNbytes(NamedTuple):
-    """Bytes that a refresh takes, known before.
+    """Predicted bytes of a refresh.
 
     Attributes:
-        sent: bytes of files that this rank sends to other hosts; some 100 more are for agreement.
-        held: bytes of files in this host's folder afterwards, without a manifest. During a refresh those of the save before are
-            there as well.
+        sent: bytes of files that this rank sends to other hosts; comparing arguments takes about 100 more.
+        held: bytes of files in this host's folder afterwards, without a manifest. During a refresh the files of the previous
+            save are there as well.
         copied: bytes of values that this rank copies into memory of its process, which is kept.
     """
 
@@ -87,7 +87,7 @@ class _OnDisk(NamedTuple):
 
 @options_checked
 class Replicas(Background):
-    """Keeps the training state in host memory, and what each rank has of it on other hosts as well.
+    """Keep the training state in memory of hosts, with copies of each rank's part on other hosts.
 
     ::
 
@@ -97,7 +97,7 @@ class Replicas(Background):
             for step in range(state.step, 1000):
                 state, metrics = train_step(state, batches[step])
                 if step % 10 == 9:
-                    replicas.refresh(state, step=state.step)  # goes on once values are copied
+                    replicas.refresh(state, step=state.step)  # returns once values are copied
 
     >>> import tempfile, fsharp as fs
     >>> params = {"w": torch.arange(3.)}
@@ -108,21 +108,21 @@ class Replicas(Background):
     ...         replicas.latest(), replicas.restore({"w": torch.zeros(3)})
     (7, {'w': tensor([0., 1., 2.])})
 
-    A folder in memory, as /dev/shm is, outlives processes. Each rank writes its file into its host's, and sends the same bytes
-    to the ranks ``domain_size``, ``2 * domain_size``, ... further. So any ``copies`` hosts may lose their memory; after a
-    restart that is so again from the first refresh on. A save counts once all hosts have all of it; only then is the one before
-    removed. A failure is raised as that of a :class:`~fsharp.checkpoint.Saver` is.
+    A folder in memory, such as /dev/shm, outlives processes. Each rank writes its file into the folder of its host, and sends
+    the file to the ranks ``domain_size``, ``2 * domain_size``, ... further. So any ``copies`` hosts may lose their memory.
+    After a restart the first refresh makes the copies again. When all hosts hold a save, the previous save is removed. Errors
+    in the background are raised as in :class:`~fsharp.checkpoint.Saver`.
 
     Args:
-        folder: of this rank's host, for this run alone; ranks of one host give the same. Nothing but a restart may use it.
-        comm: the ranks: what :func:`~fsharp.connect` returns. Every rank makes the Replicas.
-        copies: on how many other hosts the file of a rank is. 0 survives the end of processes, not of hosts.
-        domain_size: how many ranks, which follow each other, share a host; None means ``LOCAL_WORLD_SIZE``, or 1.
-        root: of checkpoints on disk, which :meth:`restore` takes if they are newer.
+        folder: folder on this rank's host, equal for all ranks of a host. Only this run, and its restarts, may use it.
+        comm: the ranks, from :func:`~fsharp.connect`. All ranks have to make the Replicas.
+        copies: number of other hosts that hold the file of a rank. 0 survives the end of processes, not of hosts.
+        domain_size: number of consecutive ranks on a host; None means ``LOCAL_WORLD_SIZE``, or 1.
+        root: folder of checkpoints on disk, from which :meth:`restore` loads if they are newer.
 
     Raises:
-        CheckpointError: too few hosts for the copies; hosts with different numbers of ranks; a folder that is in use, or that
-            ranks of one host do not share. On all ranks.
+        CheckpointError: there are too few hosts for the copies, hosts have different numbers of ranks, or the folder is in use
+            or not shared by the ranks of a host. All ranks raise.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Replicas(Background):
 
     @api_boundary
     def predict(self, tree: Any) -> RefreshNbytes:
-        """Return the bytes that a refresh of a tree sends and keeps, exactly; from layouts, without any rank."""
+        """Return the exact bytes that a refresh of a tree sends and keeps, from layouts alone, without ranks."""
         return self._nbytes_of(contents_of("predict()", expanded(tree), self._comm))
 
     def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
@@ -202,22 +202,23 @@ class Replicas(Background):
 
     @api_boundary
     def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
-        """Keep a tree in place of the tree before. Waits until the refresh before has ended.
+        """Replace the kept tree by ``tree``, once the previous refresh has ended.
 
-        What is in the tree may be changed, or donated, as soon as this returns.
+        The caller may change or donate the tree as soon as this call returns.
 
         Args:
-            tree: as for :func:`~fsharp.checkpoint.save`.
-            step: a number to know it by.
-            config: of the run, in what JSON has; ranks have to give the same.
+            tree: the tree, as for :func:`~fsharp.checkpoint.save`.
+            step: number of the step.
+            config: config of the run, a value that JSON can hold; equal on all ranks.
 
         Raises:
-            CheckpointError: the refresh before has failed, say for want of room on a host. On all ranks. What was kept stays.
-            TreeError: a leaf that cannot be saved.
-            AgreementError: ranks with different trees or values.
+            CheckpointError: the previous refresh has failed, for example because a host had no room. The kept tree stays. All
+                ranks raise.
+            TreeError: a leaf cannot be saved.
+            AgreementError: ranks have different trees or values.
 
-        Cost: see :meth:`predict`. The call copies, and takes one collective of 40 bytes for each axis; the rest is done in the
-        background, in process groups of its own, in pieces of 4 MiB.
+        Cost: see :meth:`predict`. The call makes a copy, and one collective of 40 bytes for each axis. A thread does the rest,
+        in its own process groups, in pieces of 4 MiB.
         """
 
         def check_open(contents: Contents) -> None:
@@ -235,9 +236,9 @@ class Replicas(Background):
 
     @api_boundary
     def refresh_if_idle(self, tree: Any, *, step: int, config: Any = None) -> bool:
-        """Refresh unless the refresh before is still under way on some rank; return whether it does, the same on all ranks.
+        """Refresh, unless the previous refresh is still under way on some rank. Return whether one began, equal on all ranks.
 
-        Call it every step to refresh as often as the network allows. Cost: one collective of a byte for each axis.
+        Call this method in every step, to refresh as often as the network allows. Cost: one collective of a byte for each axis.
         """
         return self._if_idle(lambda: self.refresh(tree, step=step, config=config))
 
@@ -295,36 +296,37 @@ class Replicas(Background):
 
     @api_boundary
     def latest(self) -> int | None:
-        """Return the step that :meth:`restore` will load if nothing is damaged; None if nothing was saved. All ranks call it.
+        """Return the step that :meth:`restore` will load if no file is damaged; None if nothing was saved. All ranks call it.
 
-        Raises CheckpointError if files are lost of all that hosts hold, and there is no checkpoint on disk.
+        Raises:
+            CheckpointError: every save in memory of hosts has lost files, and there is no checkpoint on disk.
         """
         found = self._newest()
         return None if found is None else found.step
 
     @api_boundary
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
-        """Return a tree like ``like`` with the values that were kept last, whatever the strategy and number of ranks.
+        """Return a tree like ``like`` with the values of the last save, under any strategy and number of ranks.
 
-        All ranks call it. What hosts hold is taken, unless the newest checkpoint under ``root`` was saved later, or more than
-        ``copies`` hosts have lost their memory; then that checkpoint is, and a warning says so. If a copy is damaged, another
-        host's copy is taken, or, if there is none, the save before. Damaged files and checkpoints are renamed to end in
-        ``.damaged``, with a warning for each.
+        All ranks have to call this method. Values come from memory of hosts. If the newest checkpoint under ``root`` was saved
+        later, or more than ``copies`` hosts have lost their memory, values come from that checkpoint, and a warning says so. If
+        a copy is damaged, values come from another host's copy, or else from the previous save. Damaged files and checkpoints
+        are renamed to end in ``.damaged``, with a warning for each.
 
         Args:
-            like: as for :func:`~fsharp.checkpoint.load`, and so are the others.
+            like: a tree with names, shapes, dtypes and places, as for :func:`~fsharp.checkpoint.load`.
             subtree: load this part alone.
             cast: convert values whose dtype differs.
             donate: read into the tensors of ``like``.
 
         Raises:
-            CheckpointError: there is no save, or each is damaged or has lost files, whose ranks are named. Nothing is renamed
-                then.
-            TreeError: names, shapes or dtypes that differ.
-            AgreementError: ranks with different arguments, or of which one has failed.
+            CheckpointError: there is no save, or every save is damaged or has lost files; the message names the ranks, and
+                nothing is renamed.
+            TreeError: names, shapes or dtypes differ.
+            AgreementError: ranks have different arguments, or another rank has failed.
 
-        Cost: hosts tell each other what they hold; then a rank reads what it needs, and its host does not have is sent to it,
-        rounded to blocks and compared with digests as by :func:`~fsharp.checkpoint.load`. Memory: two pieces of 4 MiB.
+        Cost: hosts exchange lists of their files. A rank reads its elements from its host, and receives the others, in blocks
+        that are compared with digests, as in :func:`~fsharp.checkpoint.load`. Memory: two pieces of 4 MiB.
         """
         return self.restore_newest(like, subtree=subtree, cast=cast, donate=donate)[1]
 

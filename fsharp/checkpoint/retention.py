@@ -22,21 +22,19 @@ def prune(
     keep_steps: int | None = None,
     keep_hours: float | None = None,
 ) -> list[str]:
-    """Remove complete checkpoints but those that an argument keeps; return the paths of those that were removed.
+    """Remove old checkpoints under ``root``, and return the paths of removed ones. Incomplete checkpoints are left alone.
 
     Args:
         root: folder of the checkpoints.
-        keep: how many of the newest stay; at least 1.
-        best: how many of those with the lowest ``metric`` stay besides.
-        keep_steps: of each so many steps, as 1 to 1000, 1001 to 2000, the checkpoint that was saved last stays besides.
-        keep_hours: of each so many hours, counted from 1970, the checkpoint that was saved last stays besides.
+        keep: number of newest checkpoints to keep, at least 1.
+        best: number of checkpoints with the lowest ``metric`` to keep as well.
+        keep_steps: keep the last checkpoint of each interval of so many steps as well: 1 to 1000, 1001 to 2000, and so on.
+        keep_hours: keep the last checkpoint of each interval of so many hours as well, counted from 1970.
 
     Raises:
-        CheckpointError: an argument that keeps nothing, such as ``keep=0`` or ``keep_steps=0``.
+        CheckpointError: an argument keeps nothing, such as ``keep=0`` or ``keep_steps=0``.
 
-    What is incomplete does not count and is left alone.
-
-    Cost: lists the root. The newest and those that are removed are opened; with ``best`` all are.
+    Cost: lists the root, and opens the newest checkpoint and removed ones; with ``best`` all checkpoints.
     """
     retention = Retention(keep, best, keep_steps, keep_hours)
     retention.check("prune()")

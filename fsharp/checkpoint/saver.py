@@ -73,7 +73,7 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is still under way on this rank. Ranks may see it end at different times."""
+        """Whether a save is still under way on this rank. It may end at different times on different ranks."""
         return self._under_way is not None and not self._under_way.is_done()
 
     def _if_idle(self, save: Callable[[], None]) -> bool:
@@ -86,16 +86,16 @@ class Background:
 
     @api_boundary
     def check(self) -> None:
-        """Raise the error of the save before, if it has failed. Cost: none.
+        """Raise the error of the previous save, if it has failed. Cost: none.
 
-        Ranks may see the error at different times; the next call that waits raises it again, on all of them.
+        Ranks may see the error at different times. The next call that waits raises the error again, on all ranks.
         """
         if self._under_way is not None and self._under_way.error is not None:
             raise self._failed(self._under_way.error) from self._under_way.error
 
     @api_boundary
     def wait(self) -> None:
-        """Block until the save that is under way has ended. Raises CheckpointError if it has failed."""
+        """Wait until the save under way has ended. Raises CheckpointError if it has failed."""
         with self._lock:
             try:
                 if self._under_way is not None:
@@ -114,7 +114,7 @@ class Background:
 
     @api_boundary
     def close(self) -> None:
-        """Wait for the save that is under way, and raise its error if it has failed."""
+        """Wait until the save under way has ended, and raise its error if it has failed."""
         self.wait()
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ class Background:
 
 
 class Saver(Background):
-    """Saves checkpoints while training goes on, and removes old ones.
+    """Save checkpoints in the background while training continues, and remove old ones.
 
     ::
 
@@ -139,25 +139,25 @@ class Saver(Background):
         for step, batch in enumerate(data, 1):
             state, metrics = train_step(state, batch)
             if step % 100 == 0:
-                saver.save(state, step=step)  # goes on once values are copied to host memory
-            saver.check()  # raises what a save in the background has failed with
+                saver.save(state, step=step)  # returns once values are copied to host memory
+            saver.check()  # raises the error of a failed save
 
-    A rank copies what it writes into host memory that is kept for the next save, and a thread writes it, with collectives in
-    process groups of its own. A failure is raised, on all ranks, by the next :meth:`save`, :meth:`check` or :meth:`close`; a
-    process that ends without any of these says so and exits with status 1.
+    A rank copies its elements to host memory, which is kept for the next save. A thread writes them, with collectives in its
+    own process groups. If a save fails, the next :meth:`save`, :meth:`check` or :meth:`close` raises the error on all ranks. A
+    process that ends without one of these calls prints the error, and exits with status 1.
 
     Args:
-        root: folder of the checkpoints, for this Saver alone; another save there is an error once it is seen. The folders of
-            interrupted saves are removed; a folder with files that no save has written stays, and a warning names it.
-        comm: the ranks. Every rank makes the Saver.
-        keep: how many of the newest checkpoints stay; ``best``, ``keep_steps`` and ``keep_hours`` besides: see
+        root: folder of the checkpoints, for this Saver alone: a save by another program is an error. Folders of interrupted
+            saves are removed. A folder with files of another origin stays, and a warning names it.
+        comm: the ranks. All ranks have to make the Saver.
+        keep: number of newest checkpoints to keep; for ``best``, ``keep_steps`` and ``keep_hours`` see
             :func:`~fsharp.checkpoint.prune`.
-        config: of the run; see :func:`save`.
-        background: False writes before :meth:`save` returns. So does a Comm that has no process groups, as simulated ranks.
+        config: config of the run; see :func:`save`.
+        background: False writes before :meth:`save` returns, and so does a Comm without process groups (simulated ranks).
 
     Raises:
-        CheckpointError: what is to stay is none of these, nothing can be written into the folder, or another Saver of this
-            process is still writing into it. On all ranks.
+        CheckpointError: ``keep`` and the other arguments keep nothing, the folder cannot be written, or another Saver of this
+            process is writing into it. All ranks raise.
     """
 
     @options_checked
@@ -191,17 +191,17 @@ class Saver(Background):
 
     @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
-        """Save a tree, as :func:`save` does. Waits until the one before is written.
+        """Save a tree, as :func:`save` does, once the previous save has been written.
 
-        What is in the tree may be changed, or donated, as soon as this returns.
+        The caller may change or donate the tree as soon as this call returns.
 
         Raises:
-            CheckpointError: the save before has failed, or there is no room. On all ranks.
-            TreeError: a leaf that cannot be saved.
-            AgreementError: ranks with different trees or values.
+            CheckpointError: the previous save has failed, or there is no room. All ranks raise.
+            TreeError: a leaf cannot be saved.
+            AgreementError: ranks have different trees or values.
 
-        Cost: a copy of what this rank writes, and two collectives of 40 bytes for each axis; then, in the background, that of
-        :func:`save`. Memory: that copy, kept between saves.
+        Cost: a copy of this rank's elements, and two collectives of 40 bytes for each axis; then, in the background, the cost
+        of :func:`save`. Memory: the copy, kept between saves.
         """
         with self._lock:
             self.wait()
@@ -230,9 +230,9 @@ class Saver(Background):
 
     @api_boundary
     def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:
-        """Save unless the save before is still under way on some rank. Return whether it saves, the same on all ranks.
+        """Save, unless the previous save is still under way on some rank. Return whether a save began, equal on all ranks.
 
-        Call it every step to save as often as storage allows. Cost: one collective of a byte for each axis.
+        Call this method in every step, to save as often as storage allows. Cost: one collective of a byte for each axis.
         """
         return self._if_idle(lambda: self.save(tree, step=step, metric=metric))
 

@@ -65,7 +65,7 @@ class Snapshot:
 def save(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any = None, metric: float | None = None
 ) -> Checkpoint:
-    """Write a checkpoint, which loads into any other strategy, mesh and number of ranks.
+    """Write a checkpoint, which loads under any other strategy, mesh and number of ranks.
 
     >>> import tempfile, fsharp as fs
     >>> layout = fs.plan({"w": torch.arange(6.)}, fs.Mesh({"dp": 1}), fs.zero3("dp"))
@@ -76,28 +76,27 @@ def save(
     (7, ['params.w'], tensor([0., 1., 2., 3., 4., 5.]), {'seen': 512})
 
     Args:
-        root: folder that all ranks see, or a URL of fsspec. Each checkpoint gets a folder of its own in it, which is complete
-            or is not there, and is not written to again.
-        tree: a pytree of :class:`~fsharp.Sharded` (a :class:`~fsharp.TrainState` is one), tensors that are equal on all ranks,
-            :class:`~fsharp.checkpoint.PerRank`, numbers, strings and None. Objects with ``state_dict()`` and
-            ``load_state_dict()``, such as a ShardedModule, a ShardedOptimizer or a scheduler of learning rates, stand for what
-            the former returns.
-        step: a number to know it by. One may be saved twice; neither replaces the other.
-        comm: the ranks; a Scheduler is one as well.
-        config: anything JSON can say, kept in the manifest; ranks have to give the same.
-        metric: how good it is, lower being better: :func:`~fsharp.checkpoint.prune` keeps the best.
+        root: a folder that all ranks see, or a URL of fsspec. The checkpoint is a new folder in it, which appears when it is
+            complete, and never changes.
+        tree: a pytree of :class:`~fsharp.Sharded`, such as a :class:`~fsharp.TrainState`; tensors that are equal on all ranks;
+            :class:`~fsharp.checkpoint.PerRank`; numbers, strings and None. An object with ``state_dict()`` and
+            ``load_state_dict()``, such as a ShardedModule, a ShardedOptimizer or a learning rate scheduler, is saved as its
+            ``state_dict()``.
+        step: number of the step. A second save of one step does not replace the first.
+        comm: the ranks; a Scheduler also works.
+        config: a value that JSON can hold, kept in the manifest; equal on all ranks.
+        metric: a score, such as a loss: :func:`~fsharp.checkpoint.prune` keeps checkpoints with the lowest scores.
 
     Returns:
         The checkpoint.
 
     Raises:
-        TreeError: a leaf that cannot be saved.
-        AgreementError: ranks with other trees, values, configurations or paths, or of which one has failed. Nothing is left.
-        CheckpointError: not enough room, or a file that does not read back as it was written. Nothing is left.
+        TreeError: a leaf cannot be saved.
+        AgreementError: ranks have different trees, values, configs or paths, or another rank has failed. No file is left.
+        CheckpointError: there is not enough room, or a file reads back with other bytes. No file is left.
 
-    Cost: a rank writes its share, replicas dividing theirs, and reads it back; three collectives of 40 bytes and two of less
-    for each axis. Nothing is planned together: who writes what follows from the layout. Memory: of tensors on a device one at
-    a time.
+    Cost: a rank writes its elements and reads them back; replicas divide their elements among them. Three collectives of 40
+    bytes and two smaller ones for each axis. Memory: one tensor at a time, for tensors on a device.
     """
     return write_snapshot(agreed_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
 

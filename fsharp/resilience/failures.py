@@ -26,18 +26,18 @@ _SHOWN = 4000
 @options_checked
 @api_context
 def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
-    """Tell all ranks of an error that leaves this context; the rank that failed first prints it, once.
+    """Report an error that leaves this context to all ranks, so that the error of the rank that failed first is printed once.
 
-    The other ranks raise an AgreementError with its traceback as soon as they wait for it. If the errors end the processes,
-    each of the others prints one line, and then the first one prints its traceback, with rank, step and last collective. Under
-    torchrun each writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record`` does, and the first one
-    is the root cause that torchrun reports.
+    The other ranks raise an AgreementError with the traceback of that rank, as soon as they wait for it. If the errors end the
+    processes, each other rank prints one line, and then the first one prints its traceback, with rank, step and last
+    collective. Under torchrun each rank writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record``
+    does, and torchrun reports the first error as the root cause.
 
-    A rank that is killed says nothing: the others then print in which collective they have lost it. Without process groups
-    errors are left as they are; over NCCL ranks do not hear of each other's errors while they wait. After an error the Comm
-    cannot be used any more, on any rank: a program that goes on has to leave the job by ``destroy()``, and ``connect`` again.
+    A killed rank reports nothing; the others then print the collective in which they lost it. Without process groups errors are
+    not changed. Over NCCL waiting ranks do not get the errors of other ranks. After an error no rank can use the Comm: to
+    continue, a program has to leave the job by ``destroy()``, and call ``connect`` again.
 
-    ``where`` returns what this rank does at the moment, such as ``"step 7"``; it is called when an error is raised.
+    ``where`` is a function that returns what this rank is doing, such as ``"step 7"``; it is called when an error is raised.
     """
     found = innermost(comm)
     if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:

@@ -22,13 +22,13 @@ _SHOWN = 8
 
 
 class NonFinite(NamedTuple):
-    """The place of an infinity or NaN; the same on all ranks.
+    """Where an infinity or NaN was found, equal on all ranks.
 
     Attributes:
         losses: ranks whose loss is not finite.
-        leaf: path of the first leaf, in order of the tree, that is not finite; None if all are.
-        ranks: those that hold such elements of it. Gradients that have been reduced are sums over ranks: ``losses`` tells which
-            rank brought the NaN.
+        leaf: path of the first leaf that is not finite, in order of the tree; None if all leaves are finite.
+        ranks: ranks that hold infinite or NaN elements of this leaf. For gradients, which are sums over ranks, see ``losses``
+            for the rank that caused the NaN.
     """
 
     losses: tuple[int, ...]
@@ -76,7 +76,7 @@ class LeftOutSteps:
 
 @options_checked
 def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None, tree: Any, *, comm: Comm) -> NonFinite | None:
-    """Return where a loss or a tree has an infinity or NaN on any rank; None if it has none. The same on all ranks.
+    """Look for an infinity or NaN in a loss and a tree on all ranks, and return where it is; None if all is finite.
 
     ::
 
@@ -88,15 +88,15 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         state = fs.update(tx, grads, state, comm=comm)
 
     Args:
-        loss: this rank's, before :func:`~fsharp.average`, so that it tells which rank it comes from: a :class:`~fsharp.Loss` or
-            another tuple, a tensor or a number. None if there is none.
-        tree: gradients, or parameters, or any pytree of ``Sharded``, of tensors and of numbers; anything else but text is a
-            TreeError. For a module: ``{name: p.grad for name, p in model.named_parameters()}``. Whatever has a ``state_dict``
-            counts as that. Padding between leaves is left out.
+        loss: loss of this rank, before :func:`~fsharp.average`, to find the rank: a :class:`~fsharp.Loss` or another tuple, a
+            tensor, or a number; or None.
+        tree: gradients, parameters, or another pytree of ``Sharded``, tensors, numbers and texts; other leaves are a TreeError.
+            For a module pass ``{name: p.grad for name, p in model.named_parameters()}``. For an object with ``state_dict()``
+            its state dict is searched. Padding is not.
         comm: the ranks.
 
-    Cost: one pass over the tree, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result. More only if something
-    is not finite. ``fs.optim.apply_if_finite`` costs the same, and leaves out the update by itself.
+    Cost: one pass over the tree, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits; more if something
+    is not finite. ``fs.optim.apply_if_finite`` costs the same, and skips the update as well.
     """
     losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
     with telling_format_errors(comm, "find_nonfinite()"):

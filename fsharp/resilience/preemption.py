@@ -21,7 +21,7 @@ EXIT_PREEMPTED = os.EX_TEMPFAIL
 
 @options_checked
 class Preemption:
-    """Notes signals such as SIGTERM, by which a cluster says that it will end the job, and tells all ranks of them.
+    """Catch signals such as SIGTERM, with which a cluster announces the end of a job, and tell all ranks.
 
     ::
 
@@ -32,23 +32,23 @@ class Preemption:
                 fs.checkpoint.save(root, state, step=step + 1, comm=comm)
                 sys.exit(fs.resilience.EXIT_PREEMPTED)
 
-    Within the context these signals are noted and do nothing else; after it they do what they did before, as does one that came
-    too late for :meth:`agreed` to tell of it. torchrun gives its processes 30 seconds after SIGTERM, Slurm as many as
-    ``KillWait`` says. torchrun itself exits with 1, whatever its processes have exited with; where only some of these get the
-    signal, and it has restarts left, it starts all of them again at once. Forked processes end by these signals as ever. Where
-    a cluster signals whole process groups, have the workers of a ``DataLoader`` ignore them, by ``worker_init_fn``: a step that
-    has lost its worker raises an error before anything is saved.
+    Inside of the context these signals are only recorded. At its end the earlier handlers are back, and a signal that
+    :meth:`agreed` has not reported yet is raised again. After SIGTERM torchrun waits 30 seconds for its processes, and Slurm
+    waits for ``KillWait``. torchrun itself exits with 1, whatever the exit codes of its processes. If only some processes get
+    the signal, and restarts are left, torchrun starts all of them again at once. Forked processes end by these signals as
+    usual. If a cluster signals whole process groups, let the workers of a ``DataLoader`` ignore signals, by ``worker_init_fn``:
+    a step without its worker would raise an error before anything is saved.
 
     Args:
         comm: the ranks.
-        signals: which to note. A context that notes some can only be entered in the main thread.
-        every: how many steps lie between two exchanges, from 1; the same on all ranks.
+        signals: the signals to catch. A context with signals can be entered in the main thread only.
+        every: number of steps between two exchanges, at least 1; equal on all ranks.
 
     Attributes:
-        received: the signal that this process has got, if it has.
+        received: the signal that this process has received, or None.
 
     Raises:
-        RunError: another ``every``; the context is entered in another thread than the main one.
+        RunError: ``every`` is less than 1, or the context is entered outside of the main thread.
     """
 
     def __init__(self, comm: Comm, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1) -> None:
@@ -61,10 +61,10 @@ class Preemption:
 
     @api_boundary
     def agreed(self, step: int = 0) -> bool:
-        """Return whether any rank has got a signal; the same answer on all ranks, which all have to ask.
+        """Return whether any rank has received a signal, equal on all ranks. All ranks have to call this method.
 
-        Ranks exchange what they know in steps that ``every`` divides; in others the answer is False. Ranks that ask in
-        different steps raise an AgreementError. Cost: one ``all_reduce`` of 4 bytes for each axis, and a wait for its result.
+        Ranks exchange their signals in steps that ``every`` divides; in other steps the result is False. Calls in different
+        steps are an AgreementError. Cost: one ``all_reduce`` of 4 bytes for each axis, for which the host waits.
         """
         if step % self.every:
             return False
@@ -73,7 +73,7 @@ class Preemption:
         return bool(largest(flag, Labelled(self.comm, f"whether to stop after step {step}: ")).item())
 
     def notice(self, number: int = signal.SIGTERM) -> None:
-        """Note a signal that came by other means, such as a cloud's metadata server."""
+        """Record a signal from another source, such as a cloud's metadata server."""
         self.received = signal.Signals(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -11,9 +11,9 @@ from fsharp.tracebacks import api_boundary, api_context
 
 @api_boundary
 def fold_in(key: int, *data: int) -> int:
-    """Return a key made from another one and from integers, such as a step and a rank: 63 bits, for ``manual_seed``.
+    """Return a new random key from a key and integers, such as a step and a rank: 63 bits, for ``manual_seed``.
 
-    As in ``jax.random.fold_in``, keys made from different integers are unrelated. Anything but integers is a RunError.
+    As in ``jax.random.fold_in``, keys from different integers are unrelated. A value that is no integer is a RunError.
 
     >>> fold_in(0, 3, 1) == fold_in(0, 3, 1)
     True
@@ -28,18 +28,18 @@ def fold_in(key: int, *data: int) -> int:
 
 @api_context
 def seeded(key: int, *data: int) -> Iterator[None]:
-    """Seed torch's generators from a key and integers, see :func:`fold_in`; after this context they are as before.
+    """Seed torch's generators from a key and integers (:func:`fold_in`) in this context, and restore them afterwards.
 
     ::
 
     with fs.resilience.seeded(seed, step, comm.rank):
         state, metrics = train_step(state, batch, comm)
 
-    Then dropout in a step is the same to the bit after a restart, and no state of a generator has to be saved. Leave the rank
-    out where ranks compute the same thing together, and have to drop the same elements.
+    Then dropout in a step has the same bits after a restart, and no generator state has to be saved. If ranks compute the same
+    values together, and have to drop the same elements, leave out the rank.
 
-    Cost: a copy of each generator's state on the way in and on the way out: 5 kB on the CPU, 16 bytes on a GPU. Generators of
-    ``random`` and ``numpy``, and of the workers of a ``DataLoader``, are left alone.
+    Cost: copies of each generator's state at the beginning and the end: 5 kB on the CPU, 16 bytes on a GPU. Generators of
+    ``random`` and ``numpy``, and of the workers of a ``DataLoader``, are not changed.
     """
     seed, device = fold_in(key, *data), torch.accelerator.current_accelerator(check_available=True)
     with torch.random.fork_rng(device_type="cuda" if device is None else device.type):

@@ -37,7 +37,7 @@ _POLICIES = ("raise", "skip", "roll back")
 
 @options_explained
 class Run:
-    """A training run that goes on where it was, whenever it is started: from the newest checkpoint, with the same bits.
+    """A training run that continues from its newest checkpoint whenever it is started, with the same bits.
 
     ::
 
@@ -50,44 +50,46 @@ class Run:
                 state, metrics, bad = train_step(state, batch, comm)
             state, sampler = run.end_step((state, sampler), nonfinite=bad)
 
-    A step has to be a function of the state and of its number: :class:`~fsharp.resilience.IndexSampler` says which samples it
-    takes, and :func:`~fsharp.resilience.seeded` which random numbers it draws. Then a run that a crash, a kill or a preemption
-    has ended, and that is started again with the same number of ranks, ends with the bits of one that nothing has ended.
-    ``torchrun --max-restarts`` starts it again by itself. With another number of ranks it goes on with the same batches.
+    A step has to be a function of the state and its own number. :class:`~fsharp.resilience.IndexSampler` chooses the samples of
+    a step by its number, and :func:`~fsharp.resilience.seeded` the random numbers. A crash, a kill or a preemption may end the
+    run. Started again with the same number of ranks, the run ends with the bits of a run without interruption.
+    ``torchrun --max-restarts`` starts it again. With another number of ranks the run continues with the same batches.
 
-    Ranks first make sure that they were started alike (:func:`agree_at_start`). An error on one of them is heard of by all and
+    At the start ranks compare config, tree and code (:func:`agree_at_start`). All ranks raise an error of one rank, and it is
     printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
-    :data:`EXIT_PREEMPTED` (:class:`Preemption`, which says what torchrun makes of that). Slow ranks are named
-    (:class:`StragglerDetector`). Ranks that leave the loop after different steps raise an error that has the steps of each.
+    :data:`EXIT_PREEMPTED`; :class:`Preemption` describes what torchrun then does. A warning names slow ranks
+    (:class:`StragglerDetector`). If ranks leave the loop after different steps, the error has the step of each rank.
 
     Args:
-        root: folder of the run's checkpoints, which hold what :meth:`resume` takes under the name ``tree``.
-        comm: the ranks: what a scheduler is made of, and not the scheduler. Over NCCL stragglers are not looked for.
-        total: steps; ``run.total`` may be set before :meth:`end_step`, alike on all ranks: after the last one it saves.
-        save_every: steps between two checkpoints. The last step is saved as well.
-        keep: how many of the newest checkpoints are kept.
-        keep_steps: of each so many steps the last checkpoint is kept besides; see :func:`fsharp.checkpoint.prune`.
-        keep_hours: of each so many hours the last checkpoint is kept besides.
-        replicas: keep the tree in memory of hosts as well, and restore it from there or from disk, whichever is newer. Their
-            ``root`` is that of the run. They are closed after it: ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
-        refresh_every: steps between two refreshes of ``replicas``.
-        config: what decides the run, in what JSON has. Ranks that differ in it raise an error; a run that goes on with another
-            one than before logs what has changed.
-        files: source files that ranks have to have in common.
-        on_nonfinite: what to do after a step with ``nonfinite``, see :meth:`end_step`.
-        max_nonfinite: how many such steps are left out: in succession with ``"skip"``, and ever with ``"roll back"``.
-        save_nonfinite: save trees that hold an infinity or NaN. Else that is an error, and the checkpoint before stays.
-        signals: after which to save and exit.
-        agree_every: steps between two exchanges of whether a signal has come. Times of steps are exchanged a tenth as often.
-        background: write checkpoints while training goes on.
+        root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
+        comm: the ranks: the Comm of a scheduler, and not the scheduler. Over NCCL slow ranks are not looked for.
+        total: number of steps. You can set ``run.total`` before :meth:`end_step`, to one value on all ranks. The run saves
+            after the last step.
+        save_every: number of steps between two checkpoints.
+        keep: number of newest checkpoints to keep.
+        keep_steps: keep the last checkpoint of each so many steps as well; see :func:`fsharp.checkpoint.prune`.
+        keep_hours: keep the last checkpoint of each so many hours as well.
+        replicas: keep the tree in memory of hosts as well, and restore it from there or from disk, whichever is newer. ``root``
+            of the replicas has to be that of the run. Close them after the run:
+            ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
+        refresh_every: number of steps between two refreshes of ``replicas``.
+        config: settings that decide the results, a value that JSON can hold. Different configs on ranks are an error. If a run
+            continues with another config, the log lists the changes.
+        files: source files that have to be equal on all ranks.
+        on_nonfinite: what to do after a step with ``nonfinite``: see :meth:`end_step`.
+        max_nonfinite: most steps that may be left out: in a row with ``"skip"``, in all with ``"roll back"``.
+        save_nonfinite: save trees that hold an infinity or NaN. If False, they are an error, and the previous checkpoint stays.
+        signals: signals after which the run saves and exits.
+        agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.
+        background: write checkpoints while training continues.
 
     Attributes:
-        step: number of the next step: steps that are done, left-out ones included.
-        stragglers: what is known of slow ranks; None over NCCL.
+        step: number of the next step, which is the number of finished steps, with left-out ones.
+        stragglers: the detector of slow ranks; None over NCCL.
 
     Raises:
-        RunError: an argument that is none of these, or calls in another order than above.
-        AgreementError: ranks that were started differently; when the context is entered, or in :meth:`resume`.
+        RunError: an argument is wrong, or methods are called in another order than above.
+        AgreementError: ranks were started differently; at the beginning of the context, or in :meth:`resume`.
 
     Cost of a step: an ``all_reduce`` of 4 bytes for each axis and, every tenth time, an ``all_gather`` of 16.
     """
@@ -179,23 +181,24 @@ class Run:
 
     @api_boundary
     def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
-        """Return the tree of the newest checkpoint, or ``tree`` itself if there is none. :meth:`steps` goes on from its step.
+        """Return the tree of the newest checkpoint, or ``tree`` if there is none. :meth:`steps` continues from its step.
 
-        A damaged checkpoint is set aside, as by :func:`fsharp.checkpoint.load`, and the checkpoint before is loaded.
+        A damaged checkpoint is set aside, as by :func:`fsharp.checkpoint.load`, and the previous one is loaded.
 
         Args:
-            tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler.
-                Its tensors are overwritten: it is not to be used afterwards. It keeps its leaves as long as the run lasts.
-            other: folder of the checkpoints of another run, which this one goes on with if it has none of its own yet: of any
-                strategy and number of ranks. What it goes on with is saved among its own.
+            tree: all values that a step needs and changes, as a pytree that a checkpoint can hold, such as a TrainState and the
+                sampler. Its tensors are overwritten, so do not use it afterwards. The tree needs the same leaves in the whole
+                run.
+            other: folder of the checkpoints of another run, with any strategy and number of ranks. The run continues from there
+                if it has no checkpoint yet, and saves that tree among its own checkpoints.
 
         Raises:
-            RunError: there is no checkpoint in ``other``.
-            AgreementError: ranks with different trees.
-            TreeError: a checkpoint of another tree.
-            CheckpointError: there are checkpoints, and all of them are damaged.
+            RunError: ``other`` has no checkpoint.
+            AgreementError: ranks have different trees.
+            TreeError: the checkpoint is of another tree.
+            CheckpointError: all checkpoints are damaged.
 
-        Cost: that of :func:`fsharp.checkpoint.load`.
+        Cost: as :func:`fsharp.checkpoint.load`.
         """
         agree_at_start(self.config, tree, comm=self.comm)
         self._phase = "between steps" if self._phase == "new" else self._phase
@@ -218,7 +221,7 @@ class Run:
 
     @api_boundary
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the steps that are left to do, from 0; each has to be ended by :meth:`end_step`."""
+        """Yield the numbers of the remaining steps; the first step of a run is 0. Call :meth:`end_step` at the end of each."""
         if self._phase == "new":
             raise RunError("Run.steps(): call resume(tree) first: it looks for a checkpoint, and remembers where to go on.")
         if self.stragglers is not None:
@@ -231,19 +234,19 @@ class Run:
 
     @api_boundary
     def end_step(self, tree: Any, *, nonfinite: NonFinite | None = None) -> Any:
-        """End a step: save if it is time to, and exit if a signal has come. Return the tree to go on with.
+        """End a step: save if it is time, exit after a signal, and return the tree for the next step.
 
         Args:
-            tree: as :meth:`resume` takes it, after the step.
-            nonfinite: what :func:`find_nonfinite` has found, if the step was left out for that. Then, after ``on_nonfinite``:
-                ``"raise"`` raises NonFiniteError; ``"skip"`` goes on with the tree that is given, which the step has not
-                updated; ``"roll back"`` goes on with that of the last checkpoint and leaves this step out from there on.
+            tree: the tree after the step, with the leaves of the tree in :meth:`resume`.
+            nonfinite: the result of :func:`find_nonfinite`, if it is not None and the step has not updated the tree. With
+                ``on_nonfinite="raise"`` the call raises NonFiniteError. With ``"skip"`` the run continues with ``tree``. With
+                ``"roll back"`` the run continues from the last checkpoint, and leaves this step out.
 
         Raises:
-            RunError: a tree that is to be saved and has other leaves than the one in :meth:`resume`.
-            NonFiniteError: a step that is not finite and is not left out, or a tree that is to be saved and is not finite.
-            CheckpointError: a save that has failed.
-            SystemExit: a signal has come, and the tree is saved; its code is :data:`EXIT_PREEMPTED`.
+            RunError: the tree has other leaves than the tree in :meth:`resume`.
+            NonFiniteError: the step is not finite and may not be left out, or the tree to save is not finite.
+            CheckpointError: a save has failed.
+            SystemExit: a signal has come, and the tree is saved. The code is :data:`EXIT_PREEMPTED`.
         """
         if self._phase != "in a step":
             raise RunError("Run.end_step(): no step is under way: call it once in each step of `for step in run.steps()`.")
@@ -276,10 +279,10 @@ class Run:
 
     @api_boundary
     def check(self, tree: Any) -> None:
-        """Exit if a signal has come, as :meth:`end_step` does: in an evaluation, or between :meth:`resume` and the first step.
+        """Save and exit if a signal has come, as :meth:`end_step` does. For evaluations, or between :meth:`resume` and a step.
 
-        Every rank has to call it alike. ``tree`` is as it was after the last step, and is saved. Raises SystemExit if a signal
-        has come to some rank; RunError before :meth:`resume`.
+        All ranks have to call this method. ``tree`` is the tree after the last step, which is saved. The call raises SystemExit
+        if some rank has received a signal, and RunError before :meth:`resume`.
         """
         if self._phase == "new":
             raise RunError("Run.check(): call resume(tree) first: what is there before is not what the run has come to.")

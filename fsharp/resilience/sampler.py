@@ -13,10 +13,11 @@ from fsharp.type_checks import options_explained
 
 @options_explained
 class IndexSampler:
-    """The samples of each step: all of them in each epoch, in another order each time.
+    """A sampler that chooses the samples of a step by its number. Each epoch has all samples, in a new order.
 
-    Which samples are in step ``s`` depends on the arguments here and on ``s`` alone: a run that begins again at a step, on
-    any number of ranks, takes those that it would have taken. Steps go on over the end of an epoch, so none is smaller.
+    The samples of step ``s`` depend on the arguments and on ``s`` alone. So a run that starts again at any step, on any number
+    of ranks, takes the samples that it would have taken without the restart. A step may reach into the next epoch, so all steps
+    have the same size.
 
     >>> sampler = IndexSampler(10, 4, seed=0)
     >>> whole = sampler.indices(7)
@@ -25,17 +26,17 @@ class IndexSampler:
     True
 
     Args:
-        num_samples: in the data set.
-        batch_size: samples that all ranks take together in a step.
-        seed: of the order; any integer.
-        shuffle: False keeps them in order, and each epoch the same.
+        num_samples: number of samples in the data set.
+        batch_size: number of samples in a step, over all ranks.
+        seed: seed of the order; any integer.
+        shuffle: False keeps the samples in the order of the data set, in every epoch.
         uneven: allow a number of ranks that does not divide ``batch_size``; the first ranks then have one sample more. The loss
-            has to be a ``(sum, weight)`` pair: a mean would give the samples of a smaller part more weight.
+            has to be a ``(sum, weight)`` pair, as a mean would give the samples of smaller parts more weight.
 
     Raises:
-        RunError: numbers that are not positive integers, or a seed that is not an integer.
+        RunError: a number is no positive integer, or the seed is no integer.
 
-    Cost: 8 bytes a sample for each of the last two epochs asked for, and a ``randperm`` when an epoch is first asked for.
+    Cost: 8 bytes for each sample, for each of the two epochs used last, and a ``randperm`` at the first use of an epoch.
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, seed: int, shuffle: bool = True, uneven: bool = False) -> None:
@@ -50,15 +51,16 @@ class IndexSampler:
 
     @api_boundary
     def indices(self, step: int, *, rank: int = 0, num_ranks: int = 1) -> torch.Tensor:
-        """Return the indices that a rank takes in a step: int64, consecutive parts of the step's batch in order of rank.
+        """Return the indices of a rank's samples in a step, as an int64 tensor. Ranks take consecutive parts of the batch.
 
         Args:
-            step: from 0.
-            rank: of those that take different samples: ``comm.rank``, or the coordinate along the axes of data parallelism.
-            num_ranks: how many there are.
+            step: number of the step, from 0.
+            rank: number of the rank, among ranks with different samples: ``comm.rank``, or the coordinate along the axes of
+                data parallelism.
+            num_ranks: number of these ranks.
 
         Raises:
-            RunError: a negative step, a rank that there is not, or ranks that do not divide the batch (see ``uneven``).
+            RunError: the step is negative, there is no such rank, or the ranks do not divide the batch (see ``uneven``).
         """
         if step < 0 or not 0 <= rank < num_ranks:
             raise RunError(
@@ -75,9 +77,9 @@ class IndexSampler:
 
     @api_boundary
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
-        """Yield a rank's indices of step ``start`` and all after it, without end: a ``batch_sampler`` for a ``DataLoader``.
+        """Yield a rank's indices of step ``start`` and all later steps, without end: a ``batch_sampler`` for a ``DataLoader``.
 
-        It knows nothing of steps that a Run goes back to or leaves out: make another one after ``"roll back"``.
+        After a Run has rolled back, make a new one, as this one does not leave out steps.
         """
         step = start
         while True:
@@ -85,7 +87,7 @@ class IndexSampler:
             step += 1
 
     def epoch(self, step: int) -> int:
-        """Return in which epoch, from 0, a step begins."""
+        """Return the number of the epoch in which a step begins, from 0."""
         return step * self.batch_size // self.num_samples
 
     def state_dict(self) -> dict[str, int]:
@@ -94,7 +96,7 @@ class IndexSampler:
 
     @api_boundary
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse, with a RunError, a sampler with another order, whose steps have other samples. Nothing is loaded."""
+        """Raise a RunError if the state is of a sampler with another order of samples. Nothing is loaded."""
         mine = self.state_dict()
         other = [name for name in mine if state.get(name) != mine[name]]
         rows = [f"{name} was {state.get(name)!r}, here it is {mine[name]!r}" for name in other]

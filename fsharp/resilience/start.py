@@ -27,19 +27,18 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions in nodes, as a default
 
 @options_checked
 def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, files: Sequence[str | Path] = ()) -> None:
-    """Make sure that ranks were started alike: the same configuration, tree, layout, mesh, versions and code.
+    """Compare config, tree, layout, mesh, versions and code between ranks, and raise an error on all ranks if they differ.
 
     Args:
-        config: what decides the run, such as learning rate, seed and paths; nested dicts and lists that JSON has.
-        tree: what is trained; its structure, shapes, dtypes, layout, numbers and texts are compared, and no values of
-            tensors.
+        config: settings that decide the results, such as learning rate, seed and paths, as a value that JSON can hold.
+        tree: the tree to train. Structure, shapes, dtypes, layout, numbers and texts are compared, values of tensors are not.
         comm: the ranks.
-        files: source files, whose bytes are compared.
+        files: source files whose bytes are compared.
 
     Raises:
-        AgreementError: the same text on all ranks, with each field that differs, its values and whose they are; or what is
-            wrong on one of them, such as a file that is not there.
-        RunError: a config that JSON does not have.
+        AgreementError: a field differs, or a rank has failed, for example because a file is missing. The message has the field,
+            its values and the ranks.
+        RunError: JSON cannot hold the config.
 
     Cost: one collective of 40 bytes for each axis; more only if something differs.
     """

@@ -21,11 +21,11 @@ _MEDIAN_ERROR = 1.2533 * 1.4826  # standard error of a median to the median devi
 
 
 class StepTimes(NamedTuple):
-    """The times of all ranks, which they have exchanged at a step.
+    """Times of all ranks, from one exchange.
 
     Attributes:
-        own_s: by rank, the median over these steps of the seconds that the rank did not wait for others.
-        error_s: by rank, the standard error of that, by how much its steps differ.
+        own_s: for each rank, the median over the last steps of the seconds in which it did not wait for other ranks.
+        error_s: for each rank, the standard error of this median.
     """
 
     step: int
@@ -35,26 +35,25 @@ class StepTimes(NamedTuple):
 
 @options_checked
 class StragglerDetector:
-    """Compares each rank's own time in a step with that of the others.
+    """Find ranks that are slower than the others, by each rank's own time in a step.
 
-    Ranks wait for each other in every step, so a step takes as long on all of them. A rank's *own* time is what is left of it
-    without the time for which collectives kept its main thread: compute, loading of data, Python. Every few steps ranks
-    exchange the median of theirs. One whose own time is more than ``ratio`` times the median of all, and by more than its
-    steps differ anyway (two standard errors), twice in succession, is a straggler: rank 0 logs a warning. Simulated ranks take
-    turns, and their own times are not told apart.
+    Ranks wait for each other in every step, so a step takes equally long on all of them. The *own* time of a rank is its step
+    time without waits for collectives: compute, data loading, Python. Every few steps ranks exchange the medians of their own
+    times. A rank is a straggler if its own time is more than ``ratio`` times the median of all ranks, and two standard errors
+    above it, in two exchanges in a row. Rank 0 then logs a warning. Own times of simulated ranks are not known.
 
     Args:
         comm: the ranks.
-        every: steps between two exchanges; the same on all ranks.
-        ratio: how much slower than the median.
+        every: number of steps between two exchanges; equal on all ranks.
+        ratio: factor over the median from which a rank is slow.
 
     Attributes:
         times: the last 1,000 exchanges.
-        stragglers: those of the last one: by rank, how many times the median its own time is.
+        stragglers: stragglers of the last exchange: a dict from rank to its own time, in multiples of the median.
 
     Raises:
-        RunError: ``every`` is not a positive integer, or ``ratio`` not above 1.
-        CommError: over NCCL, where it is the device that waits, and not the process.
+        RunError: ``every`` is no positive integer, or ``ratio`` is not above 1.
+        CommError: the Comm is over NCCL, where the device waits, and not the process.
 
     Cost: every ``every`` steps one ``all_gather`` of 16 bytes for each axis.
     """
@@ -76,13 +75,13 @@ class StragglerDetector:
         self.start()
 
     def start(self) -> None:
-        """Begin the first step now: what was before is not measured."""
+        """Start to measure the first step."""
         self._since = self._own_clock()
         self._own_s.clear()
 
     @api_boundary
     def end_step(self, step: int) -> None:
-        """End a step, whose number is the same on all ranks, and begin the next one. Every rank has to call it."""
+        """End a step, with one number on all ranks, and begin the next one. All ranks have to call this method."""
         now = self._own_clock()
         self._own_s.append(now - self._since)
         if len(self._own_s) == self.every:

@@ -49,22 +49,22 @@ def to_dcp(
     subtree: str = "",
     rename: Callable[[str], str] | None = None,
 ) -> None:
-    """Write a checkpoint so that ``torch.distributed.checkpoint.load()`` reads it, into tensors or DTensors of any mesh.
+    """Convert a checkpoint to the format of torch.distributed.checkpoint (DCP), for ``dcp.load()`` on any mesh.
 
     Args:
-        checkpoint: or its path.
-        folder: a new one; it is there when all of it is written.
-        subtree: what to write; all by default.
-        rename: the key in DCP of a name below ``subtree``: ``lambda name: f"model.{name}"``.
+        checkpoint: the checkpoint, or its path.
+        folder: path of a new folder, which appears when all of it is written.
+        subtree: part of the checkpoint to convert; all by default.
+        rename: function from a name below ``subtree`` to the key in DCP: ``lambda name: f"model.{name}"``.
 
-    One process does this, without a process group. Tied leaves are written under each of their names. Numbers, texts, None, and
-    lists and tuples of these are written as objects, as DCP writes those of a ``state_dict``. So FSDP2's ``get_state_dict()``,
-    ``dcp.load()`` and ``set_state_dict()`` load a module and its ShardedOptimizer, saved as ``{"model": model, "optim":
-    optimizer}``.
+    Call this function in one process; it needs no process group. Tied leaves are written under each of their names. Numbers,
+    texts, None, and lists and tuples of these are written as objects, as DCP writes those of a ``state_dict``. So FSDP2's
+    ``get_state_dict()``, ``dcp.load()`` and ``set_state_dict()`` load a module and its ShardedOptimizer, saved as ``{"model":
+    model, "optim": optimizer}``.
 
     Raises:
-        CheckpointError: the folder is there already or is a URL, there is nothing to write, two tensors have the same name, or
-            the checkpoint is damaged. Nothing is left.
+        CheckpointError: the folder exists or is a URL, there is nothing to write, two tensors have one name, or the checkpoint
+            is damaged. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row
     if a row is larger; headers and digests of all files, 0.2 % of the files.
@@ -158,27 +158,27 @@ def from_dcp(
     ignore: str | Sequence[str] = (),
     config: Any = None,
 ) -> Checkpoint:
-    """Convert a checkpoint of torch.distributed.checkpoint to one under ``root``; load that.
+    """Convert a checkpoint of torch.distributed.checkpoint (DCP) to a checkpoint under ``root``, which you can load.
 
-    Names are DCP's keys, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; those in lists and
-    tuples have their place in the list as the end of their name. One process does this, without a process group.
+    Names are the keys of DCP, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; for values in lists
+    and tuples the name ends in the index. Call this function in one process; it needs no process group.
 
-    The metadata, tensors and objects are read by unpicklers that know the classes of DCP and of plain tensors, and no other
-    classes: no code in the folder is run, and no tensor is allocated that is larger than the folder's files.
+    Unpicklers read the metadata, tensors and objects. They know the classes of DCP and of plain tensors, and no others, so no
+    code in the folder runs. No tensor larger than the folder's files is allocated.
 
     Args:
-        folder: of DCP: a path, or a URL of fsspec.
-        root: folder of checkpoints, as of :func:`~fsharp.checkpoint.save`.
-        step: number of the step, in the checkpoint's name.
-        ignore: patterns of keys to leave out; each has to match one.
-        config: kept in the manifest.
+        folder: folder of DCP: a path, or a URL of fsspec.
+        root: folder of checkpoints, as for :func:`~fsharp.checkpoint.save`.
+        step: number of the step, for the checkpoint's name.
+        ignore: patterns of keys to leave out; each has to match a key.
+        config: config for the manifest.
 
     Raises:
-        CheckpointError: the folder is damaged or not of DCP, or has an object that is no number, text or boolean. Nothing is
+        CheckpointError: the folder is damaged, is not of DCP, or has an object other than a number, text or boolean. No file is
             left.
-        PatternError: a pattern that matches nothing.
+        PatternError: a pattern matches nothing.
 
-    Cost: reads all of it, writes it as :func:`~fsharp.checkpoint.save` does. Memory: one whole tensor, and a chunk.
+    Cost: reads the whole folder, and writes it as :func:`~fsharp.checkpoint.save` does. Memory: one whole tensor, and a chunk.
     """
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)

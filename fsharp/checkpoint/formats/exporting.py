@@ -27,23 +27,23 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_file_nbytes: int = 5_000_000_000,
 ) -> None:
-    """Write tensors of a checkpoint as ``model.safetensors``, or as several files and ``model.safetensors.index.json``.
+    """Export tensors of a checkpoint to ``model.safetensors``, or to several files and ``model.safetensors.index.json``.
 
-    ``from_pretrained()`` reads the folder once a ``config.json`` is put beside them. One process does this, without a process
+    Add a ``config.json``, and ``from_pretrained()`` loads the folder. Call this function in one process; it needs no process
     group.
 
     Args:
-        checkpoint: or its path.
-        folder: a new one; it is there when all of it is written. A path, or a URL of fsspec.
-        subtree: what to write: ``"params"`` of a TrainState. Numbers and texts are left out. So are further names of tied
-            leaves, as ``save_pretrained()`` leaves them out.
-        rename: the name in the files of a name below ``subtree``.
-        dtype: to round floating point to, such as ``torch.bfloat16``; None keeps what was saved.
-        max_file_nbytes: of tensors in a file; a larger tensor has a file of its own.
+        checkpoint: the checkpoint, or its path.
+        folder: path of a new folder, or a URL of fsspec. The folder appears when all of it is written.
+        subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. Numbers, texts, and all but one name of
+            tied leaves are left out, as in ``save_pretrained()``.
+        rename: function from a name below ``subtree`` to the name in the files.
+        dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
+        max_file_nbytes: most bytes of tensors in a file; a larger tensor gets its own file.
 
     Raises:
-        CheckpointError: the folder is there already, there is nothing to write, a tensor has a dtype that safetensors has no
-            name for, two have the same name, or the checkpoint is damaged. Nothing is left.
+        CheckpointError: the folder exists, there is nothing to write, safetensors does not know a dtype, two tensors have one
+            name, or the checkpoint is damaged. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
     copy; headers and digests of all files, 0.2 % of the files.
