@@ -106,8 +106,10 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_in_place = False
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
+                is_in_place = True
                 for x in tensors_of(value):
                     at = x.untyped_storage()._cdata
                     if at not in self.made and at not in self.before:
@@ -115,7 +117,8 @@ class _Tape(TorchDispatchMode):
                         self.before[at] = (whole, whole.clone())
         result = func(*args, **kwargs)
         made = [x for x in tensors_of(result) if not func.is_view]
-        self.made |= {x.untyped_storage()._cdata for x in made} - set(self.before)
+        if not is_in_place:  # a result of set_() has memory from before the capture
+            self.made |= {x.untyped_storage()._cdata for x in made} - set(self.before)
         held = torch.utils._pytree.tree_map_only(torch.Tensor, _without_holder, (args, kwargs, made))
         self.ops.append((func, *held))
         return result
