@@ -83,14 +83,14 @@ _checks: ContextVar[bool] = ContextVar("checks", default=False)
 
 @api_context
 def check_remat() -> Iterator[None]:
-    """Within this context ``forward(remat=)`` computes each function twice at once, and compares bits: a check for debugging.
+    """Check in this context that functions of ``forward(remat=)`` give the same bits when they are recomputed. For debugging.
 
-    The backward computes a function again with the random numbers of torch's global generators and of generators that are
-    arguments. A generator in a closure, a counter or a clock gives other values the second time, and gradients are wrong.
-    Shapes and dtypes of what the backward needs are compared always.
+    ``forward(remat=)`` then calls each function twice, and compares the results. The backward repeats random numbers of torch's
+    global generators and of generators that are arguments. A generator in a closure, a counter or a clock would give other
+    values in the backward, and wrong gradients. Shapes and dtypes are compared even without this context.
 
     Raises:
-        TreeError: within it, by ``forward()``: a function whose values differ.
+        TreeError: in ``forward()``: the two results of a function differ.
 
     Cost: one more forward of each function, without gradients.
     """

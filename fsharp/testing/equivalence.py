@@ -24,7 +24,7 @@ from fsharp.type_checks import options_checked
 @options_checked
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest difference of parameters that cannot be bitwise equal: ``rtol`` times the larger magnitude, and ``atol``."""
+    """The largest allowed difference between two numbers: ``rtol`` times the larger magnitude, plus ``atol``."""
 
     rtol: float = 1e-4
     atol: float = 1e-5
@@ -44,30 +44,30 @@ def assert_equivalent(
     run: Callable[[Mesh, Callable[[Comm], Any]], Sequence[Any]] = simulate,
     **plan_options: Any,
 ) -> dict[str, Any]:
-    """Train the same steps under several strategies and compare the parameters with those of one unsharded process.
+    """Train the same steps under several strategies, and assert that they give the parameters of an unsharded run.
 
-    All runs have to agree with the unsharded one within ``tolerance``. Two runs on the same mesh have to be **bitwise**
-    equal if they add in the same order: always without accumulation on a mesh of one axis; with it, or on several axes,
-    if their gradients rest in the same way.
+    All runs have to agree with the unsharded run within ``tolerance``. Two runs on one mesh have to be **bitwise** equal if
+    they add in the same order. On a mesh of one axis, without accumulation, they always do. With accumulation, or on several
+    axes, they do if their gradients rest in the same place.
 
     Args:
-        loss_fn: as for :func:`~fsharp.train_step`. Its result must not depend on how the batch is divided: a mean over
-            equal parts, or ``(sum, weight)``.
-        tx: any ``(init, update)`` pair. Use ``clip_by_global_norm(..., deterministic=True)`` if it clips.
-        params: the full tree to start from.
-        batches: one global batch for each step: a pytree of tensors that is split along dim 0 over the ranks.
-        runs: name to mesh and strategy.
-        units: as for :func:`~fsharp.plan`.
-        microbatches: as for :func:`~fsharp.train_step`.
-        tolerance: for runs that add in another order.
-        run: runs a function as every rank of a mesh; :func:`simulate`, or one that starts processes.
-        plan_options: passed to :func:`~fsharp.plan`.
+        loss_fn: the loss, as for :func:`~fsharp.train_step`. Its result must not depend on how the batch is divided: a mean
+            over equal parts, or ``(sum, weight)``.
+        tx: the optimizer: an ``(init, update)`` pair. To clip use ``clip_by_global_norm(..., deterministic=True)``.
+        params: the initial parameters, a whole tree.
+        batches: one global batch for each step: a pytree of tensors, which is split along dim 0 over the ranks.
+        runs: pairs of a mesh and a strategy, by names of your choice.
+        units: units, as for :func:`~fsharp.plan`.
+        microbatches: number of microbatches, as for :func:`~fsharp.train_step`.
+        tolerance: allowed difference for runs that add in another order.
+        run: function that runs a function on every rank of a mesh: :func:`simulate` or :func:`processes`.
+        plan_options: more arguments for :func:`~fsharp.plan`.
 
     Returns:
-        The full parameters of each run after the last step, by name.
+        A dict from the name of each run to its whole parameters after the last step.
 
     Raises:
-        AssertionError: the two runs, the first leaf that differs, and by how much.
+        AssertionError: two runs differ. The message has the runs, the first leaf that differs, and the difference.
     """
     step = train_step(loss_fn, tx, microbatches=microbatches)
 

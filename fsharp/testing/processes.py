@@ -36,24 +36,21 @@ _GRACE = 10.0  # seconds for the other ranks to fail too, once one has: the firs
 
 @options_checked
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
-    """Return ``[fn(comm) for every rank of mesh]``, like :func:`~fsharp.testing.simulate`, but in real processes over gloo.
+    """Run ``fn(comm)`` on every rank of a mesh, in real processes over gloo, and return the results in order of rank.
 
-    Needs cloudpickle, with which ``fn`` and what it closes over travel; results travel by pickle. A process has this one's
-    environment, search path and working directory as they are at the call, and of its modules torch and fsharp. Ranks have the
-    same addresses of objects and order of sets: what depends on these differs between ranks only under torchrun.
+    ``fn`` and its closure are sent by cloudpickle, results by pickle. A process has the environment, search path and working
+    directory of this process, and has imported torch and fsharp. Addresses of objects and the order of sets are the same on all
+    ranks; under torchrun they are not.
 
     Args:
         mesh: the ranks.
-        fn: what each rank does.
-        timeout: seconds until all of them are killed.
-
-    Returns:
-        Results in order of rank.
+        fn: function that each rank calls.
+        timeout: seconds after which all processes are killed.
 
     Raises:
-        CommError: a process that failed, with the end of what it printed, or that did not end in time. The others are killed.
+        CommError: a process failed, or did not end in time, and the others were killed. The message has the end of its output.
 
-    Cost: a fork a rank; the first call imports torch once more.
+    Cost: a fork for each rank; the first call imports torch once more.
     """
     return _run_ranks(_launcher, mesh, fn, timeout)
 

@@ -21,7 +21,7 @@ _SHOWN = 5  # races that an error describes
 
 
 class RaceError(FsharpError, AssertionError):
-    """Two streams use the same memory, one of them to write, and nothing orders them; ``report`` has all that was found."""
+    """Two streams access the same memory, at least one writes, and nothing orders the accesses. ``report`` has all races."""
 
     def __init__(self, message: str, report: "RaceReport") -> None:
         super().__init__(message)
@@ -29,9 +29,9 @@ class RaceError(FsharpError, AssertionError):
 
 
 class UnneededWait(NamedTuple):
-    """A wait without which there is no race in the steps that were seen, and how often it was issued.
+    """A wait without which the checked steps would have no race, and how often it was issued.
 
-    ``is_implied`` says whether its lane knew by then of all that it waits for. Otherwise no two accesses need it.
+    ``is_implied``: earlier waits of the lane had already waited for the same work. If False, no two accesses need the wait.
     """
 
     why: str
@@ -121,7 +121,7 @@ class VirtualLanes(Lanes):
 
 
 class RaceReport:
-    """The accesses that a checked piece of a program made, and pairs that nothing orders. Filled when the check ends."""
+    """The memory accesses of the checked steps, and the races among them. Filled at the end of the check."""
 
     def __init__(self, lanes: VirtualLanes, place: Callable[[ByteSpan], str] = str) -> None:
         self._lanes, self._place = lanes, place
@@ -136,22 +136,22 @@ class RaceReport:
 
     @property
     def races(self) -> list[Race]:
-        """Each pair of accesses that nothing orders."""
+        """Pairs of accesses to the same bytes that nothing orders."""
         return self._verdict.races
 
     @property
     def log(self) -> Sequence[Entry]:
-        """All that was issued, in order."""
+        """All ops, waits and events, in the order of issue."""
         return self._lanes.log
 
     @property
     def num_ops(self) -> int:
-        """Ops of torch that touched memory."""
+        """Number of torch ops that accessed memory."""
         return sum(isinstance(entry, Access) for entry in self.log)
 
     @property
     def waits(self) -> dict[str, int]:
-        """Every wait, join and event that was issued, in words, and how often."""
+        """A Counter of all waits, joins and events, as texts."""
         result: dict[str, int] = {}
         for entry in self.log:
             if isinstance(entry, Wait):
@@ -159,15 +159,15 @@ class RaceReport:
         return result
 
     def without(self, why: str) -> list[Race]:
-        """Return the races if a wait, one of :attr:`waits`, had not been issued. Cost: 20 microseconds for each op."""
+        """Return the races that there would be without one of :attr:`waits`. Cost: 20 microseconds for each op."""
         positions = {i for i, entry in enumerate(self.log) if isinstance(entry, Wait) and entry.why == why}
         return replay(self.log, without=positions).races
 
     def unneeded(self) -> list[UnneededWait]:
-        """Return the waits that each could be left out of what was checked without a race.
+        """Return the waits each of which alone could be left out without a race.
 
-        One at a time is left out: two may be there for the same reason. Cost: that of :meth:`without` for each wait that is not
-        implied, seconds for small models.
+        Two of these waits may be needed together, as each does the other's work. Cost: :meth:`without` for each wait that is
+        not implied: seconds for small models.
         """
         implied = self.implied()
         unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.without(why)]
@@ -207,13 +207,13 @@ class RaceReport:
 @options_checked
 @api_context
 def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
-    """Run steps as if there were streams, and look whether every two uses of the same bytes are ordered.
+    """Check in this context that steps would have no data races on a device with streams. Runs on a CPU.
 
-    Gathers and reductions are issued on virtual streams. They run at once, so values are what they are anyway, and each op
-    of torch is noted with its stream and the bytes that it reads and writes. When the check ends, whatever was not ordered
-    by the waits and events that were issued raises. So does memory that was allocated since the check began, and freed and
-    given to others while another stream may still be using it. A wait of the host (``loss.item()``) orders nothing here.
-    Not seen is what does not pass torch's dispatcher, such as memory shared with numpy, or other threads.
+    Gathers and reductions are issued on virtual streams. They run at once, so values do not change. The check records each op
+    of torch, its stream, and the bytes that it reads and writes. At the end it raises an error if two accesses to the same
+    bytes are not ordered by waits and events. It also raises an error if memory is freed and used again while another stream
+    may still use it. A wait of the host (``loss.item()``) orders nothing. The check does not see accesses outside of torch's
+    dispatcher, such as memory shared with numpy, nor other threads.
 
     >>> import torch, fsharp as fs
     >>> from fsharp.testing import DebugPolicy, check_races
@@ -230,20 +230,20 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     []
 
     Args:
-        engine: a scheduler, or a module that has one, on a CPU. Its policy has to be that of a device with streams:
-            ``sum_late=False``; and ``DebugPolicy(trivial_axes=True)`` on a mesh of one rank, so that collectives run at all,
-            as copies.
-            On more ranks use it within :func:`~fsharp.testing.simulate`, once in each rank.
+        engine: a scheduler on a CPU, or a module with one. Its policy has to be that of a device with streams:
+            ``DebugPolicy(sum_late=False)``. On a mesh of one rank also pass ``trivial_axes=True``, so that collectives run, as
+            copies. On several ranks call ``check_races`` in each rank of :func:`~fsharp.testing.simulate`.
 
     Returns:
-        The report, which also tells what waits were issued, and which of them could be left out.
+        The report, which also lists the waits, and the waits that could be left out.
 
     Raises:
-        RaceError: after the last step. For each race both ops, their streams and units, the bytes, and the missing wait.
-        ScheduleError: a scheduler that would not follow the schedule of a device with streams, or whose collectives run in
-            other threads, as over gloo.
+        RaceError: there are races. The message has both ops of each race, their streams and units, the bytes, and the missing
+            wait.
+        ScheduleError: the scheduler does not follow the schedule of a device with streams, or its collectives run in other
+            threads, as over gloo.
 
-    Cost: some 50 microseconds for each op of torch, and memory for what is known of it; check a few steps, not an epoch.
+    Cost: about 50 microseconds, and some memory, for each op of torch: check a few steps, not an epoch.
     """
     scheduler = _session(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check(scheduler)

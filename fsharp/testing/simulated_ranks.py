@@ -45,9 +45,10 @@ def simulate(
 def simulate(
     mesh: Mesh, fn: Callable[["ThreadComm"], Any], *, seed: int | None = None, timeout: float = 60.0, outcomes: bool = False
 ) -> list[Any]:
-    """Return ``[fn(comm) for every rank of mesh]``; ranks take turns and meet in collectives.
+    """Run ``fn(comm)`` on every rank of a mesh, all in this process, and return the results in order of rank.
 
-    Sums are taken in order of rank, as process groups on CPUs take them: a simulated run has the bits of a real one.
+    Ranks are threads that take turns, and meet in collectives. Sums are taken in order of rank, as process groups on CPUs do.
+    So a simulated run has the bits of a real run.
 
     >>> import fsharp as fs
     >>> simulate(fs.Mesh({"dp": 3}), lambda comm: int(comm.all_reduce(torch.tensor(comm.rank), "dp")))
@@ -55,19 +56,19 @@ def simulate(
 
     Args:
         mesh: the ranks.
-        fn: what each rank does. Torch's global random generator is shared by all ranks, which disturb each other's: pass a
-            generator of your own to functions that draw numbers, as an argument, so that ``forward`` can replay it.
-        seed: decides which rank goes on at each collective and each :meth:`ThreadComm.pause`: the same seed gives the same
-            order. None lets each rank run until it has to wait, and then the next one.
-        timeout: longest turn of a rank, in seconds. Ranks take turns, so a rank that waits for another rank by other means than
-            ``comm`` waits in vain. A deadlock within ``comm`` is found at once, without this limit.
-        outcomes: return what each rank raised in place of its result, a :class:`Killed` for a rank that died or stalled,
-            instead of raising the first of these.
+        fn: function that each rank calls. All ranks share torch's global random generator. For random numbers pass a generator
+            as an argument to functions, so that ``forward`` can replay it.
+        seed: seed of the order in which ranks take turns, at each collective and each :meth:`ThreadComm.pause`. With None each
+            rank runs until it has to wait, and then the next rank runs.
+        timeout: longest turn of a rank, in seconds. A rank must not wait for another rank by other means than ``comm``. A
+            deadlock within ``comm`` is found at once, without this limit.
+        outcomes: return the error of each rank that raised one, in place of its result, and a :class:`Killed` for a rank that
+            died or stalled. If False, the first error is raised.
 
     Raises:
-        CommError: ranks that called different collectives, with what each called; or a rank that waits for one that has ended,
-            or for nothing that can come. Without ``outcomes`` also a rank that died, if nobody noticed.
-        Exception: what the first rank to fail raised. The others hear of it when they need that rank.
+        CommError: ranks called different collectives (the message has all calls); or a rank waits for a rank that has ended, or
+            for a call that cannot come. Without ``outcomes`` also if a rank died, and no rank noticed.
+        Exception: the error of the first rank that failed.
     """
     world = _World(mesh, timeout, seed)
     # A thread starts with gradients enabled, whatever the caller's mode.
