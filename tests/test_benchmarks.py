@@ -362,7 +362,7 @@ def test_compute_is_scaled_to_the_step_without_communication():
 def test_the_thousand_units_are_those_of_zero3():
     program = units.program(3)
     recorded = simulate(fs.Mesh({"dp": 2}), partial(_recorded, layers=3))[0]
-    ours, theirs = program.units[1], recorded.facts("layers.1")
+    ours, theirs = program.units[1], recorded.program.facts["layers.1"]
     assert [(call.op, call.axis) for call in ours.gather + ours.reduce] == [
         (call.op, call.axis) for call in theirs.gather + theirs.reduce
     ]

@@ -234,14 +234,6 @@ class Replicas(Background):
             shot = snapshot("refresh()", self._folder, tree, comm=self._comm, prepare=check_open, shared_root=False, **facts)
             self._begin(shot, self._write)
 
-    @api_boundary
-    def refresh_if_idle(self, tree: Any, *, step: int, config: Any = None) -> bool:
-        """Refresh, unless the previous refresh is still under way on some rank. Return whether one began, equal on all ranks.
-
-        Call this method in every step, to refresh as often as the network allows. Cost: one collective of a byte for each axis.
-        """
-        return self._if_idle(lambda: self.refresh(tree, step=step, config=config))
-
     def _write(self, shot: Snapshot) -> None:
         """Write files, then manifests on all hosts, then remove the save before: at any moment one save is whole."""
         staged, own = _files.staging_path(shot.folder), self._own

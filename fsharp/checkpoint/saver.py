@@ -19,7 +19,7 @@ from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snap
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
-from fsharp.functional.comm.agree import largest, together
+from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.worker_threads import Outcome, Worker
@@ -75,14 +75,6 @@ class Background:
     def is_busy(self) -> bool:
         """Whether a save is still under way on this rank. It may end at different times on different ranks."""
         return self._under_way is not None and not self._under_way.is_done()
-
-    def _if_idle(self, save: Callable[[], None]) -> bool:
-        with self._lock:
-            busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
-            is_idle = not largest(busy, self._comm, label=f"{self._name}_if_idle").item()
-            if is_idle:
-                save()
-        return is_idle
 
     @api_boundary
     def check(self) -> None:
@@ -227,14 +219,6 @@ class Saver(Background):
 
         together("Saver", self._own, forget_old)
         return made
-
-    @api_boundary
-    def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:
-        """Save, unless the previous save is still under way on some rank. Return whether a save began, equal on all ranks.
-
-        Call this method in every step, to save as often as storage allows. Cost: one collective of a byte for each axis.
-        """
-        return self._if_idle(lambda: self.save(tree, step=step, metric=metric))
 
 
 def _prepare(root: str) -> None:

@@ -97,10 +97,6 @@ class Trace:
         updates = kinds(lambda spec: spec.cost == "update")
         return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.by_step())
 
-    def step_time(self) -> float:
-        """Return the median seconds of a step that has ended."""
-        return median(stop - start for (start, stop), _ in self.by_step())
-
     @api_boundary
     def by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
         """Return a list of ``((start, stop), rows)`` for each step that has ended.

@@ -105,7 +105,7 @@ class ShardedModule(nn.Module):
             with session.calls.reading(ParameterSource.of(params, comm)), own_buffers(self):
                 return self(*args, **kwargs)
 
-        return fn, session.kept.state.params
+        return fn, session.state.train_state.params
 
     @property
     @api_boundary
@@ -118,7 +118,7 @@ class ShardedModule(nn.Module):
             TreeError: the new state has another layout, place or dtype.
             ScheduleError: the state is set while a step is under way.
         """
-        return _session(self).kept.state
+        return _session(self).state.train_state
 
     @train_state.setter
     @api_boundary
@@ -157,7 +157,7 @@ class ShardedModule(nn.Module):
             raise ScheduleError("unsharded(write=True): in averaged(), which ends with what the parameters were before.")
         _warn_of_rounding("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
-        session.kept.take_writes()
+        session.state.take_writes()
         parts = whole_tensors(session.parameters.values(), session.scheduler.comparing)
         full = {part.path: value for part, value in parts}
         shown = zip(full, dressed(full, full.values(), session.calls.specs), strict=True)
@@ -172,7 +172,7 @@ class ShardedModule(nn.Module):
             session.is_unsharded = False
         if write:
             session.write({path: x.reshape(-1)[slice(*session.parameters[path].run)] for path, x in written.items()})
-            session.kept.is_written = True
+            session.state.is_written = True
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ class ShardedModule(nn.Module):
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounding("full_parameters()", chosen)
-        session.kept.take_writes()
+        session.state.take_writes()
         for part, value in whole_tensors(chosen, session.scheduler.comparing):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.whole(value).full_tensor()
 

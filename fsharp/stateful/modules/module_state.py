@@ -18,14 +18,14 @@ class ModuleState:
     """The parameters and states that a module trains, between two steps.
 
     Attributes:
-        state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
+        train_state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
         generation: how often it has been replaced by one from outside.
         is_written: whether somebody has written to parameters since the last step.
         loaded: which of "parameters" and "optimizer" ranks have loaded since the last step.
     """
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
-        self.state, self._comm, self.generation = state, comm, 0
+        self.train_state, self._comm, self.generation = state, comm, 0
         self.is_written, self.loaded = False, set[str]()
         self.stamp()
 
@@ -43,13 +43,13 @@ class ModuleState:
     def visible(self) -> Any:
         """Return the parameters as the optimizer has them: trainable groups at its place, in memory of the state."""
         with torch.no_grad():
-            return merge(gather(trainable(self.state.params), comm=self._comm, to="optim"), self.state.main)
+            return merge(gather(trainable(self.train_state.params), comm=self._comm, to="optim"), self.train_state.main)
 
     def spread(self) -> None:
         """Have parameters at rest take the values that the optimizer's copies have, a unit at a time. A collective."""
         comm = Labelled(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
-            for held, kept in zip(units_of(self.visible()), units_of(trainable(self.state.params)), strict=True):
+            for held, kept in zip(units_of(self.visible()), units_of(trainable(self.train_state.params)), strict=True):
                 new = gather(stored(held, comm), comm=comm, to="params")
                 for buffer, value in zip(kept.buffers, new.buffers, strict=True):
                     if buffer is not value:
@@ -65,7 +65,7 @@ class ModuleState:
     def adopt(self, state: TrainState) -> None:
         """Take over a state of this layout, whose buffers are the module's from here on. Refuse another place or dtype."""
         state = state._replace(main=on_device(state.main, self._comm.device))
-        pairs = ("params", state.params, self.state.params), ("main", state.main, self.state.main)
+        pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):
                 facts = [None if node is None else _about(node) for node in (new, old)]
@@ -75,8 +75,8 @@ class ModuleState:
                         f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]}, in the "
                         "layout, place and dtypes that the module's own state has: begin with that, and change its values."
                     )
-        has_own = self.state.opt is not None  # else a torch.optim class keeps it
-        self.state = state if has_own else state._replace(opt=None)
+        has_own = self.train_state.opt is not None  # else a torch.optim class keeps it
+        self.train_state = state if has_own else state._replace(opt=None)
         self.generation += 1
         self.stamp()
 
@@ -92,7 +92,7 @@ class ModuleState:
         now = self._versions()
         if now == self._stamp:
             return False
-        mains = {(node.name, g) for node in units_of(self.state.main) for g in node.groups}
+        mains = {(node.name, g) for node in units_of(self.train_state.main) for g in node.groups}
         for key, (address, version) in now.items():
             kind, unit, group = key
             is_copy = kind == "params" and (unit, group) in mains
@@ -106,7 +106,7 @@ class ModuleState:
         return True
 
     def _versions(self) -> dict[tuple[str, str, int], tuple[int, int]]:
-        trees = ("params", self.state.params), ("main", self.state.main)
+        trees = ("params", self.train_state.params), ("main", self.train_state.main)
         return {
             (kind, node.name, g): (b.data_ptr(), b._version)
             for kind, tree in trees

@@ -37,8 +37,8 @@ class ModuleStep:
         on_backward: to be called when a backward reaches a forward of this step.
     """
 
-    def __init__(self, kept: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
-        self.kept, self.means, self.scheduler, self._paused = kept, means, scheduler, paused
+    def __init__(self, state: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
+        self.state, self.means, self.scheduler, self._paused = state, means, scheduler, paused
         self.scheduled = scheduler.wrap(lambda: None, "training step")  # never called: a user's calls are its steps
         self.is_accumulating = False
         self.updated_by: int | None = None
@@ -57,19 +57,19 @@ class ModuleStep:
         self.recover()
         self.take_writes()
         if self.run is None:
-            self.kept.account_for_writes(self.scheduler.account)
+            self.state.account_for_writes(self.scheduler.account)
             self.means.clear()
             self.updated_by = None
-            self.run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {}, on_backward=self.on_backward)
+            self.run = self.scheduler.open(self.scheduled, (self.state.train_state.params,), {}, on_backward=self.on_backward)
             with self._guarded():
-                self._units = self.scheduler.start_gradients(self.kept.state.params)
-                self.params = with_sinks(self.kept.state.params)
+                self._units = self.scheduler.start_gradients(self.state.train_state.params)
+                self.params = with_sinks(self.state.train_state.params)
         with self._guarded():
             yield self.params
 
     def take_writes(self) -> None:
         """Have resting parameters follow writes to the module's parameters, and gather them anew in the step under way."""
-        if self.kept.take_writes() and self.run is not None:
+        if self.state.take_writes() and self.run is not None:
             self.run.outdate()
 
     def recover(self) -> None:
@@ -138,7 +138,7 @@ class ModuleStep:
             if self.is_accumulating or not self.is_fed:
                 return
             missing = unused_parameters(self._units, self.scheduler, self._paused)
-            sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
+            sums = reduce_scatter(self.scheduler.issue(self._units, self.state.train_state.params), comm=self.scheduler)
             self.means.set(sums, missing)
             if not self._is_apart:
                 self.means.call_hooks()
@@ -162,17 +162,17 @@ class ModuleStep:
             return
         run = self.run
         assert run is not None
-        self.kept.notice_writes()
-        self.kept.account_for_writes(self.scheduler.account)
+        self.state.notice_writes()
+        self.state.account_for_writes(self.scheduler.account)
         self.scheduler.account(f"{settings}\n{self.means.changes()}")
         with self._guarded():
-            self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
+            self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used = set(self.means.present)
             self.means.clear()
         self._close(run)
         self.updated_by = by
-        self.kept.stamp()
-        self.kept.loaded.clear()
+        self.state.stamp()
+        self.state.loaded.clear()
 
     def finished(self, where: str) -> Any:
         """Return the gradients, if there are any, for ``where``, which is about to use them.
@@ -220,7 +220,7 @@ class ModuleStep:
             self._close(run)
             return
         with self._guarded():
-            self._units = self.scheduler.start_gradients(self.kept.state.params)
+            self._units = self.scheduler.start_gradients(self.state.train_state.params)
 
     @contextmanager
     def apart(self) -> Iterator[None]:

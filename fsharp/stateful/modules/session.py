@@ -43,7 +43,7 @@ class Session:
 
     Attributes:
         calls: the calls of its code, with parameters gathered.
-        kept: the state that it trains.
+        state: what it trains.
         step: the training step.
         casts: of inputs and outputs, by path of the module, for those that have one.
         is_unsharded: whether whole parameters are in place of its own at present.
@@ -65,12 +65,12 @@ class Session:
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
         scheduler.keep_main()  # the module shows main copies
-        self.kept = ModuleState(state, scheduler)
+        self.state = ModuleState(state, scheduler)
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
         self.calls = ModuleCalls(module, layout, chosen, specs, self.paused)
         means = MeanGradients(self.parameters, specs, scheduler)
-        self.step = ModuleStep(self.kept, means, scheduler, self.paused)
+        self.step = ModuleStep(self.state, means, scheduler, self.paused)
         self._trained = {unit.full_path(leaf) for unit in layout.units for g in unit.trainable for leaf in unit.leaves_of(g)}
         self.is_unsharded = self.is_averaged = False
         self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.of(params, comm)), "evaluation")
@@ -98,10 +98,10 @@ class Session:
             out = run(source)
         elif not torch.is_grad_enabled():
             step.take_writes()
-            out = self._evaluation(run, self.kept.state.params)
+            out = self._evaluation(run, self.state.train_state.params)
         elif step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
             step.take_writes()
-            out = run(ParameterSource.of(self.kept.state.params, self.scheduler))
+            out = run(ParameterSource.of(self.state.train_state.params, self.scheduler))
         else:
             self._refuse_to_train()
             with step.forward() as params:
@@ -142,11 +142,11 @@ class Session:
 
         Values no longer depend on the past: ranks whose steps differed before an error go on together.
         """
-        self.kept.loaded.add(what)
-        if len(self.kept.loaded) == 2:
-            self.kept.loaded.clear()
+        self.state.loaded.add(what)
+        if len(self.state.loaded) == 2:
+            self.state.loaded.clear()
             self.scheduler.begin_history()
-            name_trees((self.kept.state.params, self.kept.state.main), self.scheduler)
+            name_trees((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     # ------------------------------------------------------------ the owner of parts
 
@@ -163,7 +163,7 @@ class Session:
 
     def before_write(self) -> None:
         """Wait for gathers under way: they read parameters for the next step, or write updated ones to where they rest."""
-        for node in units_of(self.kept.state.params):
+        for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a gather that has failed is over; who computes with the parameters hears of it
                 _ = node.buffers
         self.scheduler.lanes.join_all("gather")
@@ -251,7 +251,7 @@ class Session:
         self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
-        self.kept.adopt(state)
+        self.state.adopt(state)
         self.show()
 
     def write(self, parts: Mapping[str, torch.Tensor]) -> None:
@@ -263,13 +263,13 @@ class Session:
             for path, value in parts.items():
                 own = self.parameters[path].local
                 own.copy_(value.view(own.shape))
-        self.kept.spread()
+        self.state.spread()
 
     def show(self) -> None:
         """Have the module show this rank's parts of the parameters."""
         self.parameters.clear()
-        rank, trained = self.scheduler.rank, units_by_name(self.kept.visible())
-        for node in units_of(self.kept.state.params):
+        rank, trained = self.scheduler.rank, units_by_name(self.state.visible())
+        for node in units_of(self.state.train_state.params):
             frozen = node.select([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
                 for path, leaf, data in held_leaves(each, rank):

@@ -84,7 +84,7 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
     refuse_dtensors(where, session)
     if session.is_averaged:
         raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
-    session.kept.take_writes()
+    session.state.take_writes()
     awaiting: dict[str, _Awaiting] = {}
     for path, parameter in session.parameters.items():
         awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_Awaiting)

@@ -123,12 +123,6 @@ class Schedule:
                 what = f"kind is {op.kind!r}, expected {' or '.join(map(repr, known))}"
                 raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare()` first.")
 
-    def facts(self, unit: str) -> UnitFacts:
-        """Return the facts of a unit."""
-        if unit not in (names := [facts.name for facts in self.program.units]):
-            raise ScheduleError(f"no unit {unit!r} in this schedule: it has {names}.")
-        return self.program.facts[unit]
-
     def calls(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
         facts = self.program.facts

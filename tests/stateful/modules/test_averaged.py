@@ -96,7 +96,7 @@ def test_the_same_bits_as_the_functional_path(strategy, name):
         return (
             mine,
             again,
-            found(model.__dict__["_fsharp"][0].kept.state.opt)[1],
+            found(model.__dict__["_fsharp"][0].state.train_state.opt)[1],
             *functional(comm, strategy, TRANSFORMS[name](), finite),
         )
 

@@ -174,9 +174,9 @@ def test_with_one_buffer_only_the_turning_points_save_a_gather(strategy, microba
     measured = simulate(mesh, lambda comm: measure(comm, strategy, microbatches, prefetch=0, release="forward"))[0]
     saved = Counter()
     for _ in range(microbatches):
-        saved.update(measured.schedule.facts("head").gather)
+        saved.update(measured.schedule.program.facts["head"].gather)
     for _ in range(microbatches - 1):
-        saved.update(measured.schedule.facts("embed").gather)
+        saved.update(measured.schedule.program.facts["embed"].gather)
     assert measured.calls + saved == fs.inspect.step_traffic(make_layout(mesh, strategy), microbatches=microbatches)
 
 

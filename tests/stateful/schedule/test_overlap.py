@@ -142,7 +142,7 @@ def test_updated_parameters_are_waited_for_at_the_first_use_of_the_next_step(str
     schedule = recorded(strategy, microbatches)
     update_gather = [schedule.ops[i].unit for i in positions(schedule, "gather", phase="update")]
     assert update_gather == (
-        [] if not schedule.facts("embed").update_gather else NAMES
+        [] if not schedule.program.facts["embed"].update_gather else NAMES
     )  # in the order in which they will be used
     waits = positions(schedule, "wait", phase="update")
     assert [schedule.ops[i].unit for i in waits] == update_gather
@@ -153,7 +153,8 @@ def test_updated_parameters_are_waited_for_at_the_first_use_of_the_next_step(str
 
 
 def test_what_has_a_spread():
-    assert {name for name in STRATEGIES if recorded(name).facts("embed").update_gather} == {"zero1", "zero2", "hfsdp", "mixed"}
+    spreading = {name for name in STRATEGIES if recorded(name).program.facts["embed"].update_gather}
+    assert spreading == {"zero1", "zero2", "hfsdp", "mixed"}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "hfsdp", "zero3"])
@@ -182,7 +183,7 @@ def test_reductions_run_beneath_the_next_backward(strategy, microbatches):
         assert schedule.ops[reduce].at == last
         beneath = [i for i in positions(schedule, "compute", phase="backward") if reduce < i < added]
         expected = min(1, len(NAMES) - 1 - number % len(NAMES))
-        if schedule.facts(unit).finish:  # which takes a turn of its own
+        if schedule.program.facts[unit].finish:  # which takes a turn of its own
             assert min(1, expected) <= len(beneath) <= expected
         else:
             assert len(beneath) == expected
@@ -197,7 +198,7 @@ def test_outer_collectives_of_gradients_run_once_a_step(strategy, microbatches):
     last = [i for i, event in enumerate(schedule.program.events) if event.kind == "microbatch_end"][-2:][0]
     for op in schedule.ops:
         if op.kind == "reduce":
-            facts = schedule.facts(op.unit)
+            facts = schedule.program.facts[op.unit]
             calls = facts.finish if op.phase == "finish" else facts.reduce
             (outer if op.phase == "finish" else inner)[op.unit] += 1
             assert {call.axis for call in calls} == {"outer" if op.phase == "finish" else "inner"}
@@ -321,7 +322,7 @@ def test_the_arena_holds_a_few_units_and_not_the_model(monkeypatch):
     arenas = [gpt_schedule(monkeypatch, "zero3", dim=384, layers=n, keep_gradients=True)[1].arena for n in (6, 12, 48)]
     assert arenas[0] == arenas[1] == arenas[2]
     _, schedule = gpt_schedule(monkeypatch, "zero3", dim=384, layers=48, keep_gradients=True)
-    assert 3 * schedule.facts("layers.0").gathered <= schedule.arena < 5 * schedule.facts("layers.0").gathered
+    assert 3 * schedule.program.facts["layers.0"].gathered <= schedule.arena < 5 * schedule.program.facts["layers.0"].gathered
 
 
 @pytest.mark.parametrize("layers", [6, 12, 48])
@@ -331,5 +332,5 @@ def test_gradients_at_rest_take_what_the_arena_has_to_spare(layers, monkeypatch)
     _, apart = gpt_schedule(monkeypatch, "zero3", dim=384, layers=layers, keep_gradients=True)
     resting = sum(op.opens.nbytes for op in schedule.ops if op.opens)
     assert resting == sum(facts.rest for facts in schedule.program.units)
-    assert resting < schedule.arena <= apart.arena + resting - 2 * schedule.facts("layers.0").rest
+    assert resting < schedule.arena <= apart.arena + resting - 2 * schedule.program.facts["layers.0"].rest
     assert not any(op.opens for op in apart.ops)

@@ -221,7 +221,7 @@ def test_a_schedule_is_read_as_it_was_written(program, policy):
 def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
     """A gather with a reduction as well, whatever streams they are on: a transport has one sequence."""
     verify_ranks([schedule, schedule, schedule])
-    sends = [i for i, op in enumerate(schedule.ops) if op.unit and op.spec.collectives(schedule.facts(op.unit))]
+    sends = [i for i, op in enumerate(schedule.ops) if op.unit and op.spec.collectives(schedule.program.facts[op.unit])]
     i, j = choose(data, sends), choose(data, sends)
     one, other = schedule.ops[i], schedule.ops[j]
     assume((one.kind, one.unit, one.phase) != (other.kind, other.unit, other.phase))

@@ -182,7 +182,7 @@ def opens_another_size(data, s):
 def opens_of_no_gradient(data, s):
     others = ("gather", "wait", "compute", "release", "update")
     i = choose(data, [k for k, op in enumerate(s.ops) if op.kind in others or op.phase == "finish"])
-    return edit(s, i, opens=Memory(0, s.facts(s.ops[i].unit).rest if s.ops[i].unit else 0))
+    return edit(s, i, opens=Memory(0, s.program.facts[s.ops[i].unit].rest if s.ops[i].unit else 0))
 
 
 def opens_live_memory(data, s):

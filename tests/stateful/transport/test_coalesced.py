@@ -51,7 +51,7 @@ def together(schedule, kind, phase):
 
 def assert_joined(schedule):
     """Every way in which units of this schedule move, they move together."""
-    facts = schedule.facts("layers.0")
+    facts = schedule.program.facts["layers.0"]
     moves = {("gather", "forward"): facts.gather, ("reduce", "backward"): facts.reduce, ("reduce", "finish"): facts.finish}
     moves["gather", "update"] = facts.update_gather
     assert any(moves.values())

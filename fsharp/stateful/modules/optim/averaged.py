@@ -19,22 +19,22 @@ Buffers = dict[tuple[str, int], torch.Tensor]
 @contextmanager
 def averaged(session: Session, opt: Any) -> Iterator[None]:
     """Have the averages in an optimizer's state in place of the session's parameters. The buffers stay the same ones."""
-    averages, kept = _averages(opt), session.kept
+    averages, state = _averages(opt), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
     session.step.abandon_forwards("averaged()")
-    kept.take_writes()
-    shown = _buffers(kept.visible())
-    trees = [_buffers(tree) for tree in (kept.state.params, kept.state.main)]
+    state.take_writes()
+    shown = _buffers(state.visible())
+    trees = [_buffers(tree) for tree in (state.train_state.params, state.train_state.main)]
     targets = [buffers[key] for buffers in trees for key in buffers if key in shown]
     own = [target.detach().clone() for target in targets]
     session.is_averaged = True
     try:
-        kept.fill([shown[key] for key in averages], list(averages.values()))
-        kept.spread()
+        state.fill([shown[key] for key in averages], list(averages.values()))
+        state.spread()
         yield
     finally:
-        kept.fill(targets, own)
+        state.fill(targets, own)
         session.is_averaged = False
 
 

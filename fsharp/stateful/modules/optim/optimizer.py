@@ -111,8 +111,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer(): an (init, update) pair needs all trained parameters of the module. Freeze some before "
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
-            state = self._tx.init(self.session.kept.visible(), comm=self.session.scheduler)
-            self.session.kept.state = self.session.kept.state._replace(opt=state, made_by=None)
+            state = self._tx.init(self.session.state.visible(), comm=self.session.scheduler)
+            self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=None)
         self._is_made = True
 
     def _start_class(self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int) -> None:
@@ -167,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut(self) -> list[list[nn.Parameter]]:
         """Cut buffers into runs by the labels of leaves. Return them as parameters, for each group of the inner optimizer."""
-        tree, self._generation = self.session.kept.visible(), self.session.kept.generation
+        tree, self._generation = self.session.state.visible(), self.session.state.generation
         rank = self.session.scheduler.rank
         self._runs = [
             list(slices_of(tree, labels, rank=rank, is_whole=scope is not Scope.ELEMENT))
@@ -232,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         assert self.inner is not None
-        if self._generation != self.session.kept.generation:
+        if self._generation != self.session.state.generation:
             self._recut(self._labels, self._states())
         missing = self.session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
@@ -273,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        with averaged(self.session, self.session.kept.state.opt if self.inner is None else None):
+        with averaged(self.session, self.session.state.train_state.opt if self.inner is None else None):
             yield
 
     @property
@@ -335,9 +335,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine = {path: copy.deepcopy(state) for path, state in self._states().items()}
             states = on_every_rank("state_dict()", mine, self._stateful(), self.session.scheduler)
             return {"state": states, "param_groups": self._groups()}
-        for node in units_of(self.session.kept.state.opt):
+        for node in units_of(self.session.state.train_state.opt):
             node.rank = self.session.scheduler.rank
-        return {"state": self.session.kept.state.opt, "param_groups": self._groups()}
+        return {"state": self.session.state.train_state.opt, "param_groups": self._groups()}
 
     @api_boundary
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             trained = None if self.inner is None else mine
             check_groups(where, state_dict, self._groups(), options=self.defaults, trained=trained)
             if self.inner is None:
-                return read_tree(where, state_dict["state"], self.session.kept.state.opt, comm.rank)
+                return read_tree(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh, groups=state_dict["param_groups"])
             return read_states(where, state_dict["state"], self._stateful(), fresh)
 
@@ -419,7 +419,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
         if self.inner is None:
-            self.session.kept.state = self.session.kept.state._replace(opt=states)
+            self.session.state.train_state = self.session.state.train_state._replace(opt=states)
         else:
             self._has_state = set(states)
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
