@@ -1,10 +1,11 @@
 """How long the way is from a user's call to the collective, in frames of this library; and how many calls a unit costs."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fsharp as fs
-from benchmarks import contenders, gpt
+from benchmarks import calls, contenders, gpt
 from fsharp.functional.comm.worker_threads import Worker
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.testing import processes
@@ -13,6 +14,7 @@ ROOT = Path(fs.__file__).parent
 DP = fs.Mesh({"dp": 2})
 SHAPE = gpt.Shape(vocab=32, dim=16, layers=4, heads=2, time=8, batch=1)
 BATCHES = 5
+LAYERS = 24  # as in benchmarks: so many that units share collectives alike in both models
 
 
 def frames_between(called, name):
@@ -70,3 +72,20 @@ def test_few_frames_lie_between_a_call_and_its_collective():
             way = found[name]
             assert 4 < len(way) <= frames, (name, way)
             assert len({file for file, _ in way}) <= files, (name, way)
+
+
+def calls_a_unit(comm):
+    """By how a program calls the library, the calls of Python functions that one more unit costs in a step."""
+    found, batches = {}, gpt.batches(SHAPE, comm.rank, BATCHES)
+    for layers in (LAYERS, 2 * LAYERS):
+        shape, strategy = replace(SHAPE, layers=layers), fs.zero3("dp")
+        functions = contenders.sharded("functions", shape, comm, strategy, fs.SchedulePolicy())
+        for each in functions, contenders.wrapped("module", shape, comm, strategy):
+            found.setdefault(each.name, []).append(calls.counted(each, batches))
+    return {name: (more - few) / LAYERS for name, (few, more) in found.items()}
+
+
+def test_a_unit_costs_few_calls():
+    for found in processes(DP, calls_a_unit, timeout=200):
+        assert 100 < found["functions"] <= 180
+        assert 150 < found["module"] <= 260

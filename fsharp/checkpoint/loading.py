@@ -217,7 +217,7 @@ def load_by(
 
     tree = encode_leaves(together("load()", comm, fill), comm, resting)
     if donate:
-        donate_nodes(like)
+        donate_nodes(units_of(like))
     name_trees(tree, comm)
     if not any(is_object(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node)):
         return tree

@@ -59,17 +59,18 @@ def forward(
     Cost: one gather; with ``release`` or ``remat`` a second gather in the backward. One reduction of gradients in the backward.
     """
     units = (sharded, tuple(ties))
-    check_untraced("forward()")
     if not isinstance(sharded, Sharded) or ties:
         _check_ties([*ties, *check_comm("forward()", sharded, comm)])
     elif sharded.is_donated:
         check_kept("forward()", [sharded])
     if remat is not False:
+        check_untraced("forward()")
         check_choice(remat)
         if torch.is_grad_enabled() and not is_transformed():
             return _forward_recomputed(fn, units, args, kwargs, comm, remat)
     if isinstance(comm, Engine) and comm.takes(units):
         return comm.run_forward(fn, units, args, kwargs)
+    check_untraced("forward()")
     _check_classes(units)
     first = torch._C._autograd._get_sequence_nr()
     gathered, owners = whole = gather(units, comm=comm)

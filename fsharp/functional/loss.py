@@ -17,7 +17,6 @@ from fsharp.functional.layout.sharded import (
     is_sharded,
     map_units,
     not_sharded,
-    units_of,
 )
 from fsharp.functional.optim.base import check_shared
 from fsharp.torch_compile import uncompiled
@@ -146,10 +145,10 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
-    for leaf in optree.tree_leaves(grads, is_leaf=is_sharded):
-        if not is_sharded(leaf):
-            raise not_sharded("average()", leaf)
-        node: Sharded = leaf
+    nodes: list[Sharded] = optree.tree_leaves(grads, is_leaf=is_sharded)
+    for node in nodes:
+        if not is_sharded(node):
+            raise not_sharded("average()", node)
         if Partial in node.place.placements:
             raise TreeError(
                 f"average(): gradients of unit {node.unit.shown} rest partial ({node.place}): reduce_scatter() them first."
@@ -158,7 +157,6 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
             check_shared("average()", node)
         if node.scale == "mean":
             raise TreeError(f"average(): gradients of unit {node.unit.shown} have been divided by average() already.")
-    nodes = units_of(grads)
     check_values("average()", nodes)
     if donate:
         check_not_lent("average()", nodes)

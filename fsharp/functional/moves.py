@@ -159,10 +159,7 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     nodes = check_comm("reduce_scatter()", tree, comm)
     check_values("reduce_scatter()", nodes)
     if isinstance(comm, Engine):
-        moved_tree = comm.run_reduce_scatter(tree, to)
-        for old, new in zip(nodes, units_of(moved_tree), strict=True):
-            new.scale = old.scale
-        return moved_tree  # type: ignore[no-any-return]
+        return comm.run_reduce_scatter(tree, to)  # type: ignore[no-any-return]
 
     def one(sharded: Sharded) -> Sharded:
         target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place

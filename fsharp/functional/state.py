@@ -1,6 +1,7 @@
 """TrainState: parameters, main copies and optimizer state of a run; how a state is made, and updated."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -62,6 +63,7 @@ class MadeBy:
 
 
 register_leafless(MadeBy)
+_with_main_copy, _groups_of = attrgetter("unit.with_main_copy"), attrgetter("groups")
 
 
 @options_checked
@@ -100,14 +102,14 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     together("init_state()", comm, check, fields)
     start = name_trees(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
     resting = stored(start, comm)
-    name_as(resting, start)
+    name_as(units_of(resting), units_of(start))
     params = gather(resting, comm=comm, to="params")
-    name_as(params, start)
+    name_as(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
     copies = map_units(lambda node: node.with_buffers(list(map(_apart, node.buffers))), _main_copies(main))
     state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name))
     if donate:
-        donate_nodes(sharded)
+        donate_nodes(units_of(sharded))
     return state
 
 
@@ -158,7 +160,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     tx = as_transform(tx)
     check_extra(tx, extra)
     nodes = check_comm("update()", grads, comm)
-    kept = units_of((state.params, state.main, state.opt))
+    before, mains, states = map(units_of, (state.params, state.main, state.opt))
+    kept = [*before, *mains, *states]
     check_kept("update()", kept)
     if donate:
         check_not_lent("update()", kept)
@@ -175,22 +178,27 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             held = comm.run_fetch(held, state.params, grads, donate=donate)
         main, opt = on_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
-        old = map_units(_with_main_copies, merge(resting, main), main)
+        has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
+        old = map_units(_with_main_copies, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
-        main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
-        sent = stored(encode_differences(new, resting), comm)
-        name_updated(sent, state.params)
+        if has_copies:
+            main = _main_copies(new)
+            new = encode_differences(new, resting)
+        sent = stored(new, comm)
+        fresh = units_of(sent)
+        name_updated(fresh, before)
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
             params = merge(state.params, add_differences(state.params, moved))
-        name_as(params, sent)
+        moved_nodes = units_of(params)
+        name_as(moved_nodes, fresh)
     if donate:
-        donate_nodes((state.params, state.main, state.opt), params)
+        donate_nodes(kept, [*moved_nodes, *units_of(main)])
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name))
 
 

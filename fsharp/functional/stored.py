@@ -38,12 +38,23 @@ def stored(tree: Any, comm: Comm) -> Any:
         pairs = zip(is_cast, rows, strict=True)
         return node.with_buffers([b.to(d.compute, copy=d.update is not None) if cast else b for cast, (d, b) in pairs])
 
+    if all(map(_rests_alike, units_of(tree))):
+        return tree
     tree = map_units(cast, tree)
     if not any(node.unit.has_formats for node in units_of(tree)):
         return tree
     with telling_format_errors(comm, "the encoding of updated parameters"):
         tree = encode_blocks(tree)
     return encode_leaves(tree, comm)
+
+
+def _rests_alike(node: Sharded) -> bool:
+    """Return whether parameters of a unit rest as these values are: not cast, not encoded, and beside no main copy."""
+    unit = node.unit
+    for g, x in zip(node.groups, node.raw_buffers, strict=True):
+        if x.dtype != unit.groups[g].dtypes.compute or g in unit.with_main_copy or unit.has_formats:
+            return False
+    return True
 
 
 def encode_differences(new: Any, params: Any) -> Any:

@@ -111,8 +111,8 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
                 loss, new = _one_microbatch(fn, params, part, comm)
                 total = Loss(total.sum + loss.sum, total.weight + loss.weight)
                 grads = optree.tree_map(torch.Tensor.add_, grads, new)
-        for node in units_of(grads):
-            node.scale = "sum"
+            for node in units_of(grads):
+                node.scale = "sum"
         if has_aux:
             return (total, aux if microbatches > 1 else aux[0]), grads
         return total, grads
@@ -159,7 +159,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tup
         ),
         params,
     )
-    name_as(grads, params)
+    name_as(units_of(grads), units_of(params))
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
 
 

@@ -5,6 +5,7 @@ Ranks make trees in one order, so the numbers in names of trees are the same on 
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,15 +53,15 @@ def name_trees(tree: Any, comm: Comm) -> Any:
     return tree
 
 
-def name_updated(new: Any, old: Any) -> None:
-    """Name values that an update has made of a tree ``old`` of the same units."""
-    for after, before in zip(units_of(new), units_of(old), strict=True):
+def name_updated(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
+    """Name values that an update has made of those of the same units in ``old``."""
+    for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name.updated()
 
 
-def name_as(new: Any, old: Any) -> None:
-    """Give the units of a tree the names that those of another have."""
-    for after, before in zip(units_of(new), units_of(old), strict=True):
+def name_as(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
+    """Give units the names that those of another tree have."""
+    for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name
 
 

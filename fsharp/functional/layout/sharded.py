@@ -1,6 +1,6 @@
 """Sharded: the pytree node that stands where a unit's subtree stood, and trees of such nodes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -213,23 +213,9 @@ class Sharded:
             TreeError: the buffers are not full, or ``ties`` lacks the unit of a tied leaf.
         """
         owners = {each.name: each for each in ties} | {self.name: self}
-        views = {self.name: self._views()}
-        leaves = []
-        for leaf in self.unit.leaves:
-            unit, path = leaf.tied_to or (self.name, leaf.path)
-            if unit not in owners:
-                raise TreeError(
-                    problem(
-                        "Sharded.tree()",
-                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
-                        [("tied to", f"{path!r} of unit {unit!r}")],
-                        f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{unit!r}]]).",
-                    )
-                )
-            if unit not in views:
-                views[unit] = owners[unit]._views()
-            leaves.append(views[unit][path])
-        return optree.tree_unflatten(self.unit.spec, leaves)
+        names = dict.fromkeys([self.name, *(leaf.tied_to[0] for leaf in self.unit.leaves if leaf.tied_to is not None)])
+        views = {name: owners[name]._views() for name in names if name in owners}  # in one order on all ranks
+        return subtree_of("Sharded.tree()", self.unit, views)
 
     def _views(self) -> dict[str, torch.Tensor]:
         if self.place.sharded or self.place.partial or self.groups != self.unit.all_groups:
@@ -279,6 +265,28 @@ class Sharded:
             else:
                 shown.append(repr(buffer))
         return f"Sharded({self.name!r}, {self.place}, {'; '.join(shown) or 'empty'})"
+
+
+def subtree_of(where: str, unit: UnitLayout, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the subtree of a unit, whose stored leaves are given by unit and path.
+
+    Raises:
+        TreeError: a leaf is tied to one of a unit that is not given.
+    """
+    found = []
+    for leaf in unit.leaves:
+        owner, path = leaf.tied_to or (unit.name, leaf.path)
+        if owner not in leaves:
+            raise TreeError(
+                problem(
+                    where,
+                    f"{unit.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
+                    [("tied to", f"{path!r} of unit {owner!r}")],
+                    f"Pass that unit along: forward(fn, params[{unit.name!r}], ..., ties=[params[{owner!r}]]).",
+                )
+            )
+        found.append(leaves[owner][path])
+    return optree.tree_unflatten(unit.spec, found)
 
 
 def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:
@@ -413,10 +421,10 @@ def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
             )
 
 
-def donate_nodes(tree: Any, new: Any = ()) -> None:
-    """Mark the nodes of a tree as donated, except for nodes that are also in ``new``."""
-    kept = set(map(id, units_of(new)))
-    for node in units_of(tree):
+def donate_nodes(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
+    """Mark nodes as donated, except for nodes that are also in ``new``."""
+    kept = set(map(id, new))
+    for node in nodes:
         node.is_donated = id(node) not in kept
 
 

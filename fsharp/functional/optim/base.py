@@ -294,13 +294,14 @@ def per_leaf(
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
     """Refuse gradients whose units, places, groups, sizes or dtypes are not those of the parameters; names the first."""
-    if optree.tree_structure(grads, is_leaf=is_sharded) != optree.tree_structure(params, is_leaf=is_sharded):
+    (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
+    if structure != expected:
         raise TreeError(
             f"{where}: gradients and parameters are trees of different structure. Pass the gradients that "
             "value_and_grad() returned for these parameters, through reduce_scatter() and average()."
         )
 
-    for g, p in zip(units_of(grads), units_of(params), strict=True):
+    for g, p in zip(filter(is_sharded, ours), filter(is_sharded, theirs), strict=True):
         check_shared(where, g)
         for what, got, expected in _differences(g, p):
             raise TreeError(

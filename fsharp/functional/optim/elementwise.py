@@ -316,9 +316,9 @@ def _each_run(
     ``trees`` are parameters, gradients and state; all but the second are written in place. Raises TreeError if their buffers do
     not correspond: torch's fused kernels would read and write beyond them.
     """
-    params = trees[0]
+    of_trees = [units_of(tree) for tree in trees]
     expected, *others = (
-        [(node.unit, node.place, node.groups, [*map(_shape_of, node.raw_buffers)]) for node in units_of(tree)] for tree in trees
+        [(node.unit, node.place, node.groups, [*map(_shape_of, node.raw_buffers)]) for node in nodes] for nodes in of_trees
     )
     if any(other != expected for other in others):
         raise TreeError(
@@ -329,17 +329,18 @@ def _each_run(
     uniform = None
     if isinstance(lr_scale, int | float) and isinstance(weight_decay, int | float):
         uniform = (float(lr_scale), float(weight_decay))
-    tables = {} if uniform else {name: per_leaf(f"{name}=", params, rule) for name, rule in rules.items()}
+    tables = {} if uniform else {name: per_leaf(f"{name}=", trees[0], rule) for name, rule in rules.items()}
     by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
-    for nodes in zip(*map(units_of, trees), strict=True):
-        rows = zip(*[node.raw_buffers if node.lazy is None else node.buffers for node in nodes], strict=True)
-        for group, row in zip(nodes[0].groups, rows, strict=True):
-            columns = list(row)
-            columns[1] = columns[1].to(columns[0].dtype)
-            for value, start, stop in [(uniform, 0, columns[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
+    for nodes in zip(*of_trees, strict=True):
+        rows = [node.raw_buffers if node.lazy is None else node.buffers for node in nodes]
+        for group, *row in zip(nodes[0].groups, *rows, strict=True):
+            row[1] = row[1].to(row[0].dtype)
+            for value, start, stop in [(uniform, 0, row[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
+                if value not in by_value:
+                    by_value[value] = [[] for _ in row]
                 if start < stop:
-                    for column, into in zip(columns, by_value.setdefault(value, [[] for _ in columns]), strict=True):
-                        into.append(column if stop - start == column.numel() else column[start:stop])
+                    for x, into in zip(row, by_value[value], strict=True):
+                        into.append(x if stop - start == x.numel() else x[start:stop])
     for (scale, decay), lists in by_value.items():
         run = partial(kernel, scale=scale, decay=decay)
         for dtype in dict.fromkeys([x.dtype for x in lists[0]]):
@@ -379,6 +380,6 @@ def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], li
     kernel(bodies)
     for k, column in enumerate(tails):
         if column and k != 1:
-            used = sum(x.numel() for x in column)
-            for x, piece in zip(column, scratch[k][:used].split([x.numel() for x in column]), strict=True):
+            sizes = [x.numel() for x in column]
+            for x, piece in zip(column, scratch[k][: sum(sizes)].split(sizes), strict=True):
                 x.copy_(piece)

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds
-from fsharp.stateful.schedule.schedule import Op, Schedule
+from fsharp.stateful.schedule.schedule import Schedule, lives
 
 WAITING = WAIT.kind
 """The kind of a span in which compute stands still, whatever the kind of its op."""
@@ -79,7 +79,7 @@ class Timeline:
         """Pairs ``(second, live bytes of the arena from this second on)``, from 0 to the end of the step."""
         starts, stops = self._times()
         changes: list[tuple[float, int]] = [(0.0, 0)]
-        for fill, free, nbytes in _lives(self.schedule.ops):
+        for fill, free, nbytes in lives(self.schedule.ops):
             since = starts[fill] if fill is not None else 0.0
             if since < self.step_s:
                 changes.append((since, nbytes))
@@ -164,25 +164,6 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def _works(span: TimeSpan) -> bool:
     return span.stream == "compute" and span.kind != WAITING
-
-
-def _lives(ops: tuple[Op, ...]) -> Iterator[tuple[int | None, int | None, int]]:
-    """Yield ``(op that fills it, op that frees it, bytes)`` of each life of a buffer; None for an op of another step."""
-    live: dict[tuple[str, str], tuple[int, int]] = {}
-    for i, op in enumerate(ops):
-        if op.opens is not None:
-            yield i, None, op.opens.nbytes
-        if op.memory is None:
-            continue
-        spec = op.spec
-        buffer = spec.memory, op.unit
-        if spec.frees != spec.memory:
-            live.setdefault(buffer, (i, op.memory.nbytes))
-        else:
-            fill, nbytes = live.pop(buffer, (None, op.memory.nbytes))
-            yield fill, i, nbytes
-    for fill, nbytes in live.values():
-        yield fill, None, nbytes
 
 
 def seconds_text(seconds: float) -> str:

@@ -125,7 +125,7 @@ class ParameterSource(NamedTuple):
 
 
 class GatheredModule(NamedTuple):
-    """The root, or a module that is gathered by itself.
+    """The root, or a module that is gathered by itself: its units, and their entries.
 
     ``ties``: other units, which store leaves that leaves of its units are tied to. ``has_inner``: whether modules inside of it
     are gathered by themselves. ``varies``: whether a unit varies along an axis. Then a rank that uses no parameter, as where an
@@ -133,6 +133,7 @@ class GatheredModule(NamedTuple):
     """
 
     units: Sequence[str]
+    entries: Sequence[ParameterEntries]
     ties: Sequence[str]
     side_outputs: SideOutputs
     has_inner: bool
@@ -162,6 +163,7 @@ class ModuleCalls:
         self.owners = {
             path: GatheredModule(
                 units=names,
+                entries=[self.entries[name] for name in names],
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
                 side_outputs=SideOutputs(members[path]),
                 has_inner=path in has_inner,
@@ -172,28 +174,30 @@ class ModuleCalls:
         self.source: ParameterSource | None = None
 
     @contextmanager
-    def reading(self, source: ParameterSource, module: nn.Module | None = None) -> Iterator[None]:
-        """Have modules in this context read ``source``; methods of ``module``, whose units are gathered, run directly."""
+    def reading(
+        self,
+        source: ParameterSource | None,
+        entries: Sequence[ParameterEntries] = (),
+        parameters: Sequence[Sequence[Any]] = (),
+        *,
+        module: nn.Module | None = None,
+    ) -> Iterator[None]:
+        """Have modules in this context read ``source``, and have other tensors for the parameters of some units.
+
+        ``parameters``: in the order of each unit's leaves. Methods of ``module``, whose units are gathered, run directly.
+        """
         before, self.source = self.source, source
+        replaced_tensors = list(map(ParameterEntries.swap, entries, parameters))
         if module is not None:
             module.__dict__["_fsharp_computes"] = True
         try:
             yield
         finally:
-            self.source = before
             if module is not None:
                 module.__dict__["_fsharp_computes"] = False
-
-    @contextmanager
-    def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
-        """Have other tensors for parameters in this context, in the order of each unit's leaves."""
-        entries = [self.entries[name] for name in names]
-        before = [of_unit.swap(each) for of_unit, each in zip(entries, parameters, strict=True)]
-        try:
-            yield
-        finally:
-            for of_unit, each in zip(reversed(entries), reversed(before), strict=True):
-                of_unit.swap(each)
+            for of_unit, tensors in zip(reversed(entries), reversed(replaced_tensors), strict=True):
+                of_unit.swap(tensors)
+            self.source = before
 
     def shown(self, names: Sequence[str], leaves: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[Any]]:
         """Return units' leaves as the module's code expects them."""
@@ -251,23 +255,28 @@ class ModuleCall:
         self._passed = [*args, *kwargs.values()]
 
     @uncompiled
-    def compute(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
-        """Call the code with these trees of full parameters; return the tensors that it gives away."""
+    def compute_with_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
+        """Call :meth:`compute` with the leaves of trees of full parameters, one for each unit."""
+        return self.compute(source, list(map(optree.tree_leaves, trees)))
+
+    @uncompiled
+    def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
+        """Call the code with these leaves of full parameters, by unit; return the tensors that it gives away."""
         calls, path, owner, passed = self.calls, self.path, self.owner, self._passed
         before = owner.side_outputs.look(passed, path)
-        leaves = calls.differentiated(owner.units, list(map(optree.tree_leaves, trees)))
-        with calls.reading(source, self.module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
+        leaves = calls.differentiated(owner.units, full)
+        with calls.reading(source, owner.entries, calls.shown(owner.units, leaves), module=self.module):
             out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
-        full = list(chain.from_iterable(leaves))
+        parameters = list(chain.from_iterable(leaves))
         found = tensors_in(out, path)
-        if views := views_of(full, found):  # these are released: the copies' gradients are theirs
+        if views := views_of(parameters, found):  # these are released: the copies' gradients are theirs
             out = replaced(out, views, [cloned(x) for x in views], path)
             found = tensors_in(out, path)
         self.out = out
-        side = owner.side_outputs.since(before, passed, full, path)
+        side = owner.side_outputs.since(before, passed, parameters, path)
         found += [x for x in side if not any(x is y for y in found)]
         self._given_away = found
-        return reaching(found, [*self.flat, *full]) if owner.varies else found
+        return reaching(found, [*self.flat, *parameters]) if owner.varies else found
 
     def returning(self, found: Sequence[torch.Tensor]) -> Any:
         """Return what the code has returned. Tensors in ``found`` stand in place of those that the code gave away."""

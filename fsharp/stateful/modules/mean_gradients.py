@@ -47,7 +47,7 @@ class MeanGradients:
     def set(self, sums: Any, missing: set[str]) -> None:
         """Take over sums over ranks, and divide them in place."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
-        self.each(lambda buffer: buffer.div_(self._comm.mesh.size))
+        torch._foreach_div_(self.buffers, self._comm.mesh.size)
         self._versions = self._seen()
 
     def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
@@ -78,7 +78,7 @@ class MeanGradients:
         return self._seen() != self._versions
 
     def _seen(self) -> list[int]:
-        return [buffer._version for node in units_of(self.tree) for buffer in node.buffers]
+        return [buffer._version for buffer in self.buffers]
 
     def changes(self) -> str:
         """Return what was done to the gradients since they were set. Every rank has to have done the same."""
@@ -87,12 +87,10 @@ class MeanGradients:
         rows = zip(self._seen(), self._versions, is_whole, strict=True)
         return f"gradients since they were set={self.edits} {[now - before for now, before, whole in rows if whole]}"
 
-    def each(self, change: Callable[[torch.Tensor], Any]) -> None:
-        """Change all buffers in place."""
-        with torch.no_grad():
-            for node in units_of(self.tree):
-                for buffer in node.buffers:
-                    change(buffer)
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of all units."""
+        return [buffer for node in units_of(self.tree) for buffer in node.buffers]
 
     def part(self, path: str) -> Part | None:
         """Return this rank's part of the gradient of a parameter; None if there is none."""

@@ -36,8 +36,6 @@ class ShardedModule(nn.Module):
         """Raise an error: only ``fs.shard_module`` makes a ShardedModule, from a module that exists."""
         raise TreeError(f"{cls.__name__}(): a sharded module is made by fs.shard_module(module, ...), and not copied.")
 
-    # ------------------------------------------------------------ training
-
     @api_context
     def accumulate(self) -> Iterator[None]:
         """Accumulate gradients in this context without the reduction to the optimizer; like ``no_sync()`` of DDP.
@@ -75,7 +73,9 @@ class ShardedModule(nn.Module):
                 "be clipped. Leave out error_if_nonfinite=True to scale gradients all the same."
             )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        means.each(lambda buffer: buffer.mul_(scale))
+        with torch.no_grad():
+            for buffer in means.buffers:
+                buffer.mul_(scale)
         means.edits.append(f"clip {max_norm!r} {norm_type!r}")
         return norm
 
@@ -86,8 +86,6 @@ class ShardedModule(nn.Module):
         ``set_to_none=False`` is an error.
         """
         _session(self).step.discard(set_to_none=set_to_none)
-
-    # ------------------------------------------------------------ crossing over
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
         """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters ``params``.
@@ -139,8 +137,6 @@ class ShardedModule(nn.Module):
     def step(self) -> Scheduled:
         """The scheduled training step, for ``model.step.schedule`` and ``model.step.trace()``."""
         return _session(self).step.scheduled
-
-    # ------------------------------------------------------------ whole parameters
 
     @api_context
     def unsharded(self, *, write: bool = False) -> Iterator[None]:

@@ -31,6 +31,9 @@ class ModuleState:
 
     def stamp(self) -> None:
         """Note the versions of all buffers: later writes are noticed."""
+        trees = ("params", self.train_state.params), ("main", self.train_state.main)
+        nodes = [(kind, node) for kind, tree in trees for node in units_of(tree)]
+        self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
         self._stamp = self._versions()
 
     def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -92,11 +95,10 @@ class ModuleState:
         now = self._versions()
         if now == self._stamp:
             return False
-        mains = {(node.name, g) for node in units_of(self.train_state.main) for g in node.groups}
-        for key, (address, version) in now.items():
-            kind, unit, group = key
+        mains = {(unit, group) for kind, unit, group, _ in self._buffers if kind == "main"}
+        for (kind, unit, group, _), before, (address, version) in zip(self._buffers, self._stamp, now, strict=True):
             is_copy = kind == "params" and (unit, group) in mains
-            if address != self._stamp[key][0] or (is_copy and version != self._stamp[key][1]):
+            if address != before[0] or (is_copy and version != before[1]):
                 raise ScheduleError(
                     f"what unit {unit!r} computes with was changed in place since the last step. It follows the optimizer's "
                     "copy in another dtype. Write to the module's parameters, or in `with model.unsharded(write=True):`."
@@ -105,14 +107,8 @@ class ModuleState:
         self.stamp()
         return True
 
-    def _versions(self) -> dict[tuple[str, str, int], tuple[int, int]]:
-        trees = ("params", self.train_state.params), ("main", self.train_state.main)
-        return {
-            (kind, node.name, g): (b.data_ptr(), b._version)
-            for kind, tree in trees
-            for node in units_of(tree)
-            for g, b in zip(node.groups, node.raw_buffers, strict=True)
-        }
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(buffer.data_ptr(), buffer._version) for *_, buffer in self._buffers]
 
 
 def _about(node: Sharded) -> tuple[Any, ...]:

@@ -70,7 +70,7 @@ class ModuleStep:
     def take_writes(self) -> None:
         """Have resting parameters follow writes to the module's parameters, and gather them anew in the step under way."""
         if self.state.take_writes() and self.run is not None:
-            self.run.outdate()
+            self.run.leave()  # a schedule would use what it has gathered before
 
     def recover(self) -> None:
         """Make the scheduler usable again after an error, as all ranks do.

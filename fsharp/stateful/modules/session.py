@@ -5,8 +5,8 @@ itself calls ``forward()`` with its units, under a scheduler, and all else is as
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
@@ -75,8 +75,6 @@ class Session:
         self.is_unsharded = self.is_averaged = False
         self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.of(params, comm)), "evaluation")
 
-    # ------------------------------------------------------------ computing
-
     @uncompiled
     def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn``, code of the module at ``path``, with the module's units gathered, and cast its inputs and outputs."""
@@ -123,19 +121,21 @@ class Session:
 
     def _run(self, call: ModuleCall, source: ParameterSource) -> Any:
         """Make a call with the units of its module gathered from ``source``."""
-        owner, compute = call.owner, partial(call.compute, source)
-        for name in owner.units:
-            self.calls.entries[name].check()
+        owner = call.owner
+        for entries in owner.entries:
+            entries.check()
         refuse_added(call.module, call.path)
-        nodes = [source.nodes[name] for name in owner.units]
+        nodes, ties = list(map(source.nodes.__getitem__, owner.units)), list(map(source.nodes.__getitem__, owner.ties))
         if not nodes:
-            compute([])
+            call.compute(source, [])
             return call.out
-        units = nodes, [source.nodes[name] for name in owner.ties]
-        if source.comm is self.scheduler and self.scheduler.takes(units):
-            return call.returning(self.scheduler.run_forward(compute, units, call.flat, {}))
+        units = nodes[0] if len(nodes) == 1 else nodes
+        if source.comm is self.scheduler and self.scheduler.takes((units, ties)):
+            compute = partial(call.compute, source)
+            return call.returning(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
+        compute = partial(call.compute_with_trees, source)
         release = not owner.has_inner
-        return call.returning(forward(compute, nodes, *call.flat, comm=source.comm, ties=units[1], release=release))
+        return call.returning(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
     def note_load(self, what: str) -> None:
         """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole. Once both are, labels begin anew.
@@ -147,8 +147,6 @@ class Session:
             self.state.loaded.clear()
             self.scheduler.begin_history()
             name_trees((self.state.train_state.params, self.state.train_state.main), self.scheduler)
-
-    # ------------------------------------------------------------ the owner of parts
 
     @property
     def ranks(self) -> Comm:
@@ -187,8 +185,6 @@ class Session:
             leaf.requires_grad_().register_hook(partial(_refuse_reentrant, part.path))
         whole: torch.Tensor = dressed([part.path], [leaf], self.calls.specs)[0]
         return whole
-
-    # ------------------------------------------------------------ gradients
 
     def differentiate(
         self,
@@ -238,13 +234,9 @@ class Session:
                 raise RuntimeError(f"{_GRAD}: input {name} was not used. Set allow_unused=True if this is what you want.")
         return tuple(result)
 
-    # ------------------------------------------------------------ whole parameters
-
-    @contextmanager
-    def swapped_in(self, by_path: Mapping[str, Any]) -> Iterator[None]:
-        """Have other tensors for all parameters in this context, given by path."""
-        with self.calls.swapped_in([unit.name for unit in self.layout.units], self._by_unit(by_path)):
-            yield
+    def swapped_in(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context in which all parameters are other tensors, given by path."""
+        return self.calls.reading(self.calls.source, list(self.calls.entries.values()), self._by_unit(by_path))
 
     def adopt(self, state: TrainState) -> None:
         """Train another state of the same layout from here on. Refuse it while a step is under way."""
@@ -276,8 +268,8 @@ class Session:
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
                     about |= {"spec": self.calls.specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
                     self.parameters[path] = ShardedParameter.made(data.detach(), about, requires_grad=each is not frozen)
-        for unit, owned in zip(self.layout.units, self._by_unit(self.parameters), strict=True):
-            self.calls.entries[unit.name].swap(owned)
+        for entries, owned in zip(self.calls.entries.values(), self._by_unit(self.parameters), strict=True):
+            entries.swap(owned)
 
     def _by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
         """Return for each unit the values of its leaves, given by path; tied leaves share one."""

@@ -138,9 +138,6 @@ def _shown(dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> str:
     return f"{' or '.join(dict.fromkeys(map(dtype_name, dtypes)))}{list(shape)}"
 
 
-# ------------------------------------------------------------ whole tensors on one rank
-
-
 def gather_to_rank(
     where: str,
     dicts: Iterable[dict[str, Any]],
@@ -195,29 +192,24 @@ def whole_tensors(parts: Iterable[Part], comm: Comm) -> Iterator[tuple[Part, tor
 
     Cost: a gather for each unit and place. Memory: a unit's tensors, of which those that are yielded are views.
     """
-    by_unit: dict[tuple[UnitLayout, Place], list[Part]] = {}
+    by_unit: dict[tuple[UnitLayout, Place], dict[str, Part]] = {}
     for part in parts:
-        by_unit.setdefault((part.unit, part.place), []).append(part)
+        by_unit.setdefault((part.unit, part.place), {})[part.path] = part
     for (unit, place), mine in by_unit.items():
-        yield from _whole_tensors(unit, place, {part.path: part for part in mine}, comm)
-
-
-def _whole_tensors(
-    unit: UnitLayout, place: Place, parts: Mapping[str, Part], comm: Comm
-) -> Iterator[tuple[Part, torch.Tensor]]:
-    dtypes = {part.leaf.group: part.dtype for part in parts.values()}
-    buffers = []
-    for group, dtype in dtypes.items():
-        buffer = torch.zeros(unit.local_size(group, place), dtype=dtype, device=comm.device)
-        for span in unit.spans(group, place, comm.rank):
-            if (part := parts.get(unit.full_path(span.leaf))) is not None:
-                buffer[span.start : span.stop] = part.local.reshape(-1)
-        buffers.append(buffer)
-    with torch.no_grad():
-        full = dict(zip(dtypes, gather(Sharded(buffers, unit, place, tuple(dtypes)), comm=comm).buffers, strict=True))
-    for part in parts.values():
-        x = part.leaf
-        yield part, full[x.group][x.offset : x.offset + x.numel].view(x.shape)
+        dtypes = {part.leaf.group: part.dtype for part in mine.values()}
+        buffers = []
+        for group, dtype in dtypes.items():
+            buffer = torch.zeros(unit.local_size(group, place), dtype=dtype, device=comm.device)
+            for span in unit.spans(group, place, comm.rank):
+                if (held := mine.get(unit.full_path(span.leaf))) is not None:
+                    buffer[span.start : span.stop] = held.local.reshape(-1)
+            buffers.append(buffer)
+        with torch.no_grad():
+            full = dict(zip(dtypes, gather(Sharded(buffers, unit, place, tuple(dtypes)), comm=comm).buffers, strict=True))
+        for part in mine.values():
+            x = part.leaf
+            yield part, full[x.group][x.offset : x.offset + x.numel].view(x.shape)
+        del buffer, buffers, full  # before the next unit is gathered
 
 
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], Part | None]) -> Any:

@@ -12,7 +12,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import is_plain, is_since, kept_tensors, saved_tensors, written_to
-from fsharp.stateful.runtime.notes import Note, WrapperNote, note_of, noted
+from fsharp.stateful.runtime.notes import Note, WrapperNote
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, stamp
@@ -84,12 +84,7 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
     leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
     roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
-    def unpack(note: Note) -> torch.Tensor:
-        memory = fill().memory
-        assert memory is not None
-        return noted(note, memory)
-
-    def unpack_wrapper(note: WrapperNote) -> torch.Tensor:
+    def unpack(note: Note | WrapperNote) -> torch.Tensor:
         memory = fill().memory
         assert memory is not None
         return note.made(memory)
@@ -112,9 +107,9 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
             if wrapper is None:
                 is_seen = False
             elif wrapper.is_gathered:
-                raw.register_hooks(lambda _, wrapper=wrapper: wrapper, partial(call_hook, unpack_wrapper))
+                raw.register_hooks(lambda _, wrapper=wrapper: wrapper, partial(call_hook, unpack))
         elif is_plain(x) and x.untyped_storage().data_ptr() == place:
-            note = note_of(x)
+            note = Note.of(x)
             del x
             raw.register_hooks(lambda _, note=note: note, partial(call_hook, unpack))
     return is_seen

@@ -15,10 +15,11 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.schedule import ops
+from fsharp.stateful.schedule.addresses import ArenaItem, lower_bound
 from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, lives
 from fsharp.stateful.schedule.unplaced import BufferKey, behind
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.full import aligned
@@ -305,19 +306,6 @@ class Eager:
         facts = (self._facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
         facts = (replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]
         eager = replace(policy, prefetch=0, bucket_nbytes=0, gather_at_start=False, memory_budget=None)
-        return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._top, _peak_nbytes(self.ops))
-
-
-def _peak_nbytes(emitted: Iterable[Op]) -> int:
-    """The largest number of bytes that are in use at once."""
-    live: dict[int, int] = {}
-    total = peak = 0
-    for op in emitted:
-        for memory in (op.memory, op.opens):
-            if memory is not None and memory.start not in live:
-                live[memory.start] = memory.nbytes
-                total += memory.nbytes
-        peak = max(peak, total)
-        if op.spec.frees and op.memory is not None:
-            total -= live.pop(op.memory.start)
-    return peak
+        last = len(self.ops) - 1
+        spans = [ArenaItem(n, ((fill or 0, last if free is None else free),)) for fill, free, n in lives(self.ops)]
+        return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._top, lower_bound(spans))

@@ -7,19 +7,24 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.functional.release import is_plain
 
-Note = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-"""Dtype, size, strides and offset of a tensor in gathered memory."""
 
+class Note(NamedTuple):
+    """The note of a tensor in gathered memory: its dtype, size, strides and offset."""
 
-def note_of(x: torch.Tensor) -> Note:
-    """Return the note of a tensor."""
-    return x.dtype, x.size(), x.stride(), int(x.storage_offset())
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
+    @staticmethod
+    def of(x: torch.Tensor) -> "Note":
+        """Return the note of a tensor."""
+        return Note(x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
-def noted(note: Note, memory: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in gathered memory, which may be at another address."""
-    dtype, size, stride, offset = note
-    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+    def made(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in gathered memory, which may be at another address."""
+        made = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return made.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class WrapperNote(NamedTuple):
@@ -55,7 +60,7 @@ class WrapperNote(NamedTuple):
             each = getattr(x, name)
             if type(each) is not torch.Tensor or not is_plain(each):
                 return None
-            inner[name] = note_of(each) if each.untyped_storage().data_ptr() == place else each
+            inner[name] = Note.of(each) if each.untyped_storage().data_ptr() == place else each
         return cls(type(x), inner, about, torch.Size(x.size()), x.stride())
 
     @property
@@ -65,5 +70,5 @@ class WrapperNote(NamedTuple):
 
     def made(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the wrapper in gathered memory."""
-        inner = {name: x if isinstance(x, torch.Tensor) else noted(x, memory) for name, x in self.inner.items()}
+        inner = {name: x if isinstance(x, torch.Tensor) else x.made(memory) for name, x in self.inner.items()}
         return self.cls.__tensor_unflatten__(inner, self.about, self.size, self.stride)  # type: ignore[no-any-return]

@@ -27,7 +27,6 @@ class Recorder:
         self._rows: list[tuple[int, str, Any, Mark, Mark, list[InFlight], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
-        self._step, self._bounds = -1, []  # type: tuple[int, list[tuple[Mark, Mark]]]
 
     def mark(self) -> Mark:
         """Now, on the current stream."""
@@ -40,9 +39,8 @@ class Recorder:
     def begin(self) -> None:
         """A step begins: forget what was measured of the one before."""
         self._open.clear()
-        self._last = self.mark()
-        self._start = self._last
-        self._step = len(self._bounds)
+        self._start = self._last = self.mark()
+        self._step = len(self.trace.steps)
 
     def event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
         """Run the ops of an event by their actions, and note them."""
@@ -79,12 +77,11 @@ class Recorder:
 
     def end(self) -> None:
         """The step has ended: what is known of it goes to the trace; what is still under way follows."""
-        self._bounds.append((self._start, self.mark()))
+        ended = self.mark()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)
-        number = self.trace.begin_step(self._seconds(self._start))
-        self.trace.end_step(self._seconds(self._bounds[-1][1]))
-        assert number == self._step
+        self.trace.begin_step(self._seconds(self._start))
+        self.trace.end_step(self._seconds(ended))
         waiting = []
         for row in self._rows:
             op, kind, what, start, stop, flights, step = row

@@ -26,7 +26,10 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.transport.choose import transport_over
+from fsharp.stateful.transport.base import ProcessGroups, Transport
+from fsharp.stateful.transport.blocking import BlockingTransport
+from fsharp.stateful.transport.gloo import GlooTransport
+from fsharp.stateful.transport.nccl import NcclTransport
 from fsharp.stateful.transport.streams import Lanes, lanes_for
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.pending import is_pending
@@ -96,7 +99,8 @@ class Scheduler(PassingComm, Tracer):
     def __init__(self, comm: Comm, *, policy: SchedulePolicy | None = None, **options: Any) -> None:
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
-        self.comm, self.policy = comm, policy or SchedulePolicy(**options)
+        super().__init__(comm)
+        self.policy = policy or SchedulePolicy(**options)
         if self.policy.separate_groups is None:
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
         self._functions, self._history = Functions(), SettingsHistory()
@@ -106,7 +110,7 @@ class Scheduler(PassingComm, Tracer):
     def _start(self, lanes: Lanes) -> None:
         self.own = _apart(self.comm)
         separate_groups = bool(self.policy.separate_groups)
-        transport = transport_over(self.own, separate_groups=separate_groups)
+        transport = _transport_over(self.own, separate_groups=separate_groups)
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
         self.arena = Arena(self.executor, self.registry, self.policy)
@@ -141,7 +145,8 @@ class Scheduler(PassingComm, Tracer):
 
     def _passed(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Refuse a scheduler that was closed, or have a collective of the caller's own passed on, and not scheduled."""
-        self._connect()
+        self._refuse()
+        self.executor.connect()
         return self.own, self.executor.named(label or "a call of the Comm")
 
     def account(self, text: str) -> None:
@@ -157,11 +162,6 @@ class Scheduler(PassingComm, Tracer):
             scheduled.recount()
 
     @property
-    def history(self) -> str:
-        """A digest of all settings that were accounted so far; empty if there are none."""
-        return self._history.digest
-
-    @property
     def settings(self) -> str:
         """The digest of settings up to the last step, and the settings since then, a field in each line as ``name=value``."""
         return self._history.text
@@ -169,11 +169,12 @@ class Scheduler(PassingComm, Tracer):
     @property
     def comparing(self) -> Comm:
         """This Comm, with the history in labels outside of steps: for collectives that put parts of all ranks together."""
-        return self if self._now.step is not None else Labelled(self, f"after history {self.history or 'none'}: ")
+        return self if self._now.step is not None else Labelled(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
     def _of_history(self) -> str:
-        return f" of history {self.history}" if self.history else ""
+        digest = self._history.digest
+        return f" of history {digest}" if digest else ""
 
     def __call__(self, fn: Callable[..., Any]) -> Scheduled:
         """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
@@ -281,15 +282,10 @@ class Scheduler(PassingComm, Tracer):
     def _leave(self) -> None:
         self._now.end()
         self._issued = IssuedGradients()
-        self.registry.clear()
+        self.registry.unbind()
         self.executor.name(step="")
         for scheduled in self._functions:
             scheduled.forget()
-
-    def _connect(self) -> None:
-        """Refuse a scheduler that was closed, or make its connection: called before a collective."""
-        self._refuse()
-        self.executor.connect()
 
     def _end(self, step: Step) -> None:
         scheduled = self._now.scheduled
@@ -300,7 +296,6 @@ class Scheduler(PassingComm, Tracer):
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_step()
             scheduled.end_call("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
-            self.registry.unbind()
             return
         self._functions.end_call(scheduled)
         if step.is_planned and step.schedule is not None:
@@ -310,7 +305,6 @@ class Scheduler(PassingComm, Tracer):
                 self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
         else:
             self._record(scheduled, step)
-        self.registry.unbind()
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:
         """Learn what a step has done that followed no schedule to its end."""
@@ -342,7 +336,7 @@ class Scheduler(PassingComm, Tracer):
 
         None if some rank holds parameters beyond their use, for which no schedule has room.
         """
-        self._connect()
+        self.executor.connect()
         if b"1" in gather_bytes(b"1" if is_held else b"0", self.own):
             return None
         schedule = compile_schedule(program, self.policy, has_streams=self.device.type != "cpu")
@@ -373,7 +367,6 @@ class Scheduler(PassingComm, Tracer):
         step = now.step or next(iter(now.loose), None)
         if step is None:
             self._refuse()
-            self.registry.clear()
             self.registry.unbind()
             step = Step(self.executor, None, units=self.units)
             now.loose.add(step)
@@ -389,3 +382,15 @@ def _apart(comm: Comm) -> Comm:
         other.inner = _apart(comm.inner)
         return other
     return comm.apart() if isinstance(comm, ProcessGroupComm) else comm
+
+
+def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
+    """Return the transport that a Comm allows for. Gathers and reductions may have process groups each."""
+    inner, counters = comm, list[CountingComm]()
+    while isinstance(inner, CountingComm):
+        counters.append(inner)
+        inner = inner.inner
+    if not isinstance(inner, ProcessGroupComm):
+        return BlockingTransport(comm)
+    kind = NcclTransport if inner.is_native else GlooTransport
+    return kind(inner, ProcessGroups(inner, separate=separate_groups), counters)

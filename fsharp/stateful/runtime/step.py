@@ -7,7 +7,6 @@ step goes on with ops made up on the spot.
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -106,8 +105,7 @@ class Step:
                 return
         event = Event(*found)
         self.events.append(event)
-        if self.eager is None:
-            self.leave(event)
+        self.leave(event)
         assert self.eager is not None
         has_pending = unit is not None and self.uses.pending.get(unit.key, 0) > 0
         self._run(self.eager.foresee(at, event, unit, copy, units, has_pending=has_pending))
@@ -119,8 +117,10 @@ class Step:
             self.executor.run(bound)
             del bound  # the memory that it has freed is wanted for the next one
 
-    def leave(self, event: Event | None) -> None:
-        """Follow the schedule no further: finish what it has begun, and make ops up from here on."""
+    def leave(self, event: Event | None = None) -> None:
+        """Follow the schedule no further, if there is one: finish what it has begun, and make ops up from here on."""
+        if self.eager is not None:
+            return
         assert self.schedule is not None
         after = f"what came after {self.events[-1]}" if self.events else "its end"
         self.executor.drain()
@@ -167,11 +167,8 @@ class Step:
             return None
         return use.copy.full if use.copy is not None else use.unit.at_rest()
 
-    def pack(self, out: Any, use: UnitUse, first: int) -> None:
-        """Let go of what autograd has saved of a unit's parameters, if they have memory of their own."""
-        use.pack(out, first, partial(self._filled, use))
-
-    def _filled(self, use: UnitUse) -> UnshardedBuffer:
+    def filled(self, use: UnitUse) -> UnshardedBuffer:
+        """Return the buffer of a use, whose backward needs it, filled."""
         if self.is_over:
             raise _too_late(use.unit.key)
         assert use.copy is not None
@@ -264,8 +261,8 @@ class Step:
     def begin_backward(self, *, is_last: bool) -> None:
         """A backward pass begins. ``is_last``: no other one adds to its gradients before they are reduced for the optimizer."""
         number = self.num_microbatches
-        if self.is_planned and self.schedule is not None and number in self.schedule.last_microbatches and not is_last:
-            self.leave(None)  # it would reduce them now
+        if not is_last and self.schedule is not None and number in self.schedule.last_microbatches:
+            self.leave()  # it would reduce them now
         self.executor.name(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
@@ -282,8 +279,8 @@ class Step:
                 if grad is not None:
                     found.append((unit, grads))
                     break
-        if self.is_planned and found:
-            self.leave(None)
+        if found:
+            self.leave()
         self._event("microbatch_end", units=self.units.values())
         for unit, grads in found:
             if unit.gradient is not None:
@@ -294,19 +291,14 @@ class Step:
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:
         """Begin new gradients of these units, at the schedule's places. Whatever is under way of the old ones ends first."""
-        if self.is_planned and self.executor.reducing:
+        if self.executor.reducing:
             reducing = {key for key, _ in self.executor.reducing}
             if any(unit.key in reducing for unit in units):
-                self.leave(None)
+                self.leave()
         schedule, transport = self.schedule if self.is_planned else None, self.executor.transport
         for unit in units:
             unit.train(transport, None if schedule is None else schedule.places.get(unit.key))
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
-
-    def outdate(self) -> None:
-        """Parameters were written to: a schedule would use what it has gathered before."""
-        if self.is_planned:
-            self.leave(None)
 
     def move(self) -> None:
         """Something is about to be reduced that is not what the schedule reduces: on all ranks, or on none."""
@@ -319,8 +311,8 @@ class Step:
         unfinished = [unit for unit in units if _is_unfinished(unit)]
         self._event("reduce", units=unfinished)
         unfinished = [unit for unit in unfinished if _is_unfinished(unit)]
-        if self.is_planned and unfinished:
-            self.leave(None)
+        if unfinished:
+            self.leave()
         if self.eager is not None:
             self._run(self.eager.finish(unfinished))
         for unit in units:
@@ -349,13 +341,12 @@ class Step:
         if self.is_planned and self.schedule is not None:
             expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
-                self.leave(None)
+                self.leave()
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
         self._event("update", units=units)
         if self.executor.spreading or self.executor.moves:  # of units that the schedule does not know of
-            if self.is_planned:
-                self.leave(None)
+            self.leave()
             assert self.eager is not None
             self._run(self.eager.after_update(units))
 
@@ -366,10 +357,8 @@ class Step:
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()
-        if self.is_planned:
-            assert self.schedule is not None
-            if len(self.events) < len(self.schedule.events):
-                self.leave(None)
+        if self.schedule is not None and len(self.events) < len(self.schedule.events):
+            self.leave()
         self.abandon()
 
     def abandon(self) -> None:

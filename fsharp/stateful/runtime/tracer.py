@@ -6,7 +6,7 @@ Where data move, when, and in which memory is not decided here.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
@@ -14,12 +14,10 @@ import torch
 from fsharp.errors import LossError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
-from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.release import cloned, inner_tensors
 from fsharp.functional.sinks import take_gradients, with_sinks
-from fsharp.functional.transforms import is_transformed
 from fsharp.stateful.runtime.boundary import UnitUse, before_backward
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
@@ -48,16 +46,16 @@ class IssuedGradients:
         """The units, in tree order."""
         return [unit for unit, _, _ in self._rows]
 
-    def issue(self, node: Sharded, unit: UnitState) -> Sharded:
+    def issue(self, node: Sharded, unit: UnitState, scale: Literal["sum"] | None) -> Sharded:
         """The gradient of a unit, whose parameters ``node`` is, where it rests."""
         gradient = unit.gradient
         if gradient is None:
-            return Sharded([], node.unit, node.unit.strategy.grads, ())
+            return Sharded([], node.unit, node.unit.strategy.grads, (), scale=scale)
         if gradient.phase is GradientPhase.NONE:
             gradient.settle()
         tensors = gradient.rest.show()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
-        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
+        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable, scale=scale)
         return pending(result, gradient.join) if gradient.is_under_way else result
 
     def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
@@ -87,7 +85,6 @@ class Tracer(Engine):
         main_stays: main copies stay on the device, as somebody shows them.
     """
 
-    comm: Comm
     own: Comm
     policy: SchedulePolicy
     executor: Executor
@@ -102,20 +99,8 @@ class Tracer(Engine):
     _issued = IssuedGradients()
     _offload: Offload | None = None
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the Comm that is scheduled."""
-        return self.comm.mesh
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the mesh."""
-        return self.comm.rank
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors are."""
-        return self.comm.device
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.mesh, self.rank, self.device = comm, comm.mesh, comm.rank, comm.device
 
     @property
     def transport(self) -> Transport:
@@ -141,7 +126,9 @@ class Tracer(Engine):
 
         Nor under ``make_fx``, nor donated nodes: those ``forward`` refuses.
         """
-        if is_transformed() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        if torch._C._are_functorch_transforms_active():
+            return False
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
             return False
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
@@ -153,24 +140,27 @@ class Tracer(Engine):
                     return False
         return True
 
-    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
-        """Enter the units, call the function, leave them."""
+    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any, *, as_leaves: bool = False) -> Any:
+        """Enter the units, call the function, leave them.
+
+        With ``as_leaves`` units are a list, and the function gets for each of them the leaves of its subtree.
+        """
         sharded, ties = units
-        nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
+        nodes = sharded if as_leaves else [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         step, first = self.current(), torch._C._autograd._get_sequence_nr()
         uses: list[UnitUse] = []
         try:
             for node in (*ties, *nodes):
                 uses.append(step.enter(node, self.unit_of(node)))
             out = compiled_by_caller(
-                fn, _tree_of(sharded, uses, len(ties)), *args, **kwargs
+                fn, _tree_of(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
             )  # which nobody here holds: what is left of it is the function's
             for use in uses:
                 use.check_unwritten()
             out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
-                    step.pack(out, use, first)
+                    use.pack(out, first, partial(step.filled, use))
         finally:
             for use in reversed(uses):
                 step.exit(use)
@@ -186,14 +176,14 @@ class Tracer(Engine):
             with torch.enable_grad():
                 probed = with_sinks(params)
                 loss = as_loss(compiled_by_caller(loss_fn, probed, part, self))
-                check_loss(loss, has_sinks=any(node.sinks for node in units_of(probed)))
+                check_loss(loss, has_sinks=any(unit.layout.trainable for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
                 self.current().begin_backward(is_last=number == len(parts))
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
         assert total is not None
-        return total, self.issue(units, params)
+        return total, self.issue(units, params, scale="sum")
 
     def start_gradients(self, params: Any) -> list[UnitState]:
         """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
@@ -207,7 +197,7 @@ class Tracer(Engine):
         found = zip(units, units_of(probed), strict=True)
         self.current().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
-    def issue(self, units: Sequence[UnitState], params: Any) -> Any:
+    def issue(self, units: Sequence[UnitState], params: Any, *, scale: Literal["sum"] | None = None) -> Any:
         """The gradients of these parameters, whose units are given, where they rest."""
         self.lanes.join_all("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
@@ -216,7 +206,7 @@ class Tracer(Engine):
             )
         self._issued = issued = IssuedGradients()
         position = iter(units)
-        return map_units(lambda node: issued.issue(node, next(position)), params)
+        return map_units(lambda node: issued.issue(node, next(position), scale), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
         """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
@@ -236,7 +226,7 @@ class Tracer(Engine):
             return state
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
         self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)
-        (main, opt), moves = self._offload.up(state, self._staying(params, state[0]))
+        (main, opt), moves = self._offload.move(state, self._staying(params, state[0]), to_host=False)
         self.current().fetch({keys[name]: move for name, move in moves.items()})
         return main, opt
 
@@ -264,7 +254,7 @@ class Tracer(Engine):
         moves: Mapping[str, HostCopies] = {}
         if self._offload is not None:
             keys = {update_gather.node.name: update_gather.unit.key for update_gather in reversed(update_gathers)}
-            state, by_name = self._offload.down(state, self._staying(resting, state[0]))
+            state, by_name = self._offload.move(state, self._staying(resting, state[0]), to_host=True)
             moves, self._offload = {keys[name]: move for name, move in by_name.items()}, None
         step.update(update_gathers, moves)
         self.num_updates += 1
@@ -279,7 +269,7 @@ def _leaves_of(*values: Any) -> Sequence[Any]:
     return values
 
 
-def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
+def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
     """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
     rows, leaves = [], {}
     for use in uses:
@@ -288,7 +278,9 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
         leaves[index.unit.name] = index, own
     found = []
     for index, own in rows[num_ties:]:
-        found.append(index.tree(own, leaves))
+        found.append(index.leaves(own, leaves) if as_leaves else index.tree(own, leaves))
+    if as_leaves:
+        return found
     trees = iter(found)
     if isinstance(sharded, Sharded):
         return next(trees)
@@ -297,10 +289,11 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
 
 def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
     """A gradient that was issued, at the optimizer's place."""
+    place = resolve_place(node.unit, to)
     if gradient is None or gradient.final is None:
-        same = node.replace(node.raw_buffers, resolve_place(node.unit, to))
+        same = Sharded(node.raw_buffers, node.unit, place, node.groups, scale=node.scale)
         return pending(same, node.lazy.wait) if node.lazy is not None else same
-    result = node.replace(gradient.final.show(), resolve_place(node.unit, to))
+    result = Sharded(gradient.final.show(), node.unit, place, node.groups, scale=node.scale)
     return pending(result, gradient.join) if gradient.is_under_way else result
 
 
@@ -317,7 +310,7 @@ def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
     def outside(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        for each in inner_tensors(x):
+        for each in (x,) if type(x) is torch.Tensor else inner_tensors(x):
             if each.layout is not torch.strided or each.is_meta or not each.numel():
                 continue
             try:

@@ -10,7 +10,7 @@ that one of these ops waits for is over, and ends for all of these ops at once.
 import difflib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -197,6 +197,25 @@ def issue_positions(ops: Sequence[Op]) -> list[range]:
 def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
     """Return the ops that are issued as one, as :func:`issue_positions` does."""
     return [tuple(ops[i] for i in run) for run in issue_positions(ops)]
+
+
+def lives(ops: Sequence[Op]) -> Iterator[tuple[int | None, int | None, int]]:
+    """Yield ``(op that fills it, op that frees it, bytes)`` of each life of a buffer; None for an op of another step."""
+    live: dict[tuple[str, str], tuple[int, int]] = {}
+    for i, op in enumerate(ops):
+        if op.opens is not None:
+            yield i, None, op.opens.nbytes
+        if op.memory is None:
+            continue
+        spec = op.spec
+        buffer = spec.memory, op.unit
+        if spec.frees != spec.memory:
+            live.setdefault(buffer, (i, op.memory.nbytes))
+        else:
+            fill, nbytes = live.pop(buffer, (None, op.memory.nbytes))
+            yield fill, i, nbytes
+    for fill, nbytes in live.values():
+        yield fill, None, nbytes
 
 
 def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:

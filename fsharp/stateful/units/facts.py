@@ -46,10 +46,7 @@ def facts_of(
 def _wire(unit: UnitLayout) -> str | None:
     """The dtypes that all groups of a unit have in common; None if they differ."""
     found = {group.dtypes for group in unit.groups}
-    if len(found) != 1:
-        return None
-    [dtypes] = found
-    return " ".join(dtypes.names)
+    return " ".join(found.pop().names) if len(found) == 1 else None
 
 
 def _calls(chains: Iterable[AxisChain]) -> tuple[Call, ...]:

@@ -15,9 +15,9 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.errors import TreeError, problem
+from fsharp.errors import TreeError
 from fsharp.functional.formats.format import LeafClass, LeafPart
-from fsharp.functional.layout.placement import Shard
+from fsharp.functional.layout.sharded import subtree_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOut
 
@@ -36,11 +36,6 @@ class LeafIndex:
         self.stored = tuple(leaf for leaf in unit.leaves if leaf.tied_to is None)
         self.trainable = tuple(i for i, leaf in enumerate(self.stored) if unit.groups[leaf.group].trainable)
         self.position = {leaf.path: i for i, leaf in enumerate(self.stored)}
-        self._where = [
-            self.position[leaf.path] if leaf.tied_to is None else
-            self.position[leaf.tied_to[1]] if leaf.tied_to[0] == unit.name else leaf.tied_to
-            for leaf in unit.leaves
-        ]  # fmt: skip
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def tree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]) -> Any:
@@ -55,24 +50,14 @@ class LeafIndex:
         """
         if self._is_untied:
             return self.unit.spec.unflatten(own)
-        result = []
-        for leaf, where in zip(self.unit.leaves, self._where, strict=True):
-            if isinstance(where, int):
-                result.append(own[where])
-                continue
-            name, path = where
-            if name not in leaves:
-                raise TreeError(
-                    problem(
-                        "forward()",
-                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
-                        [("tied to", f"{path!r} of unit {name!r}")],
-                        f"Pass that unit along: forward(fn, params[{self.unit.name!r}], ..., ties=[params[{name!r}]]).",
-                    )
-                )
-            index, tensors = leaves[name]
-            result.append(tensors[index.position[path]])
-        return optree.tree_unflatten(self.unit.spec, result)
+        by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in leaves.items()}
+        return subtree_of("forward()", self.unit, by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
+
+    def leaves(
+        self, own: list[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]
+    ) -> list[torch.Tensor]:
+        """Return the leaves of :meth:`tree`."""
+        return own if self._is_untied else optree.tree_leaves(self.tree(own, leaves))
 
     def views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
         """The given leaves in full flat buffers, by group.
@@ -317,23 +302,6 @@ def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 def full_nbytes(unit: UnitLayout) -> int:
     """Bytes of a unit's full parameters, stored and as functions use them, each group on an aligned boundary."""
     return sum(aligned(numel * dtype.itemsize) for numel, dtype in (*full_sizes(unit), *stored_sizes(unit)))
-
-
-def moving_axes(unit: UnitLayout, sharded: Sequence[str], *, trivial: bool) -> tuple[str, ...]:
-    """Those of the axes along which a collective is needed: of more than one rank, unless trivial ones count as well."""
-    return tuple(axis for axis in sharded if trivial or unit.mesh.axis_size(axis) > 1)
-
-
-def gather_axes(unit: UnitLayout, *, trivial: bool = False) -> tuple[str, ...]:
-    """Axes to gather parameters along before use, in order of the gathers."""
-    return moving_axes(
-        unit, [axis for axis in reversed(unit.strategy.order) if unit.strategy.params[axis] is Shard], trivial=trivial
-    )
-
-
-def update_gather_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
-    """Axes to gather updated parameters along, in order of the gathers, to bring them to where they rest."""
-    return moving_axes(unit, unit.update_axes, trivial=trivial)
 
 
 def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:

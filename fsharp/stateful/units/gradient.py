@@ -249,8 +249,6 @@ class GradientBuffer:
 
     def add(self, grads: Grads) -> None:
         """Add what has come some other way: flat, at rest, None for zero."""
-        if all(grad is None for grad in grads):
-            return
         self.join()
         self.settle()
         self._move(GradientPhase.RESTING)

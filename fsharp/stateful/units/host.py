@@ -73,18 +73,11 @@ class Offload:
         self._grads = grads
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def up(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, HostCopies]]:
-        """The state on the device, and by unit what has to run before it is there.
+    def move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, HostCopies]]:
+        """The state on the device, or in host memory; and by unit what has to run before it is there.
 
-        What shares memory with ``params`` stays where it is, as copying it would free nothing.
+        What shares memory with ``params``, after an update the new ones, stays where it is: copying it would free nothing.
         """
-        return self._move(tree, params, to_host=False)
-
-    def down(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, HostCopies]]:
-        """The state in host memory, which is there once what is returned beside it has run; ``params``: the new ones."""
-        return self._move(tree, params, to_host=True)
-
-    def _move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, HostCopies]]:
         moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storages((params, self._grads))
 
         def one(node: Any) -> Any:

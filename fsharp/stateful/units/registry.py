@@ -30,12 +30,9 @@ class UnitRegistry:
         for unit in self.units.values():
             unit.begin_step()
 
-    def clear(self) -> None:
-        """Forget which memory belongs to which unit."""
-        self._by_memory.clear()
-
     def unbind(self) -> None:
         """Have units hold nobody's nodes: what comes next is no part of a step, and has no part in a schedule's memory."""
+        self._by_memory.clear()
         for unit in self.units.values():
             unit.unbind()
 

@@ -48,7 +48,6 @@ class GradientRoute:
         self.unit, self.device = unit, device
         self.index = leaf_index(unit)
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
-        self.dtypes = [unit.groups[g].dtypes for g in unit.trainable]
         each, once = _stages(unit, trivial=trivial)
         self.chains = [AxisChain(transport, unit, g, unit.groups[g].size, each) for g in unit.trainable]
         self.finishes = [
@@ -60,7 +59,8 @@ class GradientRoute:
 
     def sizes(self, place: Place) -> Pieces:
         """Elements and dtype of each group's buffer in a place."""
-        return [(self.unit.local_size(g, place), d.accumulate) for g, d in zip(self.unit.trainable, self.dtypes, strict=True)]
+        unit = self.unit
+        return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable]
 
     def resting(self, window: torch.Tensor | None = None) -> RestingGradient:
         """Where it may rest: in bytes of the arena, as many as it takes, or in memory of its own."""
@@ -74,7 +74,7 @@ class GradientRoute:
 
     def _pieces(self, i: int, several_uses: bool) -> Pieces:
         """What is collected, sent, worked in and received of one group."""
-        chain, dtypes = self.chains[i], self.dtypes[i]
+        chain, dtypes = self.chains[i], self.chains[i].dtypes
         if not self.is_reduced:
             return [(chain.size, dtypes.accumulate)]
         collected: Pieces = [(chain.size, dtypes.accumulate)] if chain.casts_first and several_uses else []

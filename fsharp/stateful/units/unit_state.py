@@ -1,11 +1,13 @@
 """UnitState: what a scheduler knows of one unit of one tree. The one owner of its memory: others call its methods."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import label_of
+from fsharp.functional.layout.placement import Shard
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
@@ -15,9 +17,7 @@ from fsharp.stateful.units.full import (
     full_nbytes,
     full_sizes,
     full_unit,
-    gather_axes,
     leaf_index,
-    update_gather_axes,
 )
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
@@ -39,13 +39,18 @@ class UnitState:
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
         self.key, self.layout, self.trivial = key, layout, trivial
         self.index = leaf_index(layout)
-        self.axes = gather_axes(layout, trivial=trivial) if full_nbytes(layout) else ()
-        self.update_axes = update_gather_axes(layout, trivial=trivial)
+        sharded = [axis for axis in reversed(layout.strategy.order) if layout.strategy.params[axis] is Shard]
+        self.axes = self._moving(sharded) if full_nbytes(layout) else ()
+        self.update_axes = self._moving(layout.update_axes)
         self.node: Sharded | None = None
         self.gradient: GradientBuffer | None = None
         self.host_nbytes = 0
         self.tree_label: str | None = None
         self._at_rest: tuple[Any, FullUnit] | None = None
+
+    def _moving(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return the axes along which a collective is needed: those of more than one rank, or all if trivial ones count."""
+        return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
     def bind(self, node: Sharded) -> None:
         """Have its parameters be those of a node from here on."""

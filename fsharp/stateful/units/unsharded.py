@@ -63,29 +63,6 @@ class UnshardedBuffer:
         is_encoded: whether parameters in a format that is not plain are yet to be decoded.
     """
 
-    __slots__ = (
-        "_device",
-        "_last_filled_from",
-        "_layout",
-        "_outs",
-        "_poison",
-        "_rank",
-        "_sources",
-        "_step",
-        "_stored",
-        "_version",
-        "_withdrawn",
-        "axes",
-        "filled_from",
-        "full",
-        "is_carried",
-        "is_encoded",
-        "is_held",
-        "memory",
-        "where",
-        "works",
-    )
-
     def __init__(
         self,
         layout: UnitLayout,

@@ -367,10 +367,10 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
     given, taken = state.raw_buffers[0], []
     for _ in range(3):
         offload = Offload({""}, (), lanes, meta, donate=True)
-        up, moves = offload.up(state, ())
+        up, moves = offload.move(state, (), to_host=False)
         assert up.buffers[0].device == meta
         assert [(target.device.type, source.device.type) for target, source in moves[""].copies] == [("meta", "cpu")]
-        state, moves = offload.down(up, ())
+        state, moves = offload.move(up, (), to_host=True)
         assert [(target.device.type, source.device.type) for target, source in moves[""].copies] == [("cpu", "meta")]
         assert (pinned[-1], moves[""].nbytes) == (not taken, 32)
         taken.append(state.raw_buffers[0])

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from fsharp.errors import AgreementError, ScheduleError
-from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import anywhere
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.type_checks import options_checked
@@ -45,10 +44,9 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         session = optimizer.session
-        grads = session.step.finished("unscale_()")
-        if grads is None:
+        if session.step.finished("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
-        buffers = [buffer for node in units_of(grads) for buffer in node.buffers]
+        buffers = session.step.means.buffers
         if not allow_fp16 and any(buffer.dtype == torch.float16 for buffer in buffers):
             raise ValueError(
                 "unscale_(): gradients are summed in float16, and would overflow where they are unscaled. Pass "

@@ -101,13 +101,17 @@ def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     """Return the tensors that share memory with parameters; none under torch.func, whose transforms keep what they need."""
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
-    mine = {place for leaf in parameters for place in _memory(leaf)}
+    mine = set[int]().union(*map(_memory, parameters))
     return [x for x in tensors if not mine.isdisjoint(_memory(x))]
 
 
 def _memory(x: torch.Tensor) -> list[int]:
     """Return the addresses of a tensor's storages."""
-    return [each.untyped_storage().data_ptr() for each in inner_tensors(x) if each.numel() and not each.is_meta]
+    found = []
+    for each in (x,) if type(x) is torch.Tensor else inner_tensors(x):
+        if each.numel() and not each.is_meta:
+            found.append(each.untyped_storage().data_ptr())
+    return found
 
 
 def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -29,7 +29,8 @@ class SideOutputs:
     def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
         """Return by id the tensors there."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
-        values += [places[name] for places, name in self._places()]
+        for places, name in self._places():
+            values.append(places[name])
         return {id(x): x for x in tensors_in(values, path, refuses_late=False)} if values else {}
 
     def since(
@@ -52,9 +53,14 @@ class SideOutputs:
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         """Return dicts and names in them under which there are tensors, or containers that may hold some."""
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        dicts = [places for module in modules for places in (module.__dict__, module._buffers)]
-        return [(places, name) for places in dicts for name, x in places.items() if name not in _OWN and _may_hold(x)]
+        found = []
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                for places in (module.__dict__, module._buffers):
+                    for name, x in places.items():
+                        if name not in _OWN and ((type(x) in _CONTAINERS and x) or isinstance(x, torch.Tensor)):
+                            found.append((places, name))
+        return found
 
 
 def refuse_kept(module: nn.Module) -> None:
@@ -64,7 +70,8 @@ def refuse_kept(module: nn.Module) -> None:
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
         own = _OWN | computed
-        attributes = [(name, value) for name, value in vars(each).items() if name not in own and _may_hold(value)]
+        attributes = [(name, value) for name, value in vars(each).items() if name not in own]
+        attributes = [row for row in attributes if type(row[1]) in _CONTAINERS or isinstance(row[1], torch.Tensor)]
         for attribute, value in [*attributes, *each._buffers.items()]:
             spans = [extent for x in tensors_in([value], path, refuses_late=False) for extent in _extents(x)]
             held = next((name for name, (a, b) in extents for start, stop in spans if a < stop and start < b), None)
@@ -91,7 +98,3 @@ def _extents(x: torch.Tensor) -> list[tuple[int, int]]:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
             found.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size()))
     return found
-
-
-def _may_hold(value: Any) -> bool:
-    return (type(value) in _CONTAINERS and bool(value)) or isinstance(value, torch.Tensor)
