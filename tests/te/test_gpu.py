@@ -35,8 +35,8 @@ from tests.te.training import (
     WIDTH,
     Case,
     Door,
+    compare,
     differences,
-    distances,
     linear,
     loss_of,
     on,
@@ -231,6 +231,7 @@ def test_a_released_weight_that_somebody_holds_has_no_memory(name, is_kept, monk
     with on(HOPPER):
         _, model = train_sharded(case, RECIPES[name][1], alone(), fs.zero3("dp"), steps=range(2), policy=POLICY)
     weight = OUTSIDE.pop()
+    graph = weight.grad_fn  # which holds this rank's part of the parameters
     gc.collect()
     held = allocated([weight])
     del weight
@@ -238,6 +239,7 @@ def test_a_released_weight_that_somebody_holds_has_no_memory(name, is_kept, monk
     assert (held - allocated([]) >= WIDTH * WIDTH) == is_kept
     assert held == allocated([]) or is_kept
     assert model.step.num_recordings == 1
+    assert graph is not None
 
 
 def allocated(tensors):
@@ -275,7 +277,7 @@ def program(comm, recipe, *, is_quantized, **policy):
                 x = fs.forward(fn, unit, x, comm=comm)
         return loss_of(x)
 
-    tx = fs.optim.sgd(RATE)
+    tx = fs.optim.adamw(1e-2, capturable=True)
     state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
     return fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, **policy))(fs.train_step(loss_fn, tx, donate=True)), state
 
@@ -297,7 +299,7 @@ def test_a_captured_step_replays_with_the_losses_of_an_eager_one(group, name, is
         assert torch.equal(captured(batch).loss, expected.loss)
 
 
-def test_as_strided_of_a_float8_tensor_gives_the_transpose_wrong_strides():
+def test_as_strided_of_a_float8_tensor_gives_the_transpose_wrong_strides_and_the_same_memory():
     """A fault of TransformerEngine 2.20. When this fails, it has been repaired; docs/te.md tells of it."""
     with on(HOPPER), te.quantized_model_init(enabled=True, recipe=RECIPES["current"][1]):
         weight = linear(2 * WIDTH, bias=False).weight.detach()
@@ -305,14 +307,16 @@ def test_as_strided_of_a_float8_tensor_gives_the_transpose_wrong_strides():
         same = weight.as_strided(weight.shape, weight.stride(), 0)
     assert torch.equal(same._data, weight._data)
     assert torch.equal(weight._transpose, weight._data.t())
-    assert not torch.equal(same._transpose, weight._transpose)
+    assert not torch.equal(same._transpose, weight._transpose)  # for torch; kernels look at addresses and shapes alone
+    assert same._transpose.data_ptr() == weight._transpose.data_ptr()
+    assert same._transpose.shape == weight._transpose.shape
 
 
 @deep
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("name", OF_HOPPER)
-def test_gradients_under_fsdp2_are_wrong_where_it_keeps_float8_weights(group, name, reshard_after_forward):
-    """By the same fault, in the first step. When this fails, it has been repaired."""
+def test_fsdp2_has_the_bits_of_the_whole_model(group, name, reshard_after_forward):
+    """It calls ``as_strided``, and keeps transposes from the forward to the backward unless it reshards."""
     recipe = RECIPES[name][1]
 
     def build():
@@ -334,8 +338,5 @@ def test_gradients_under_fsdp2_are_wrong_where_it_keeps_float8_weights(group, na
         for each in (*sharded, sharded):
             fully_shard(each, mesh=mesh, reshard_after_forward=reshard_after_forward)
         outputs, grads = run(sharded)
-        found = distances((outputs, {name: ((0, grad.numel()), grad.flatten()) for name, grad in grads.items()}), run(whole))
-    print(found)
-    is_wrong = name == "current" and not reshard_after_forward
-    assert {what for what, distance in found.items() if distance > 0.5} == ({"dx 0", "0.weight"} if is_wrong else set())
-    assert found["y 0"] == 0
+        found = outputs, {name: ((0, grad.numel()), grad.flatten()) for name, grad in grads.items()}
+        assert compare(found, run(whole)) == []

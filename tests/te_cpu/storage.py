@@ -73,6 +73,11 @@ def match_usages(quantizer, tensor):
             setattr(tensor, name, getattr(wanted, name))
 
 
+def as_read(buffer):
+    """Return a buffer as kernels read it: by its address and shape, row after row, whatever its strides are."""
+    return buffer.as_strided(buffer.shape, torch.empty(buffer.shape, device="meta").stride(), buffer.storage_offset())
+
+
 def values(tensor, columnwise=False):
     """Return a tensor as a float32 matrix, read from the buffers by rows or by columns; raise if these are not there."""
     if not is_quantized(tensor):
@@ -82,6 +87,7 @@ def values(tensor, columnwise=False):
         return _values_of_one_scale(tensor, columnwise)
     data, scale, amax = (getattr(tensor, name, None) for name in side_names(columnwise))
     check(data is not None and scale is not None, f"{type(tensor).__name__} has no {side_names(columnwise)[0]} to be read")
+    data, scale = as_read(data), as_read(scale)
     if kind == "MXFP8":
         stored = matrix(from_fp8(data, tensor._fp8_dtype))
         return stored * spread(power_of_two(scale), *((32, 1) if columnwise else (1, 32)), stored.shape)
@@ -106,9 +112,9 @@ def _values_of_one_scale(tensor, columnwise):
             tensor._transpose is not None and not tensor._transpose_invalid,
             "an FP8 product on this architecture reads the transpose, which is missing or stale",
         )
-        return matrix(from_fp8(tensor._transpose, tensor._fp8_dtype).movedim(0, -1)) * tensor._scale_inv
+        return matrix(from_fp8(as_read(tensor._transpose), tensor._fp8_dtype).movedim(0, -1)) * tensor._scale_inv
     check(tensor._data is not None, f"{type(tensor).__name__} has no _data to be read")
-    return matrix(from_fp8(tensor._data, tensor._fp8_dtype)) * tensor._scale_inv
+    return matrix(from_fp8(as_read(tensor._data), tensor._fp8_dtype)) * tensor._scale_inv
 
 
 @modelled

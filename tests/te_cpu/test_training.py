@@ -146,7 +146,7 @@ def test_meta_tensors_and_state_dicts(recipe, monkeypatch):
 
 
 def test_as_strided_gives_a_transpose_wrong_strides(hopper):
-    """TransformerEngine 2.20.2 does so, which FSDP2 meets in the first step on Hopper; this fails once it is repaired."""
+    """TransformerEngine 2.20.2 does so, and kernels do not see it; this fails once it is repaired."""
     quantizer = hopper.Float8CurrentScalingQuantizer(hopper.DType.kFloat8E4M3, torch.device("cpu"))
     weight = quantizer(random(48, 32))
     view = torch.as_strided(weight, weight.shape, weight.stride(), 0)

@@ -32,6 +32,8 @@ _PART = 32
 """Values: a multiple in which parts of buffers are cut, so that the bytes of several parts lie one behind the other."""
 _BLOCK_ROWS = 128
 """Rows of a block of block scaling."""
+_ROW = 128
+"""Values: at most so many in a row of what is cast with one scale."""
 
 
 class Kind:
@@ -269,16 +271,29 @@ class _Tensors:
         weights: list[Any] = [self._empty(part) for part in parts]
         has_values = [part.first < part.last for part in parts]
         rooms = [self._room(part) for part in parts]
-        values = [part.values if own else None for part, own in zip(parts, has_values, strict=True)]
-        mains = [None if x is None else self._in_rows(x) for x in values]
+        mains = [self._in_rows(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
         starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
-        pairs = zip(zip(parts, rooms, strict=True), has_values, strict=True)
-        bytes_of = [self._target(part, room) if own else None for (part, room), own in pairs]
+        bytes_of = [self._target(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)]
         quantize_master_weights(weights, mains, starts, Agreement(agree), bytes_of, manual_post_all_gather_processing=True)
         for part, room in zip(parts, rooms, strict=True):
             for plane, made in zip(part.planes, room, strict=True):
                 if made is not plane:
                     plane.copy_(made)
+
+    def _in_rows(self, x: Any) -> torch.Tensor:
+        """Return a part's values or bytes as TransformerEngine is to see them.
+
+        Before Blackwell the kernel that casts with one scale transposes as well, in tiles. Tiles of a single long row would be
+        almost empty, so a part is cut into short rows.
+        """
+        rows: torch.Tensor = x.view(-1, gcd(len(x), _ROW)) if self._kind.name == "float8_current" else x
+        return rows
+
+    def _target(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
+        """Return what TransformerEngine writes a part's bytes to."""
+        if self._kind.name == "float8_current":
+            return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
+        return room if len(room) > 1 else room[0]
 
     def _room(self, part: LeafPart) -> Sequence[torch.Tensor]:
         """Return memory for the bytes of a part.
@@ -292,20 +307,6 @@ class _Tensors:
         start, stop = part.first // blocks * blocks, min(-(-part.last // blocks) * blocks, prod(part.shape))
         around = torch.empty(stop - start, dtype=torch.uint8, device=part.scales.device)
         return [around[part.first - start : part.last - start]]
-
-    def _target(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
-        """Return the memory of a part's bytes as the recipe's code takes it."""
-        if self._kind.name == "float8_current":
-            return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
-        return room if len(room) > 1 else room[0]
-
-    def _in_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a part under current scaling in rows of at most 1,024 elements; under other recipes as it is.
-
-        The kernel of current scaling makes a transpose as well, which nobody reads. Transposes of single rows took 86 of the
-        241 ms of a step on an H200, with 1.2 billion such weights.
-        """
-        return x.view(-1, gcd(x.numel(), 1024)) if self._kind.name == "float8_current" else x
 
 
 def _quantizer_of(recipe: Any) -> Any:
