@@ -232,7 +232,7 @@ def _quantized(shape: llama.Shape, kind: str) -> QuantizedLlama:
 
 
 def _fp8_fsdp2(module: QuantizedLlama, mesh: DeviceMesh) -> Trains:
-    """FSDP2 drives TransformerEngine's hooks, which gather bytes. Resharded after the forward everywhere: see docs/te.md."""
+    """FSDP2 drives TransformerEngine's hooks, which gather bytes."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for part in (module.embed, *module.layers, module.head, module):
         fully_shard(part, mesh=mesh, mp_policy=policy)

@@ -50,6 +50,7 @@ PLACE = torch.device(DEVICE, 0) if IS_ON_GPU else torch.device(DEVICE)
 OF_HOPPER = ("current", "block")
 CASES = {"Linear": Case(TWO)} | MODULES
 POLICY = DebugPolicy(trivial_axes=True, poison=True)
+BLOCK = 512  # the least that the allocator of a GPU counts, here for a scalar
 CYCLES = 3_000_000  # of a GPU's clock: about 2 ms
 pytestmark = [
     *([pytest.mark.gpu] if IS_ON_GPU else []),
@@ -237,7 +238,7 @@ def test_a_released_weight_that_somebody_holds_has_no_memory(name, is_kept, monk
     del weight
     gc.collect()
     assert (held - allocated([]) >= WIDTH * WIDTH) == is_kept
-    assert held == allocated([]) or is_kept
+    assert held - allocated([]) <= BLOCK or is_kept
     assert model.step.num_recordings == 1
     assert graph is not None
 
