@@ -46,7 +46,7 @@ def of(update, compute=None, **rest):
     return fs.Precision(compute=compute, main=torch.float32, update=update, **rest)
 
 
-@every(7, strategy=WIDER, policy=POLICIES, update=FORMATS, compute=[None, torch.bfloat16], donate=[True, False])
+@every(24, strategy=WIDER, policy=POLICIES, update=FORMATS, compute=[None, torch.bfloat16], donate=[True, False])
 def test_training_has_the_same_bits_on_every_path(strategy, policy, update, compute, donate):
     precision = of(FORMATS[update], compute)
 

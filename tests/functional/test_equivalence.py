@@ -84,7 +84,7 @@ def test_hybrid_meshes_in_processes_have_the_bits_of_simulated_ones(microbatches
         assert_same_bits(real[0][name], fake[0][name])
 
 
-def train_all(runs, comm, microbatches, steps=5):
+def train_all(runs, comm, microbatches, steps=3):
     out = {}
     for name, (mesh, strategy) in runs.items():
         tx = make_tx()

@@ -2,11 +2,11 @@
 
 import sys
 
-import pytest
 import torch
 from torch import nn
 
 import fsharp as fs
+from tests.scheduling import every
 
 
 class Chain(nn.Module):
@@ -44,13 +44,13 @@ def num_calls(kind, size, device, units):
     return calls
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    ("kind", "size", "units", "most"),
-    [(Chain, 80, None, 4), (Chain, 80, [Chain], 4), (Wide, 200, None, 2.2), (Wide, 200, [nn.Linear], 2.2)],
-)
-def test_twice_as_many_modules_take_about_twice_as_many_calls(kind, size, units, device, most):
+CASES = [(Chain, 80, None, 4), (Wide, 200, None, 2.2), (Wide, 200, [nn.Linear], 2.2), (Chain, 80, [Chain], 4)]
+
+
+@every(2, case=CASES, device=["cpu", "meta"])
+def test_twice_as_many_modules_take_about_twice_as_many_calls(case, device):
     """A walk of torch over a chain takes four times as many: its generators are as deep as the chain."""
+    kind, size, units, most = case
     num_calls(kind, 10, device, units)  # fills caches
     once, twice = (num_calls(kind, n, device, units) for n in (size // 2, size))
     assert twice < most * once

@@ -337,21 +337,81 @@ def run(model, data, clip=None):
     return norms
 
 
-KINDS = [("ddp", None), ("zero1", None), ("zero2", False), ("zero3", None), ("zero3", False), ("zero3", True)]
+KINDS = [("zero1", None), ("zero2", False), ("zero3", None), ("zero3", True)]
+OTHERS = [("ddp", None), ("zero3", False)]
 
 
-def test_dtensors_are_sharded_over_the_other_axis():
-    def rank_fn(comm):
-        result = {}
-        for name, checkpointed in KINDS:
-            model = wrapped(comm, getattr(fs, name)("dp"), checkpointed)
-            norms = run(model, my_batches(comm, 4), clip=0.2)
-            result[name, checkpointed] = dict(model.full_parameters()), norms, model.step.num_recordings
-        return result, model.layers[0].up.weight.local.numel(), list(model.layers[0].up.weight.full_shape)
+def sharded_over_the_other_axis(comm, kinds=KINDS):
+    result = {}
+    for name, checkpointed in kinds:
+        model = wrapped(comm, getattr(fs, name)("dp"), checkpointed)
+        norms = run(model, my_batches(comm, 4), clip=0.2)
+        result[name, checkpointed] = dict(model.full_parameters()), norms, model.step.num_recordings
+    return result, model.layers[0].up.weight.local.numel(), list(model.layers[0].up.weight.full_shape)
 
+
+def an_infinity_on_one_rank(comm):
+    """Ranks of another tensor-parallel coordinate leave the step out too, though they do not shard with that one."""
+    model = wrapped(comm, fs.zero3("dp"))
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    scaler = fs.GradScaler("cpu", init_scale=4.0)
+    before = dict(model.full_parameters())
+    scaler.scale(model(*my_batches(comm, 1)[0])["loss"]).backward()
+    grad = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.local.numel())
+    if comm.rank == 3:
+        grad.local.view(-1)[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(dict(model.full_parameters()), before)
+    return scaler.get_scale()
+
+
+def whole_again(comm):
+    model = wrapped(comm, fs.zero3("dp"))
+    with model.unsharded(write=True):
+        weight = model.layers[0].up.weight
+        kind = type(weight), weight.placements, list(weight.shape), list(weight.to_local().shape)
+        with torch.no_grad():
+            weight.mul_(2)
+        state = {name: type(each) for name, each in model.state_dict().items()}  # whole, as its names have DTensors
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    for ask in (model.state_dict, optimizer.state_dict, optimizer.state_template, lambda: model.load_state_dict(state)):
+        with pytest.raises(TreeError, match=r"parameter 'layers.0.up.weight' is a DTensor with the placements \[Shard"):
+            ask()
+    fn, params = model.functional()
+    x, _ = my_batches(comm, 1)[0]
+    out = fn(params, x, comm=model.comm)
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x))
+    return kind, state, dict(model.full_parameters())["layers.0.up.weight"]
+
+
+def refused_dtensors(comm):
+    grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
+    with pytest.raises(MeshError, match=r"'scale.weight' is a DTensor on .*tp.*ranks \[.*\] of that.*mesh=device_mesh"):
+        fs.shard_module(tensor_parallel(make(), grid["tp"]))
+    with pytest.raises(MeshError, match=r"along \['dp', 'tp'\]"):
+        fs.shard_module(tensor_parallel(make(), grid["tp"]), mesh=grid)
+    meta = nn.Linear(4, 4, device="meta")
+    meta.weight = nn.Parameter(DTensor.from_local(torch.empty(2, 4, device="meta"), grid["tp"], [Shard(0)]))
+    with pytest.raises(TreeError, match="'weight' is a DTensor on the meta device"):
+        fs.shard_module(meta, mesh=grid["dp"])
+    with pytest.raises(LayoutError, match=r"'layers.0.up.weight' is sharded: this rank holds \d+ of the 48"):
+        wrapped(comm, fs.zero3("dp")).layers[0].up.weight.view(-1)
+    return True
+
+
+@pytest.fixture(scope="module")
+def on_the_grid():
+    """What each program has found on each rank, in one start of the processes."""
+    programs = (sharded_over_the_other_axis, an_infinity_on_one_rank, whole_again, refused_dtensors)
+    found = processes(GRID, lambda comm: {program.__name__: program(comm) for program in programs})
+    return {program.__name__: [each[program.__name__] for each in found] for program in programs}
+
+
+def assert_sharded_over_the_other_axis(results):
     expected, norms = alone(clip=0.2)
     assert all(norm > 0.2 for norm in norms)
-    results = processes(GRID, rank_fn)
     assert sum(held for _, held, _ in results) == HIDDEN * DIM, "each element rests once"
     for result, _, shape in results:
         assert shape == [HIDDEN, DIM]
@@ -359,7 +419,18 @@ def test_dtensors_are_sharded_over_the_other_axis():
             close({name: found[name] for name in expected}, expected)
             close(mine, norms)
             assert recordings == 1
+
+
+def test_dtensors_are_sharded_over_the_other_axis(on_the_grid):
+    results = on_the_grid["sharded_over_the_other_axis"]
+    assert_sharded_over_the_other_axis(results)
+    for result, *_ in results:
         assert_same(result["zero1", None][0], result["zero3", None][0])
+
+
+@pytest.mark.deep
+def test_dtensors_under_other_strategies():
+    assert_sharded_over_the_other_axis(processes(GRID, lambda comm: sharded_over_the_other_axis(comm, OTHERS)))
 
 
 @pytest.mark.deep
@@ -387,65 +458,16 @@ def test_dtensors_under_hybrid_strategies():
             close(mine, norms)
 
 
-def test_all_ranks_leave_out_a_step_of_which_one_has_an_infinity():
-    """Also ranks of another tensor-parallel coordinate, which do not shard with that one."""
-
-    def rank_fn(comm):
-        model = wrapped(comm, fs.zero3("dp"))
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        scaler = fs.GradScaler("cpu", init_scale=4.0)
-        before = dict(model.full_parameters())
-        scaler.scale(model(*my_batches(comm, 1)[0])["loss"]).backward()
-        grad = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.local.numel())
-        if comm.rank == 3:
-            grad.local.view(-1)[0] = torch.inf
-        scaler.step(optimizer)
-        scaler.update()
-        assert_same(dict(model.full_parameters()), before)
-        return scaler.get_scale()
-
-    assert processes(GRID, rank_fn) == [2.0] * 4
+def test_all_ranks_leave_out_a_step_of_which_one_has_an_infinity(on_the_grid):
+    assert on_the_grid["an_infinity_on_one_rank"] == [2.0] * 4
 
 
-def test_whole_parameters_are_dtensors_again():
-    def rank_fn(comm):
-        model = wrapped(comm, fs.zero3("dp"))
-        with model.unsharded(write=True):
-            weight = model.layers[0].up.weight
-            kind = type(weight), weight.placements, list(weight.shape), list(weight.to_local().shape)
-            with torch.no_grad():
-                weight.mul_(2)
-            state = {name: type(each) for name, each in model.state_dict().items()}  # whole, as its names have DTensors
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
-        for ask in (model.state_dict, optimizer.state_dict, optimizer.state_template, lambda: model.load_state_dict(state)):
-            with pytest.raises(TreeError, match=r"parameter 'layers.0.up.weight' is a DTensor with the placements \[Shard"):
-                ask()
-        fn, params = model.functional()
-        x, _ = my_batches(comm, 1)[0]
-        out = fn(params, x, comm=model.comm)
-        with torch.no_grad():
-            torch.testing.assert_close(out, model(x))
-        return kind, state, dict(model.full_parameters())["layers.0.up.weight"]
-
-    for kind, state, value in processes(GRID, rank_fn):
+def test_whole_parameters_are_dtensors_again(on_the_grid):
+    for kind, state, value in on_the_grid["whole_again"]:
         assert kind == (DTensor, (Shard(0),), [HIDDEN, DIM], [HIDDEN // 2, DIM])
         assert {name for name, each in state.items() if each is not torch.Tensor} >= {"layers.0.up.weight"}
         assert torch.equal(value, 2 * make().layers[0].up.weight.detach())
 
 
-def test_dtensors_that_cannot_be_sharded_are_refused():
-    def rank_fn(comm):
-        grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
-        with pytest.raises(MeshError, match=r"'scale.weight' is a DTensor on .*tp.*ranks \[.*\] of that.*mesh=device_mesh"):
-            fs.shard_module(tensor_parallel(make(), grid["tp"]))
-        with pytest.raises(MeshError, match=r"along \['dp', 'tp'\]"):
-            fs.shard_module(tensor_parallel(make(), grid["tp"]), mesh=grid)
-        meta = nn.Linear(4, 4, device="meta")
-        meta.weight = nn.Parameter(DTensor.from_local(torch.empty(2, 4, device="meta"), grid["tp"], [Shard(0)]))
-        with pytest.raises(TreeError, match="'weight' is a DTensor on the meta device"):
-            fs.shard_module(meta, mesh=grid["dp"])
-        with pytest.raises(LayoutError, match=r"'layers.0.up.weight' is sharded: this rank holds \d+ of the 48"):
-            wrapped(comm, fs.zero3("dp")).layers[0].up.weight.view(-1)
-        return True
-
-    assert processes(GRID, rank_fn) == [True] * 4
+def test_dtensors_that_cannot_be_sharded_are_refused(on_the_grid):
+    assert all(on_the_grid["refused_dtensors"])

@@ -61,9 +61,7 @@ def moves_gradients(strategy):
 # Gathers
 
 
-@each_number
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if moves_parameters(name)])
+@every(3, strategy=[name for name in STRATEGIES if moves_parameters(name)], prefetch=[1, 2, 3], microbatches=[1, 2])
 def test_gathers_are_under_way_while_the_units_before_compute(strategy, prefetch, microbatches):
     """None is issued when its unit is wanted: forward and backward, over turning points, from one step to the next."""
     schedule = recorded(strategy, microbatches, prefetch=prefetch)
