@@ -215,7 +215,7 @@ WRONG = {
     ),
     "an unknown name": (
         lambda d: {**d, "state": {**d["state"], "other": {}}},
-        "a state of 'other', which this optimizer does not",
+        "state of parameter 'other', which this optimizer does not",
     ),
     "a missing state": (lambda d: drop(d, "head.bias", "exp_avg"), r"the state of 'head.bias' has \['exp_avg_sq', 'step'\]"),
     "a shape": (lambda d: change(d, "head.bias", exp_avg=torch.ones(12)), "'exp_avg of head.bias' has another shape"),
