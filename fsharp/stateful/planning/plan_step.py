@@ -53,6 +53,11 @@ def plan_step(
 
     Cost: about 2.5 ms for each unit and microbatch.
     """
+    if microbatches < 1:
+        raise LayoutError(f"plan_step(): microbatches is {microbatches}, expected at least 1.")
+    if tied := [unit for unit in layout.units if unit.tied_units]:
+        what = f"unit {tied[0].name!r} has leaves of {', '.join(map(repr, sorted(tied[0].tied_units)))}, and uses them as well."
+        raise LayoutError(problem("plan_step()", what, remedy="Record such a step: call it once under a scheduler."))
     if policy.separate_groups is None:
         policy = replace(policy, separate_groups=backend == "gloo")
     # How much scratch a reduction needs depends on the mesh alone, which a layout has, too.

@@ -77,6 +77,15 @@ def test_an_order_that_does_not_name_each_unit_once_is_refused():
         plan_step(layout, order=("embed", "blocks.*", "head"))
 
 
+def test_steps_that_no_layout_tells_are_refused():
+    weight = make_params()["embed"]
+    tied = fs.plan({"embed": weight, "head": weight}, DP, fs.zero3("dp"), units=["embed", "head"])
+    with pytest.raises(LayoutError, match=r"unit 'head' has leaves of 'embed', and uses them as well.\nRecord such a step"):
+        plan_step(tied)
+    with pytest.raises(LayoutError, match="microbatches is 0, expected at least 1"):
+        plan_step(fs.plan(make_params(), DP, fs.zero3("dp")), microbatches=0)
+
+
 HARDWARE = fs.inspect.Hardware(
     compute={"**": (1e-3, 2e-3), "head": (3e-3, 6e-3)},
     bandwidth={"dp": 2e5, "outer": 1e5, "inner": 1e6},
