@@ -18,6 +18,7 @@ import torch
 from fsharp.checkpoint.shard_file import DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.residuals import PerRank as PerRank
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place
@@ -67,15 +68,6 @@ class OwnBuffers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict into the module."""
         self.module.load_state_dict({name: x.value if isinstance(x, PerRank) else x for name, x in state.items()})
-
-
-class PerRank(NamedTuple):
-    """A wrapper of a tensor, or a tree of tensors, with different values on each rank, such as the state of a random generator.
-
-    Shapes are equal on all ranks. The values of all ranks are saved.
-    """
-
-    value: Any
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ gradients of parameters at rest under every strategy.
 
 from collections.abc import Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import optree
@@ -37,6 +38,7 @@ from fsharp.functional.comm.collectives import (
     reduce_scatter_last,
 )
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled, telling_format_errors
+from fsharp.functional.comm.residuals import ByAxis, PerRank, Views, own_residuals
 from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.formats.format import Facts, plain
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
@@ -135,7 +137,9 @@ def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm
 
 
 @uncompiled
-def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
+def reduce_scatter(
+    tree: Any, *, comm: Comm, to: PlaceName = "optim", residuals: PerRank | None = None, donate: bool = False
+) -> Any:
     """Sum partial gradients over ranks, and shard or replicate the sums as the place ``to`` says.
 
     Args:
@@ -144,12 +148,16 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
         comm: the ranks.
         to: the target place, by name or as a :class:`~fsharp.layouts.Place`. ``"optim"`` is where the optimizer needs
             gradients.
+        residuals: residuals as :func:`~fsharp.value_and_grad` has returned them, with ``Precision(feedback=True)``.
+        donate: overwrite ``residuals``.
 
     Returns:
-        The tree with its units in the target place, in the ``accumulate`` dtype.
+        The tree with its units in the target place, in the ``accumulate`` dtype. With residuals a pair: the tree, and the
+        residuals for the next step.
 
     Raises:
-        TreeError: the move would need a gather, or would turn values into partial sums; the tree has no unit.
+        TreeError: the move would need a gather, or would turn values into partial sums; the tree has no unit; residuals are
+            missing, of another layout, or passed under a ``torch.func`` transform.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype; twice as
@@ -158,8 +166,19 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     """
     nodes = check_comm("reduce_scatter()", tree, comm)
     check_values("reduce_scatter()", nodes)
+    if residuals is not None and is_transformed():
+        raise TreeError(
+            "reduce_scatter(): residuals under a transform of torch.func: a format's losses are not differentiated."
+        )
+    own, views = own_residuals("reduce_scatter()", residuals, [node.unit for node in nodes], donate=donate)
+    moved = reduce_sums(tree, nodes, to, comm, views)
+    return moved if own is None else (moved, own)
+
+
+def reduce_sums(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, residuals: Views) -> Any:
+    """See :func:`reduce_scatter`. Residuals are overwritten."""
     if isinstance(comm, Engine):
-        return comm.run_reduce_scatter(tree, to)  # type: ignore[no-any-return]
+        return comm.run_reduce_scatter(tree, to, residuals)
 
     def one(sharded: Sharded) -> Sharded:
         target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place
@@ -168,11 +187,11 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
             if target[axis] is not source and (source is Shard or target[axis] is Partial):
                 raise _wrong_place("reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums.")
         named = Labelled(comm, label_of(sharded, comm, target))
-        pairs = zip(sharded.groups, sharded.buffers, strict=True)
-        moved = [move_sums(x, sharded.unit, g, place, target, named) for g, x in pairs]
+        pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), residuals.get(sharded.name, {})
+        moved = [move_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
 
-    return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
+    return map_units(lambda node: one(node) if is_sharded(node) else node, tree)
 
 
 def on_device(tree: Any, device: torch.device) -> Any:
@@ -265,38 +284,47 @@ class _Copies(torch.autograd.Function):
         return _Copies.apply(x.movedim(in_dims[0] or 0, 0), comm, axis, kind), 0
 
 
-def move_sums(x: torch.Tensor, unit: UnitLayout, group: int, source: Place, target: Place, comm: Comm) -> torch.Tensor:
-    """One buffer of gradients from partial sums to where ``target`` wants them."""
+def move_sums(
+    x: torch.Tensor,
+    unit: UnitLayout,
+    group: int,
+    source: Place,
+    target: Place,
+    comm: Comm,
+    residuals: ByAxis = MappingProxyType({}),
+) -> torch.Tensor:
+    """One buffer of gradients from partial sums to where ``target`` wants them. Residuals of its group are overwritten."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
     comm = Labelled(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # along others nothing travels, so nothing is cast
     with telling_format_errors(comm, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:
-                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.facts, group, axis))
+                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.facts, group, axis), residuals)
             elif target[axis] is Shard and source[axis] is Replicate:
                 x = local_slice(x, comm, axis)
         for axis in axes:
             if target[axis] is Replicate and source[axis] is Partial:
-                x = _all_reduce(x, comm, axis, dtypes, partial(unit.facts, group, axis))
+                x = _all_reduce(x, comm, axis, dtypes, partial(unit.facts, group, axis), residuals)
     return x.to(dtypes.accumulate)
 
 
-def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis) -> torch.Tensor:
     wire, x = dtypes.wire_along(axis), x.to(dtypes.sent_along(axis))
     if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
-    return reduce_scatter_encoded(x, comm, axis, wire, facts)
+    assert axis in residuals or not dtypes.feedback or not x.numel(), "whoever reduces gradients has asked for residuals"
+    return reduce_scatter_encoded(x, comm, axis, wire, facts, residuals.get(axis))
 
 
-def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis) -> torch.Tensor:
     n, wire = comm.mesh.axis_size(axis), dtypes.wire_along(axis)
     if wire == plain(dtypes.accumulate):
         return all_reduce(x.to(dtypes.accumulate), comm, axis)
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, n * wire.padded(size, n) - size))
-    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes, facts), comm, axis)[..., :size]
+    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes, facts, residuals), comm, axis)[..., :size]
 
 
 def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fsharp.functional.comm.collectives import local_slice
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.residuals import ByAxis, Views
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, map_units
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -20,9 +22,13 @@ class SinkLedger:
 
     A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is one in the shape
     of the full buffer: autograd adds into it what each use of a unit contributes, and the sum is reduced into the sink, once.
+
+    Args:
+        residuals: what formats have lost of earlier gradients; reductions overwrite them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, residuals: Views = MappingProxyType({})) -> None:
+        self._residuals = residuals
         self._sinks: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._handles: dict[int, torch.Tensor] = {}
 
@@ -33,6 +39,10 @@ class SinkLedger:
     def sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The sinks of exactly these tensors; none if they are others, for example made from them."""
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
+
+    def residuals(self, unit: UnitLayout, group: int) -> ByAxis:
+        """The residuals of a group."""
+        return self._residuals.get(unit.name, {}).get(group, {})
 
     def attached(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
         """Gathered buffers of a node whose gradients go to its handles."""
@@ -51,7 +61,7 @@ class SinkLedger:
         return self._handles[id(sink)]
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        out: torch.Tensor = _Deliver.apply(sink, unit, group, comm)
+        out: torch.Tensor = _Deliver.apply(sink, unit, group, comm, self.residuals(unit, group))
         return out
 
 
@@ -101,7 +111,7 @@ def _from_buffer(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torc
     source, target = node.place.dual if node.is_gathered else node.place, node.unit.strategy.grads
     x = _unsummed(x, source, target, comm)
     if source.partial:
-        x = move_sums(x, node.unit, group, source, target, comm)
+        x = move_sums(x, node.unit, group, source, target, comm, node.ledger.residuals(node.unit, group))
     return x.to(node.unit.groups[group].dtypes.accumulate)
 
 
@@ -113,22 +123,22 @@ class _Deliver(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+    def forward(sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm, residuals: ByAxis) -> torch.Tensor:
         return sink.new_zeros(()).expand(unit.groups[group].size)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.unit, ctx.group, ctx.comm = inputs
+        _, ctx.unit, ctx.group, ctx.comm, ctx.residuals = inputs
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
         if cotangents[0] is None:  # used, and no gradient came of it
-            return None, None, None, None
+            return None, None, None, None, None
         strategy = ctx.unit.strategy
-        moved = move_sums(cotangents[0], ctx.unit, ctx.group, strategy.full.dual, strategy.grads, ctx.comm)
-        return moved, None, None, None
+        moved = move_sums(cotangents[0], ctx.unit, ctx.group, strategy.full.dual, strategy.grads, ctx.comm, ctx.residuals)
+        return moved, None, None, None, None
 
 
 class _Attach(torch.autograd.Function):

@@ -11,6 +11,7 @@ from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine, telling_format_errors
+from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -42,6 +43,8 @@ class TrainState(NamedTuple):
             main copy are left out.
         opt: state of the gradient transformation, in the place of optimizer state.
         made_by: name of the gradient transformation; a pytree node without leaves.
+        residuals: errors of gradients' formats, with ``Precision(feedback=True)``: a :class:`~fsharp.checkpoint.PerRank` of
+            tensors by unit, of which each rank has its own. Else None.
     """
 
     step: int
@@ -49,6 +52,7 @@ class TrainState(NamedTuple):
     main: Any
     opt: Any
     made_by: Any = None
+    residuals: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,8 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     name_as(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
     copies = map_units(lambda node: node.with_buffers(list(map(_apart, node.buffers))), _main_copies(main))
-    state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name))
+    residuals = zero_residuals([node.unit for node in units_of(params)], comm.device)
+    state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name), residuals)
     if donate:
         donate_nodes(units_of(sharded))
     return state
@@ -199,7 +204,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         name_as(moved_nodes, fresh)
     if donate:
         donate_nodes(kept, [*moved_nodes, *units_of(main)])
-    return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name))
+    return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name), state.residuals)
 
 
 def _check_maker(tx: Transform, state: TrainState) -> None:

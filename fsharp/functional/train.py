@@ -8,18 +8,15 @@ import torch
 
 from fsharp.errors import LossError
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
+from fsharp.functional.comm.residuals import PerRank, Views, own_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import name_as
-from fsharp.functional.layout.sharded import (
-    Sharded,
-    map_units,
-    units_of,
-)
+from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.loss import Loss, as_loss, average, check_loss, kind_of, split_batch
 from fsharp.functional.moves import check_comm, reduce_scatter
 from fsharp.functional.optim.base import as_transform, settings_of
 from fsharp.functional.release import is_plain
-from fsharp.functional.sinks import take_gradients, with_sinks
+from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_untransformed
 from fsharp.torch_compile import compiled_by_caller, uncompiled
@@ -57,9 +54,15 @@ def train_step(
 
     @uncompiled
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
-        value, grads = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)(state.params, batch, comm=comm)
+        grad_fn = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)
+        if state.residuals is None:
+            value, grads = grad_fn(state.params, batch, comm=comm)
+            grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
+        else:  # what formats have lost of earlier gradients is added to these
+            value, grads, lost = grad_fn(state.params, batch, comm=comm, residuals=state.residuals, donate=donate)
+            grads, lost = reduce_scatter(grads, comm=comm, residuals=lost, donate=True)
+            state = state._replace(residuals=lost)
         loss, aux = value if has_aux else (value, None)
-        grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
         named = Labelled(comm, f"the loss of update {state.step} by {settings}: ")  # the same on all ranks, or all hear of it
         metrics, grads = average(loss, grads, comm=named, donate=True)  # one divisor for all microbatches and ranks
         state = update(tx, grads, state, comm=comm, donate=donate, value=metrics.loss)  # optimizer -> parameters
@@ -70,11 +73,15 @@ def train_step(
 
 @uncompiled
 @options_checked
-def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function ``(params, batch, *, comm) -> (loss, grads)`` for the loss of this rank, summed over microbatches.
 
     As soon as the backward has a unit's gradient, the gradient is reduced to the place of gradients, in the ``accumulate``
     dtype. Loss and gradients are weighted sums; :func:`~fsharp.average` divides them once the sums of all ranks are added.
+
+    With ``Precision(feedback=True)`` the function also takes ``residuals=state.residuals``, and returns ``(loss, grads,
+    residuals)``. Pass these residuals to :func:`~fsharp.reduce_scatter`, which returns the residuals for the next step.
+    ``donate=True`` overwrites ``state.residuals``.
 
     Args:
         loss_fn: ``loss_fn(params, batch, comm)`` returns a mean, which counts with weight 1 for each microbatch, or
@@ -88,6 +95,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
     Raises:
         LossError: the loss is neither a mean nor ``(sum, weight)``, or depends on no parameter; the batch does not divide; the
             call is under a ``torch.func`` transform. ``loss_fn`` itself may use transforms.
+        TreeError: residuals are missing, or of another layout.
 
     Cost: under ``zero3`` two gathers and one reduction for each unit and microbatch. Memory: one full unit beside the shards.
     As in ``Tensor.backward``, tensors with ``requires_grad`` that are no parameters get their gradient added to ``.grad``.
@@ -97,25 +105,25 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
 
     @uncompiled
-    def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Any, Any]:
+    def run(params: Any, batch: Any, *, comm: Comm, residuals: PerRank | None = None, donate: bool = False) -> Any:
         check_untransformed("value_and_grad()")
-        check_comm("value_and_grad()", params, comm)
+        units = [node.unit for node in check_comm("value_and_grad()", params, comm)]
+        own, views = own_residuals("value_and_grad()", residuals, units, donate=donate)
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []
         fn = _keeping_aux(loss_fn, aux, params) if has_aux else loss_fn
         if isinstance(comm, Engine):
-            total, grads = comm.run_value_and_grad(fn, params, parts)
+            total, grads = comm.run_value_and_grad(fn, params, parts, views)
         else:
-            total, grads = _one_microbatch(fn, params, parts[0], comm)
+            total, grads = _one_microbatch(fn, params, parts[0], comm, views)
             for part in parts[1:]:
-                loss, new = _one_microbatch(fn, params, part, comm)
+                loss, new = _one_microbatch(fn, params, part, comm, views)
                 total = Loss(total.sum + loss.sum, total.weight + loss.weight)
                 grads = optree.tree_map(torch.Tensor.add_, grads, new)
             for node in units_of(grads):
                 node.scale = "sum"
-        if has_aux:
-            return (total, aux if microbatches > 1 else aux[0]), grads
-        return total, grads
+        value = (total, aux if microbatches > 1 else aux[0]) if has_aux else total
+        return (value, grads) if own is None else (value, grads, own)
 
     return run
 
@@ -141,9 +149,9 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     return fn
 
 
-def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tuple[Loss, Any]:
+def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: Views) -> tuple[Loss, Any]:
     with torch.enable_grad():
-        probed = with_sinks(params)
+        probed = with_sinks(params, SinkLedger(residuals))
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
         loss = as_loss(compiled_by_caller(loss_fn, probed, batch, comm))

@@ -130,7 +130,9 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     return _Primitive.apply(x, found)  # type: ignore[no-any-return]
 
 
-def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format, facts: Facts = tuple) -> torch.Tensor:
+def reduce_scatter_encoded(
+    x: torch.Tensor, comm: Comm, axis: str, wire: Format, facts: Facts = tuple, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sum ``x`` over ranks and return this rank's part. Each rank encodes its summands, then decodes and adds received ones.
 
     Args:
@@ -139,6 +141,7 @@ def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format,
         axis: the axis to sum along.
         wire: the format in which summands travel.
         facts: what is summed, for errors of the format.
+        residual: what the format has lost of earlier summands, which is added to these; overwritten. ``x`` is 1-D then.
 
     Returns:
         ``[..., c]`` in the dtype of ``x``; the sum is taken in it, in order of rank.
@@ -154,7 +157,7 @@ def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format,
         rows = _parts(x, n)
         part = rows[0].numel()
         sizes = [wire.size(part)] * n
-        received = comm.all_to_all(wire.store(rows.reshape(-1), part, facts), sizes, sizes, axis=axis)
+        received = comm.all_to_all(wire.store_summand(rows.reshape(-1), part, residual, facts), sizes, sizes, axis=axis)
         return wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
 
     def again(x: torch.Tensor) -> torch.Tensor:

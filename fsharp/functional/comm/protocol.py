@@ -88,12 +88,12 @@ class Engine(ABC):
         """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
 
     @abstractmethod
-    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
-        """:func:`~fsharp.value_and_grad` over the parts of a batch."""
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Any) -> tuple[Any, Any]:
+        """:func:`~fsharp.value_and_grad` over the parts of a batch. Residuals are overwritten, up to the reduction."""
 
     @abstractmethod
-    def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
-        """Return the result of :func:`~fsharp.reduce_scatter`, which may still be on its way."""
+    def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
+        """Return the result of :func:`~fsharp.reduce_scatter`, which may still be on its way. Residuals are overwritten."""
 
     @abstractmethod
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:

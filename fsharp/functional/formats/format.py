@@ -236,6 +236,32 @@ class Format:
         is_view = values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
         return values.to(dtype, copy=is_view)
 
+    @api_boundary
+    def store_summand(
+        self, values: torch.Tensor, part: int, residual: torch.Tensor | None = None, facts: Facts = tuple
+    ) -> torch.Tensor:
+        """Return a gradient as it is stored, with a residual added to its first values. The residual becomes what is lost.
+
+        What is lost of an infinity or NaN counts as zero, so that one such gradient does not spoil all later ones.
+
+        Args:
+            values: as for :meth:`store`.
+            part: likewise.
+            residual: what earlier calls have lost, 1-D; overwritten. None: :meth:`store`.
+            facts: likewise.
+
+        Raises:
+            FormatError: as :meth:`store` and :meth:`load`. The residual is as before.
+        """
+        if residual is None:
+            return self.store(values, part, facts)
+        total = values.clone()
+        total[: len(residual)] += residual
+        stored = self.store(total, part, facts)
+        lost = total.sub_(self.load(stored, part, total.dtype, facts))[: len(residual)]
+        residual.copy_(torch.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0))
+        return stored
+
     def padded(self, values: int, parts: int) -> int:
         """Return the number of values in each of ``parts`` equal parts of whole blocks that hold so many values."""
         return -(-values // (parts * self.block)) * self.block

@@ -54,8 +54,8 @@ class Layout:
         """Return the bytes of one kind of state that one rank holds at rest.
 
         Args:
-            kind: ``"params"``, ``"grads"``, ``"main"`` (main copies), or ``"optim"`` (one value of optimizer state for each
-                parameter, such as Adam's first moment).
+            kind: ``"params"``, ``"grads"``, ``"main"`` (main copies), ``"optim"`` (one value of optimizer state for each
+                parameter, such as Adam's first moment), or ``"residuals"`` (of gradients, with ``Precision(feedback=True)``).
             dtype: count elements of this dtype in place of the layout's own.
 
         Raises:
@@ -69,7 +69,9 @@ class Layout:
             for i, group in enumerate(unit.groups):
                 if kind != "params" and not group.trainable:
                     continue
-                if kind == "params" and dtype is None:
+                if kind == "residuals":
+                    total += sum(unit.residual_sizes(i).values()) * (dtype or group.dtypes.accumulate).itemsize
+                elif kind == "params" and dtype is None:
                     total += unit.stored_nbytes(i, place)
                 else:
                     total += unit.local_size(i, place) * (dtype.itemsize if dtype else _itemsize(kind, group.dtypes))
@@ -112,7 +114,8 @@ class Layout:
     def __str__(self) -> str:
         lines = units_table(self.units)
         waste = 100 * self.num_padding / max(1, self.num_params + self.num_padding)
-        at_rest = ", ".join(f"{kind} {nbytes_text(self.nbytes(kind))}" for kind in ("params", "grads", "main"))
+        kinds = ("params", "grads", "main", "residuals") if self.nbytes("residuals") else ("params", "grads", "main")
+        at_rest = ", ".join(f"{kind} {nbytes_text(self.nbytes(kind))}" for kind in kinds)
         return "\n".join(
             [
                 f"Layout of {self.num_params:,} parameters on {self.mesh}",
@@ -126,7 +129,7 @@ class Layout:
         )
 
 
-_KINDS = ("params", "grads", "main", "optim")
+_KINDS = ("params", "grads", "main", "optim", "residuals")
 
 
 def _itemsize(kind: str, dtypes: Dtypes) -> int:

@@ -97,7 +97,7 @@ def plan(
                 f"plan(): the precision of {path!r} has a wire along {unknown[0]!r}, expected one of {mesh.names}."
             )
         if not trainable:
-            dtypes = replace(dtypes, format=None, update=None)
+            dtypes = replace(dtypes, format=None, update=None, feedback=False)
         if trainable and (needs_scale(dtypes.compute) or needs_scale(dtypes.main)):
             raise LayoutError(
                 f"plan(): {path!r} is {tensor.dtype} and would be trained in it: without a scale small values and "

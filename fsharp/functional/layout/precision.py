@@ -11,6 +11,8 @@ from fsharp.errors import LayoutError, OptionError
 from fsharp.functional.formats.format import Format, dtype_name, plain
 from fsharp.tracebacks import api_boundary
 
+FEEDBACK = "feedback:"
+"""What :attr:`Dtypes.names` ends with if what is lost of gradients is fed back."""
 Wire = torch.dtype | Format | None
 """How gradients travel; None: in the dtype in which parameters are used."""
 
@@ -38,13 +40,19 @@ class Precision:
             parameters. All ranks add the decoded difference to their parameters. So parameters differ from main copies by the
             error of one difference; errors do not accumulate. Along axes of one rank nothing is encoded. ``update`` and
             ``stored`` exclude each other.
+        feedback: whether the error of a format of ``wire`` is added to the next gradient (error feedback). Each rank keeps the
+            errors in ``TrainState.residuals``: for each axis with a format, one value in ``accumulate`` for each value that the
+            rank encodes along the axis. If the first axis of a reduction has a format, residuals take 4 bytes a parameter on
+            each rank, under any strategy. Residuals do not travel. For functions; :func:`~fsharp.shard_module` refuses it.
+            Sources: Seide et al., 2014 (1-bit SGD); Karimireddy et al., arXiv 1901.09847.
         output: the dtype to which floating-point outputs of a module are cast; ``None`` means no cast. For
             :func:`~fsharp.shard_module` alone.
         cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if ``compute`` is given. For
             :func:`~fsharp.shard_module` alone.
 
     Raises:
-        LayoutError: a dtype is not floating-point, or has 8 bits or less and so needs a scale for each block of values.
+        LayoutError: a dtype is not floating-point, or has 8 bits or less and so needs a scale for each block of values;
+            ``feedback`` is True, and ``wire`` has no format.
     """
 
     compute: torch.dtype | None = None
@@ -53,12 +61,14 @@ class Precision:
     accumulate: torch.dtype | None = None
     stored: Format | None = None
     update: Format | None = None
+    feedback: bool = False
     output: torch.dtype | None = None
     cast_inputs: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cast_inputs, bool):
-            raise OptionError(f"Precision(): cast_inputs is {self.cast_inputs!r}, expected True or False.")
+        for name in ("feedback", "cast_inputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"Precision(): {name} is {getattr(self, name)!r}, expected True or False.")
         for name in ("stored", "update"):
             if not isinstance(form := getattr(self, name), Format | None):
                 raise OptionError(f"Precision(): {name} is {form!r}, expected a Format.")
@@ -79,6 +89,11 @@ class Precision:
                 )
             if not isinstance(wire, Format) or wire.is_plain:
                 dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.dtype if isinstance(wire, Format) else wire
+        if self.feedback and all(not isinstance(wire, Format) or wire.is_plain for _, wire in wires):
+            raise LayoutError(
+                f"Precision(): feedback is True, and wire is {self.wire!r}, with no format whose loss would be fed back. Pass "
+                "a format, such as wire=fs.formats.mxint4, or leave out feedback."
+            )
         for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 expected = "a Format, " * name.startswith(("wire", "update")) + "a floating-point torch.dtype or None"
@@ -101,7 +116,7 @@ class Precision:
         by_axis = self.wire if isinstance(self.wire, Mapping) else {}
         wire = format_of(None if isinstance(self.wire, Mapping) else self.wire)
         wires = tuple([(axis, format_of(by_axis[axis])) for axis in sorted(by_axis)])
-        return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires, self.update)
+        return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires, self.update, self.feedback)
 
     @property
     def of_parameters(self) -> "Precision":
@@ -136,6 +151,7 @@ class Dtypes:
         format: format of parameters at rest and in collectives; None means plain ``compute``.
         wires: pairs of a mesh axis and the format of gradients along it, for axes with another format than ``wire``.
         update: format of differences between main copies and parameters; None if updated parameters travel themselves.
+        feedback: whether errors of formats of gradients are added to the next gradients.
     """
 
     compute: torch.dtype
@@ -145,6 +161,7 @@ class Dtypes:
     format: Format | None = None
     wires: tuple[tuple[str, Format], ...] = ()
     update: Format | None = None
+    feedback: bool = False
 
     @property
     def stored(self) -> Format:
@@ -159,6 +176,10 @@ class Dtypes:
         """Return the dtype of gradients that a collective along an axis gets: a plain wire's, or ``accumulate`` to encode."""
         wire = self.wire_along(axis)
         return wire.dtype if wire.is_plain else self.accumulate
+
+    def has_feedback(self, axis: str) -> bool:
+        """Return whether the error of a gradient's format along an axis is added to the next gradient."""
+        return self.feedback and not self.wire_along(axis).is_plain
 
     @property
     def block(self) -> int:
@@ -177,12 +198,13 @@ class Dtypes:
         return self._listed(str)
 
     def _listed(self, text: Callable[[Format], str]) -> list[str]:
-        """Return the four dtypes, the format at rest or nothing, each axis that has a wire of its own, and that of updates."""
+        """Return the four dtypes, the format at rest or nothing, each axis with its own wire, that of updates, feedback."""
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
-        if self.format is not None or self.wires or self.update is not None:
+        if self.format is not None or self.wires or self.update is not None or self.feedback:
             listed.append("" if self.format is None else text(self.format))
         listed += [f"{axis}={text(wire)}" for axis, wire in self.wires]
-        return listed if self.update is None else [*listed, f"update:{text(self.update)}"]
+        listed += [] if self.update is None else [f"update:{text(self.update)}"]
+        return [*listed, FEEDBACK] if self.feedback else listed
 
     @property
     def has_main_copy(self) -> bool:

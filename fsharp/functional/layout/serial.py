@@ -15,7 +15,7 @@ from fsharp.functional.formats.format import Format, dtype_name, format_named
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
 from fsharp.functional.layout.placement import AxisRule, Placement, Strategy
-from fsharp.functional.layout.precision import Dtypes
+from fsharp.functional.layout.precision import FEEDBACK, Dtypes
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 VERSION = 1
@@ -112,9 +112,10 @@ def _dtypes_from_json(names: list[str]) -> Dtypes:
         axis, is_wire, name = each.rpartition("=")  # which no name of a format has
         if is_wire:
             by_axis.append((axis, format_named(name)))
-        else:
+        elif each != FEEDBACK:
             update = format_named(name.removeprefix("update:"))
-    return Dtypes(compute, main, format_named(names[2]), accumulate, stored, tuple(by_axis), update)
+    wire, feedback = format_named(names[2]), names[-1] == FEEDBACK
+    return Dtypes(compute, main, wire, accumulate, stored, tuple(by_axis), update, feedback)
 
 
 def dtype_named(name: str) -> torch.dtype:

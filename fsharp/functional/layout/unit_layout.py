@@ -21,7 +21,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.formats.format import Facts, Format, LeafClass, LeafPart, aligned, dtype_name, some_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
-from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
+from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard, Strategy
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.tracebacks import api_boundary
 
@@ -232,6 +232,30 @@ class UnitLayout:
         if form is None:
             return self.travelling_nbytes(group, self.strategy.optim)
         return form.size(self.groups[group].capacity) * form.dtype.itemsize
+
+    def residual_sizes(self, group: int) -> Mapping[str, int]:
+        """Return by axis how many values of a group's gradient a rank encodes with feedback, in order of the reductions."""
+        return self._residual_sizes.get(group, {})
+
+    @cached_property
+    def _residual_sizes(self) -> dict[int, dict[str, int]]:
+        found = {}
+        source, target = self.strategy.full.dual, self.strategy.optim
+        summed = [axis for axis in source.order if source[axis] is Partial and self.mesh.axis_size(axis) > 1]
+        for g in self.trainable:
+            dtypes, size, sizes = self.groups[g].dtypes, self.groups[g].size, dict[str, int]()
+            for axis in sorted(summed, key=lambda axis: target[axis] is not Shard):  # as move_sums() has them
+                if dtypes.has_feedback(axis) and size:
+                    sizes[axis] = size
+                size //= self.mesh.axis_size(axis) if target[axis] is Shard else 1
+            if sizes:
+                found[g] = sizes
+        return found
+
+    @cached_property
+    def has_feedback(self) -> bool:
+        """Whether something is lost of gradients of some group that is added to the next ones."""
+        return bool(self._residual_sizes)
 
     def scales_size(self, group: int) -> int:
         """Return the bytes of the scales of whole leaves, at the end of a group's buffer; 0 if the format has none."""

@@ -10,16 +10,18 @@ import torch
 from fsharp.errors import LayoutError, MeshError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, check_not_lent, decoded, units_of
+from fsharp.functional.layout.sharded import Sharded, check_not_lent, decoded, is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import move_slot
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.pieces import Ranks, pieces
 from fsharp.functional.reshard.slots import Kind, Slot, check_slot, find_slots, replace_slots
+from fsharp.functional.state import TrainState
 from fsharp.functional.stored import encode_blocks, encode_leaves
 from fsharp.type_checks import options_explained
 
@@ -58,7 +60,7 @@ def reshard(
         comm: a Comm with all ranks of the old and the new mesh, on one of these meshes or on a third one.
         ranks: the ranks of ``comm`` that form the new mesh, in rising order; None means the first ones.
         place: ``"params"`` or ``"optim"``: target place of trees outside of a TrainState. In a TrainState parameters go to
-            ``"params"``, main copies and optimizer state to ``"optim"``.
+            ``"params"``, main copies and optimizer state to ``"optim"``; residuals of gradients begin from zeros.
         cast: cast trees outside of a TrainState that go to ``"params"`` to the ``compute`` dtype of ``layout``. If False,
             buffers keep their dtype, and a layout with another ``compute`` dtype is an error.
         donate: release old buffers unit by unit. ``tree`` cannot be used afterwards, and is lost if an error occurs while data
@@ -84,7 +86,7 @@ def reshard(
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
-    given, tree = tree, together(where, comm, lambda: decoded(tree, comm.rank))
+    given, tree = tree, together(where, comm, lambda: decoded(_with_residuals(tree, None), comm.rank))
     if any(has_tree) and not all(has_tree):
         tree = _hand_out(tree, has_tree, comm)
 
@@ -127,7 +129,17 @@ def reshard(
             new[slot.path] = optree.tree_unflatten(layout.spec, nodes)
     for tree_of_slot in new.values():
         name_trees(tree_of_slot, comm)
-    return replace_slots(tree, new) if comm.rank in route.new else None
+    zeros = zero_residuals(layout.units, comm.device)
+    return _with_residuals(replace_slots(tree, new), zeros) if comm.rank in route.new else None
+
+
+def _with_residuals(tree: Any, residuals: Any) -> Any:
+    """A tree whose states have these residuals."""
+
+    def one(node: Any) -> Any:
+        return node._replace(residuals=residuals) if isinstance(node, TrainState) else node
+
+    return optree.tree_map(one, tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))
 
 
 def _resting(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:

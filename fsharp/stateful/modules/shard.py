@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsharp.errors import MeshError, TreeError
+from fsharp.errors import MeshError, OptionError, TreeError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
@@ -130,6 +130,11 @@ def shard_module(
         refuse_kept(module)
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
+        if fed_back := [pattern for pattern, each in rules.items() if each.feedback]:
+            raise OptionError(
+                f"shard_module(): the precision of {fed_back[0]!r} has feedback=True, which functions alone have: a module "
+                "keeps no residuals. Leave out feedback, or train model.functional() by fs.train_step."
+            )
         dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
         options = dict(plan_options)
         dtypes, atoms = own_formats(module, dtypes, options.pop("atoms", None), comm)

@@ -39,7 +39,8 @@ class Candidate:
         layout: name of the layout.
         policy: name of the policy.
         step_s: predicted seconds of a step; infinite if parameters and optimizer state alone exceed the budget.
-        memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``arena``, ``activations``.
+        memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``residuals``, ``arena``,
+            ``activations``.
         peak_nbytes: most of these bytes that are in use at once.
         sent_nbytes: bytes that one rank sends in a step.
         lost: why another candidate was chosen; empty for the chosen one.
@@ -189,6 +190,7 @@ def _candidate(
         "params": layout.nbytes("params"),
         "main": layout.nbytes("main"),
         "optimizer": planned["optimizer_buffers"] * layout.nbytes("optim"),
+        "residuals": layout.nbytes("residuals"),
         "arena": 0,
         "activations": round(sum(kept.values())),
     }
@@ -207,7 +209,7 @@ def _peak(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
     """Return the most bytes at one time. Offloaded state is on the device in the update alone, where activations are not."""
     state = memory["main"] + memory["optimizer"]
     work = max(state, memory["activations"]) if policy.offload else state + memory["activations"]
-    return memory["params"] + memory["arena"] + work
+    return memory["params"] + memory["residuals"] + memory["arena"] + work
 
 
 def _lost(candidate: Candidate, best: Candidate, budget: float) -> str:

@@ -96,7 +96,7 @@ def _copied(made: Any, held: list[Any]) -> Any:
 
 
 def _addresses(state: TrainState) -> list[int]:
-    tree: Any = state.params, state.main
+    tree: Any = state.params, state.main, state.residuals
     return [x.data_ptr() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 

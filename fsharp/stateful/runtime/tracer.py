@@ -6,18 +6,20 @@ Where data move, when, and in which memory is not decided here.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any, Literal
 
 import optree
 import torch
 
-from fsharp.errors import LossError
+from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.comm.residuals import Views
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.release import cloned, inner_tensors
-from fsharp.functional.sinks import take_gradients, with_sinks
+from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, before_backward
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
@@ -57,6 +59,19 @@ class IssuedGradients:
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable, scale=scale)
         return pending(result, gradient.join) if gradient.is_under_way else result
+
+    def check_unsent(self) -> None:
+        """Refuse to reduce other gradients in place of these, once these have been sent with residuals.
+
+        Raises:
+            ScheduleError: some are on their way to the optimizer's place.
+        """
+        for unit in self.units:
+            if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and unit.layout.has_feedback:
+                raise ScheduleError(
+                    f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after it had been sent with feedback, as "
+                    "the schedule has it. Make the same changes in each step, from the first one on."
+                )
 
     def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
         """Whether these are all of them, as they were returned, on their way to the optimizer's place."""
@@ -168,13 +183,15 @@ class Tracer(Engine):
             before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.come_back, uses))
         return out
 
-    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
+    def run_value_and_grad(
+        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Views
+    ) -> tuple[Loss, Any]:
         """Forward and backward of each part; gradients are collected and reduced on the way."""
-        units = self.start_gradients(params)
+        units = self.start_gradients(params, residuals)
         total: Loss | None = None
         for number, part in enumerate(parts, 1):
             with torch.enable_grad():
-                probed = with_sinks(params)
+                probed = with_sinks(params, SinkLedger(residuals))
                 loss = as_loss(compiled_by_caller(loss_fn, probed, part, self))
                 check_loss(loss, has_sinks=any(unit.layout.trainable for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
@@ -185,11 +202,13 @@ class Tracer(Engine):
         assert total is not None
         return total, self.issue(units, params, scale="sum")
 
-    def start_gradients(self, params: Any) -> list[UnitState]:
+    def start_gradients(self, params: Any, residuals: Views = MappingProxyType({})) -> list[UnitState]:
         """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
         step, self._issued = self.current(), IssuedGradients()
         units = [self.unit_of(node) for node in units_of(params)]
         step.renew_gradients(units)
+        if residuals:
+            _feed_back(units, residuals)
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
@@ -208,14 +227,20 @@ class Tracer(Engine):
         position = iter(units)
         return map_units(lambda node: issued.issue(node, next(position), scale), params)
 
-    def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
+    def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: Views) -> Any:
         """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
         nodes, step = units_of(tree), self.current()
         if not self._issued.are(nodes, to):
+            if residuals:
+                self._issued.check_unsent()
             step.move()
-            return moves.reduce_scatter(tree, comm=self.own, to=to)
+            return moves.reduce_sums(tree, nodes, to, self.own, residuals)
         units, self._issued = self._issued.units, IssuedGradients()
+        if residuals:
+            _feed_back(units, residuals)
         step.reduce(units, wait=not self.transport.is_async)
+        if residuals:
+            _feed_back(units, {})
         position = iter(units)
         return map_units(lambda node: _reduced(node, next(position).gradient if node.unit.trainable else None, to), tree)
 
@@ -259,6 +284,13 @@ class Tracer(Engine):
         step.update(update_gathers, moves)
         self.num_updates += 1
         return resting, state
+
+
+def _feed_back(units: Sequence[UnitState], residuals: Views) -> None:
+    """Have reductions of these units add residuals to gradients, and overwrite them."""
+    for unit in units:
+        if unit.gradient is not None:
+            unit.gradient.feed_back(residuals.get(unit.layout.name, {}))
 
 
 def _leaves_of(*values: Any) -> Sequence[Any]:

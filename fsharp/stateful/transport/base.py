@@ -79,11 +79,13 @@ class Summand(NamedTuple):
         x: the buffer. A reduce_scatter along an axis of ``n`` ranks cuts ``x`` into ``n`` equal parts.
         out: where the sum goes. None, for a reduce_scatter alone, leaves the sum where the transport has computed it.
         scratch: as many bytes as :meth:`Transport.scratch_nbytes` says.
+        residual: what a format has lost of earlier summands, which is added to this one; overwritten. None: nothing is added.
     """
 
     x: torch.Tensor
     out: torch.Tensor | None
     scratch: torch.Tensor
+    residual: torch.Tensor | None = None
 
     @property
     def place(self) -> torch.Tensor:
@@ -202,7 +204,8 @@ class Transport(ABC):
         xs = [each.x for each in summands]
         parts = [wire.padded(len(x), n) for x in xs]
         padded = [torch.nn.functional.pad(x, (0, n * part - len(x))) for x, part in zip(xs, parts, strict=True)]
-        stored = [wire.store(x, part, about).view(n, -1) for x, part, about in zip(padded, parts, facts, strict=True)]
+        rows = zip(padded, parts, summands, facts, strict=True)
+        stored = [wire.store_summand(x, part, each.residual, about).view(n, -1) for x, part, each, about in rows]
         sent = torch.cat(stored, 1)
         received = torch.empty_like(sent)
         outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]

@@ -21,7 +21,7 @@ class BlockingTransport(Transport):
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
         """Sum over the Comm."""
-        x, out, _ = summands[0]
+        x, out = summands[0].x, summands[0].out
         result = self.comm.reduce_scatter(x.view(self.comm.mesh.axis_size(axis), -1), axis, dtype=dtype, label=label)
         return [Work(result=result if out is None else out.copy_(result))]
 

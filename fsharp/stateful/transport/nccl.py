@@ -31,7 +31,7 @@ class NcclTransport(Transport):
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
         """Cast sums to ``dtype``."""
-        x, out, _ = summands[0]
+        x, out = summands[0].x, summands[0].out
         part = x.view(self.comm.mesh.axis_size(axis), -1)[self.comm.mesh.coord(axis, self.comm.rank)]
         target = out if out is not None and out.dtype == x.dtype else part
         _reduce_scatter(target, x, group=self.groups("reduce", axis))

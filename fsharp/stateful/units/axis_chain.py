@@ -1,7 +1,8 @@
 """AxisChain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -114,12 +115,14 @@ class ChainInput(NamedTuple):
         x: the buffer, in the dtype :attr:`AxisChain.first`.
         out: where the result goes; None leaves it in the memory of the last stage.
         memory: tensors for :meth:`AxisChain.pieces`.
+        residuals: by axis, what formats have lost of earlier buffers; overwritten.
     """
 
     chain: AxisChain
     x: torch.Tensor
     out: torch.Tensor | None
     memory: Sequence[torch.Tensor]
+    residuals: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
@@ -147,7 +150,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
     for k, (op, axis, n) in enumerate(chain.stages):
         at, is_last = 3 * k, k == len(chain.stages) - 1  # in AxisChain.pieces
         outs = [leg.out if is_last else leg.memory[at + 1] for leg in legs]
-        summands = list(map(Summand, xs, outs, [leg.memory[at] for leg in legs]))
+        summands = list(map(Summand, xs, outs, [leg.memory[at] for leg in legs], [leg.residuals.get(axis) for leg in legs]))
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":

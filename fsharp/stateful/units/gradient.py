@@ -1,12 +1,13 @@
 """The gradient of one unit: how far it has come in this step on its way to the optimizer's place."""
 
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum, auto
 
 import torch
 
 from fsharp.errors import ScheduleError, TreeError
+from fsharp.functional.comm.residuals import ByAxis
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.axis_chain import ChainInput
@@ -61,6 +62,7 @@ class GradientBuffer:
         self._tails: list[Work] = []
         self._deferred: Callable[[], None] | None = None
         self.is_under_way = False
+        self._residuals: Mapping[int, ByAxis] = {}
         self._ignored: set[int] = set()
 
     def _move(self, phase: GradientPhase) -> None:
@@ -138,6 +140,10 @@ class GradientBuffer:
             leaves = enumerate(self.route.leaves)
             self._ignored |= {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
 
+    def feed_back(self, residuals: Mapping[int, ByAxis]) -> None:
+        """Have reductions add to gradients what formats have lost of earlier ones, by group and axis, and overwrite that."""
+        self._residuals = residuals
+
     def collect_in(self, block: OutgoingBlock) -> None:
         """Go on with what was collected so far in another block."""
         if self.block is not None:
@@ -204,7 +210,7 @@ class GradientBuffer:
             if block.sent[i] is not block.collected[i]:
                 block.sent[i].copy_(block.collected[i])
             out = self.rest.tensors[i] if direct else block.received[i]
-            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i]))
+            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._residuals.get(chain.group, {})))
         return legs
 
     def send(self, works: Sequence[Work]) -> None:
@@ -268,7 +274,9 @@ class GradientBuffer:
             self.final.release()
         rows = zip(self.route.finishes, self.rest.tensors, self.final.tensors, pieces, strict=True)
         return [
-            ChainInput(chain, sent.copy_(source) if len(sent) else source, target, scratch)
+            ChainInput(
+                chain, sent.copy_(source) if len(sent) else source, target, scratch, self._residuals.get(chain.group, {})
+            )
             for chain, source, target, (sent, *scratch) in rows
         ]
 

@@ -1,0 +1,495 @@
+"""What formats lose of gradients is added to the next ones: nothing is lost for good, on any path."""
+
+from functools import partial
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.errors import AgreementError, FsharpError, LayoutError, OptionError, ScheduleError, TreeError
+from fsharp.functional.formats.format import Format, Plane
+from fsharp.testing import DebugPolicy, check_races, processes, simulate
+from tests.gpt_like import loss_fn, make_params
+from tests.scheduling import DP, FLAT, HYBRID, STRATEGIES, assert_same, every, make_layout, make_state, make_tx, my_batches
+from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
+from tests.test_format import BLOCKS
+
+MXINT4, MXFP4 = fs.formats.mxint4, fs.formats.mxfp4
+FORMATS = {each.name: each for each in (MXINT4, MXFP4, fs.formats.mxint8, fs.formats.hadamard(MXINT4), BLOCKS)}
+POLICIES = {
+    "default": {},
+    "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
+    "sums at once": {"sum_late": False},
+    "offload": {"offload": True},
+}
+EXACT = Format("exact", (Plane(torch.float32, 32),), lambda values: [values], lambda planes: planes[0], block=32)
+WIRES = {
+    "mxint4": MXINT4,
+    "between hosts": {"outer": MXINT4, "inner": torch.bfloat16},
+    "two formats": {"outer": fs.formats.hadamard(MXINT4), "inner": BLOCKS},
+}
+
+
+def of(wire=MXINT4, feedback=True, **rest):
+    return fs.Precision(main=torch.float32, wire=wire, feedback=feedback, **rest)
+
+
+@given(
+    wire=st.sampled_from(list(FORMATS.values())),
+    parts=st.integers(1, 3),
+    blocks=st.integers(1, 3),
+    steps=st.integers(1, 6),
+    seed=st.integers(0, 99),
+    short=st.integers(0, 31),
+)
+def test_what_was_sent_and_the_last_residual_add_up_to_all_gradients(wire, parts, blocks, steps, seed, short):
+    generator, part = torch.Generator().manual_seed(seed), 32 * blocks
+    size = parts * part - short
+    grads = [torch.randn(size, generator=generator) for _ in range(steps)]
+    residual, sent = torch.zeros(size), torch.zeros(size, dtype=torch.float64)
+    for grad in grads:
+        given_ = torch.nn.functional.pad(grad, (0, short))
+        before = given_.clone()
+        stored = wire.store_summand(given_, part, residual)
+        assert torch.equal(given_, before)
+        sent += wire.load(stored, part, torch.float32)[:size]
+    torch.testing.assert_close(sent + residual, torch.stack(grads).double().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@given(wire=st.sampled_from([MXINT4, MXFP4, fs.formats.mxint8]), steps=st.integers(1, 8), seed=st.integers(0, 99))
+def test_with_scales_that_are_powers_of_two_they_add_up_exactly(wire, steps, seed):
+    grads = torch.randint(-1000, 1001, (steps, 64), generator=torch.Generator().manual_seed(seed)) / 256
+    residual, sent = torch.zeros(64), torch.zeros(64)
+    for grad in grads:
+        sent += wire.load(wire.store_summand(grad, 64, residual), 64, torch.float32)
+    assert torch.equal(sent + residual, grads.sum(0))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_is_not_kept(bad):
+    grad, residual = torch.linspace(-1, 1, 64), torch.zeros(64)
+    grad[3] = bad
+    stored = MXINT4.store_summand(grad, 64, residual)
+    assert not MXINT4.load(stored, 64, torch.float32).isfinite().all()
+    assert residual.isfinite().all()
+    assert residual[32:].count_nonzero()
+
+
+def reduced(comm, state, batch, residuals):
+    """Gradients of a state's parameters, whole, and new residuals."""
+    if residuals is None:
+        _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+        grads = fs.reduce_scatter(grads, comm=comm)
+    else:
+        _, grads, residuals = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=residuals)
+        grads, residuals = fs.reduce_scatter(grads, comm=comm, residuals=residuals)
+    return [b.clone() for node in fs.layouts.units_of(fs.gather(grads, comm=comm)) for b in node.buffers], residuals
+
+
+@pytest.mark.parametrize("strategy", FLAT)
+def test_over_steps_gradients_are_those_of_an_exact_wire(strategy):
+    """Up to the residuals of all ranks, which are as large after 12 steps as after one."""
+
+    def rank_fn(comm):
+        state, exact = (make_state(comm, strategy, precision=of(feedback=each)) for each in (True, False))
+        plain = make_state(comm, strategy, precision=of(EXACT, False))
+        residuals, totals = state.residuals, [0, 0, 0]
+        for batch in my_batches(comm, 12):
+            fed_back, residuals = reduced(comm, state, batch, residuals)
+            for i, found in enumerate((fed_back, reduced(comm, exact, batch, None)[0], reduced(comm, plain, batch, None)[0])):
+                totals[i] = totals[i] + torch.cat(found)
+        left = [comm.all_reduce(x, "dp") for x in optree.tree_leaves(residuals)]
+        return totals, torch.cat(left)
+
+    layout = make_layout(DP, strategy, precision=of())
+    assert {unit.name for unit in layout.units if unit.has_feedback} == {unit.name for unit in layout.units}
+    for (fed_back, lossy, plain), left in simulate(DP, rank_fn):
+        assert len(plain) == len(left)
+        torch.testing.assert_close(fed_back + left, plain, rtol=1e-4, atol=1e-4)
+        assert (fed_back - plain).norm() < 0.5 * (lossy - plain).norm()
+
+
+def run(comm, strategy, policy=None, *, steps=5, microbatches=1, donate=True, precision=None, watched=False):
+    """Losses, parameters and residuals after some steps."""
+    state = make_state(comm, strategy, precision=precision or of())
+    step = fs.train_step(loss_fn, make_tx(), microbatches=microbatches, donate=donate)
+    call = partial(step, comm=comm)
+    if policy is not None:
+        call = fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **policy}))(step)
+    losses = []
+    for batch in my_batches(comm, steps):
+        before = None if donate else optree.tree_map(torch.clone, state.residuals)
+        old = state
+        state, metrics = call(state, batch)
+        if before is not None:
+            assert_same(old.residuals, before)
+        losses.append(float(metrics.loss))
+    if policy is not None:
+        assert call.num_recordings == 1
+        fs.schedules.verify(call.schedule)
+    leaves = [leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(state.params, comm=comm))]
+    return losses, leaves, state.residuals
+
+
+@every(9, strategy=STRATEGIES, policy=POLICIES, wire=WIRES, microbatches=[1, 2], donate=[True, False])
+def test_training_has_the_same_bits_on_every_path(strategy, policy, wire, microbatches, donate):
+    mesh = STRATEGIES[strategy][0]
+    if mesh == DP and wire != "mxint4":
+        return
+    precision = of(WIRES[wire])
+
+    def rank_fn(comm):
+        ways = {"microbatches": microbatches, "precision": precision}
+        blocking = run(comm, strategy, donate=not donate, **ways)
+        assert_same(run(comm, strategy, POLICIES[policy], donate=donate, **ways), blocking)
+        without = run(comm, strategy, microbatches=microbatches, precision=of(WIRES[wire], False))
+        assert without[2] is None
+        assert blocking[0][:1] == without[0][:1]
+        assert blocking[0] != without[0]
+
+    simulate(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_processes_have_the_bits_of_simulated_ranks(strategy):
+    def rank_fn(comm):
+        return run(comm, strategy, microbatches=2), run(comm, strategy, {}, microbatches=2)
+
+    found = processes(DP, rank_fn, timeout=120)
+    expected = simulate(DP, lambda comm: run(comm, strategy, microbatches=2))
+    for each, want in zip(found, expected, strict=True):
+        for got in each:
+            assert_same(got, want)
+
+
+def test_hsdp_over_processes():
+    precision = of(WIRES["two formats"])
+
+    def rank_fn(comm):
+        return run(comm, "hsdp", precision=precision), run(comm, "hsdp", {}, precision=precision)
+
+    for blocking, scheduled in processes(HYBRID, rank_fn, timeout=120):
+        assert_same(scheduled, blocking)
+
+
+def test_strategies_have_the_same_bits():
+    def rank_fn(comm):
+        found = [run(comm, strategy) for strategy in FLAT]
+        for each in found[1:]:
+            assert_same(each[:2], found[0][:2])
+
+    simulate(DP, rank_fn)
+
+
+def test_no_races():
+    def rank_fn(comm):
+        state = make_state(comm, "zero1", precision=of())
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
+        step = scheduler(fs.train_step(loss_fn, make_tx()))
+        with check_races(scheduler):
+            for batch in my_batches(comm, 3):
+                state, _ = step(state, batch)
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("wire", [MXINT4, MXFP4], ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_quadratic_problem_is_solved_where_it_stalls_without(strategy, wire):
+    """Ranks have targets far apart, so that at the optimum, their mean, each rank's gradient is as coarse as ever."""
+    generator = torch.Generator().manual_seed(0)
+    middle, apart = torch.randn(96, generator=generator), 10 * torch.randn(96, generator=generator)
+
+    def distance(comm, feedback):
+        tx = fs.optim.sgd(1e-2)
+        layout = fs.plan({"w": torch.zeros(96)}, comm.mesh, FLAT[strategy][1], precision=of(wire, feedback))
+        state = fs.init_state(tx, fs.shard({"w": torch.zeros(96)}, layout, comm, place="optim"), comm=comm)
+
+        def loss(params, target, comm):
+            return fs.forward(lambda p: 0.5 * (p["w"] - target).square().sum(), params, comm=comm)
+
+        step, target = fs.train_step(loss, tx, donate=True), middle + (apart if comm.rank else -apart)
+        for _ in range(600):
+            state, _ = step(state, target, comm)
+        return float((fs.full_tree(state.params, comm=comm)["w"] - middle).abs().max())
+
+    for without, with_feedback in simulate(DP, lambda comm: (distance(comm, False), distance(comm, True)), timeout=60):
+        assert without > 1
+        assert with_feedback < 0.05
+
+
+@every(4, strategy=STRATEGIES, microbatches=[1, 3])
+def test_nothing_more_travels(strategy, microbatches):
+    assert_as_predicted(strategy, microbatches, of())
+    layouts = [make_layout(*STRATEGIES[strategy], precision=of(feedback=each)) for each in (True, False)]
+    assert fs.inspect.step_traffic(layouts[0]) == fs.inspect.step_traffic(layouts[1])
+    assert [[group.capacity for unit in each.units for group in unit.groups] for each in layouts[:1]] == [
+        [group.capacity for unit in each.units for group in unit.groups] for each in layouts[1:]
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_memory_is_predicted(strategy, wire):
+    mesh = STRATEGIES[strategy][0]
+    if mesh == DP and wire != "mxint4":
+        return
+    layout = make_layout(*STRATEGIES[strategy], precision=of(WIRES[wire]))
+
+    def rank_fn(comm):
+        state = make_state(comm, strategy, precision=of(WIRES[wire]))
+        before = fs.inspect.tree_nbytes(state.residuals)
+        state, _ = fs.train_step(loss_fn, make_tx())(state, my_batches(comm, 1)[0], comm)
+        return before, fs.inspect.tree_nbytes(state.residuals)
+
+    for found in simulate(mesh, rank_fn):
+        assert found == (layout.nbytes("residuals"),) * 2
+    if mesh == DP:
+        assert layout.nbytes("residuals") == 4 * sum(group.size for unit in layout.units for group in unit.groups)
+        assert "residuals" in str(layout)
+    assert make_layout(*STRATEGIES[strategy], precision=of(WIRES[wire], False)).nbytes("residuals") == 0
+
+
+def test_hosts_keep_what_they_send_between_them():
+    """Along the outer axis a rank encodes its part alone, which is half of the parameters on two inner ranks."""
+    params = {"w": torch.zeros(4096)}
+
+    def kept(strategy, wire):
+        return fs.plan(params, HYBRID, strategy, precision=of(wire)).nbytes("residuals")
+
+    outer = {"outer": MXINT4, "inner": torch.bfloat16}
+    assert kept(fs.hsdp("outer", "inner"), outer) == kept(fs.zero3("inner", "outer"), outer) == 2048 * 4
+    assert kept(fs.zero3("outer", "inner"), outer) == 4096 * 4
+    assert kept(fs.hsdp("outer", "inner"), MXINT4) == (2048 + 4096) * 4
+    assert fs.plan(params, fs.Mesh({"dp": 1}), fs.zero3("dp"), precision=of()).nbytes("residuals") == 0
+
+
+def test_tune_counts_residuals():
+    hardware = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e9, latency=2e-5)
+    layouts = {name: make_layout(DP, "zero3", precision=of(feedback=name == "fed back")) for name in ("fed back", "without")}
+    choice = fs.tune(layouts, hardware, budget=1e9)
+    assert choice.name == "without"
+    peaks = {(x.layout, x.policy): x.peak_nbytes for x in choice.candidates}
+    kept = layouts["fed back"].nbytes("residuals")
+    assert all(peaks["fed back", policy] - peaks["without", policy] == kept > 0 for _, policy in peaks)
+
+
+def test_one_rank_has_no_residuals():
+    comm = fs.SingleComm()
+    state = make_state(comm, fs.zero3("dp"), precision=of())
+    assert state.residuals is None
+    fs.train_step(loss_fn, make_tx())(state, my_batches(comm, 1)[0], comm)
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["blocking", "scheduled"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+def test_a_checkpoint_goes_on_with_the_same_bits(strategy, scheduled, tmp_path):
+    tx = make_tx()
+
+    def rank_fn(comm):
+        def call():
+            step = fs.train_step(loss_fn, tx, microbatches=2)
+            return fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
+
+        state, batches = make_state(comm, strategy, precision=of()), my_batches(comm, 6)
+        step = call()
+        for batch in batches[:3]:
+            state, _ = step(state, batch)
+        fs.checkpoint.save(str(tmp_path), state, step=3, comm=comm)
+        loaded = fs.checkpoint.load(str(tmp_path), make_state(comm, strategy, precision=of()), comm=comm)
+        assert_same(loaded.residuals, state.residuals)
+        again = call()
+        for batch in batches[3:]:
+            state, first = step(state, batch)
+            loaded, second = again(loaded, batch)
+            assert first.loss == second.loss
+        assert_same(loaded, state)
+        other = fs.checkpoint.load(
+            str(tmp_path), make_state(comm, strategy, precision=of(feedback=False)), comm=comm, ignore="residuals"
+        )
+        assert other.residuals is None
+        return True
+
+    assert all(simulate(STRATEGIES[strategy][0], rank_fn))
+
+    def on_one(comm):
+        like = make_state(comm, fs.zero3("dp"), precision=of())
+        with pytest.raises(TreeError, match="residuals"):
+            fs.checkpoint.load(str(tmp_path), like, comm=comm)
+        return fs.checkpoint.load(str(tmp_path), like, comm=comm, ignore="residuals").step
+
+    assert on_one(fs.SingleComm()) == 3
+
+    def on_four(comm):
+        like = make_state(comm, fs.zero3("dp"), precision=of())
+        with pytest.raises(TreeError, match="residuals"):
+            fs.checkpoint.load(str(tmp_path), like, comm=comm)
+        bare = fs.checkpoint.load(str(tmp_path), like._replace(residuals=None), comm=comm, ignore="residuals")
+        found, _ = fs.train_step(loss_fn, tx)(bare._replace(residuals=like.residuals), my_batches(comm, 1)[0], comm)
+        return found.step
+
+    assert simulate(fs.Mesh({"dp": 4}), on_four) == [4] * 4
+
+
+def test_residuals_of_equal_size_and_another_order_are_refused(tmp_path):
+    """Rows are not cut, so with other atoms leaves lie elsewhere in buffers that are as large."""
+    params = {"a": torch.zeros(3, 10), "b": torch.zeros(5, 7), "c": torch.zeros(31)}
+    found = [fs.plan(params, DP, fs.zero3("dp"), precision=of(), atoms=atoms) for atoms in ({}, {"**": fs.layouts.Rows(1)})]
+    assert found[0].nbytes("residuals") == found[1].nbytes("residuals")
+    assert [leaf.offset for leaf in found[0].units[0].leaves] != [leaf.offset for leaf in found[1].units[0].leaves]
+
+    def rank_fn(comm):
+        states = [fs.init_state(make_tx(), fs.shard(params, each, comm, place="optim"), comm=comm) for each in found]
+        fs.checkpoint.save(str(tmp_path), states[0], step=1, comm=comm)
+        with pytest.raises(TreeError, match="residuals"):
+            fs.checkpoint.load(str(tmp_path), states[1], comm=comm)
+        with pytest.raises(TreeError, match="residuals of another layout"):
+            fs.value_and_grad(loss_fn)(states[1].params, None, comm=comm, residuals=states[0].residuals)
+        return True
+
+    assert all(simulate(DP, rank_fn))
+
+
+def test_reshard_begins_from_zeros():
+    def rank_fn(comm):
+        tx, state = make_tx(), make_state(comm, "zero3", precision=of())
+        step = fs.train_step(loss_fn, tx)
+        batches = my_batches(comm, 3)
+        state, _ = step(state, batches[0], comm)
+        assert any(x.count_nonzero() for x in optree.tree_leaves(state.residuals))
+        layout = make_layout(DP, "zero1", precision=of())
+        new = fs.reshard({"state": state, "seen": 1}, layout, comm=comm)["state"]
+        assert fs.inspect.tree_nbytes(new.residuals) == layout.nbytes("residuals")
+        assert not any(x.count_nonzero() for x in optree.tree_leaves(new.residuals))
+        new, _ = step(new, batches[1], comm)
+        assert any(x.count_nonzero() for x in optree.tree_leaves(new.residuals))
+        assert fs.reshard(state, make_layout(DP, "zero1", precision=of(feedback=False)), comm=comm).residuals is None
+
+    simulate(DP, rank_fn)
+
+
+def test_gradients_of_any_function_are_reduced_with_residuals():
+    """Those that torch.func.grad gives of gathered parameters are reduced in one move."""
+
+    def rank_fn(comm):
+        found = []
+        for strategy in ("hsdp", "hfsdp", "zero3x2"):
+            state = make_state(comm, strategy, precision=of(WIRES["two formats"]))
+            [batch] = my_batches(comm, 1)
+            gathered = fs.gather(state.params, comm=comm)
+            _, mine, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
+            mine, lost = fs.reduce_scatter(mine, comm=comm, residuals=lost)
+            summand = torch.func.grad(lambda tree, batch=batch: loss_fn(tree, batch, comm).sum)(gathered)
+            before = optree.tree_map(torch.clone, state.residuals)
+            other, kept = fs.reduce_scatter(summand, comm=comm, residuals=state.residuals)
+            assert_same(state.residuals, before)
+            assert_same(optree.tree_leaves(other), optree.tree_leaves(mine))
+            assert_same(kept, lost)
+            found.append(True)
+        return found
+
+    simulate(HYBRID, rank_fn)
+
+
+def test_a_layout_keeps_it():
+    layout = make_layout(DP, "zero3", precision={"**": of(), "layers.1.*": of(feedback=False)})
+    again = fs.Layout.from_json(layout.to_json())
+    assert again == layout
+    assert [unit.has_feedback for unit in again.units] == [unit.name != "layers.1" for unit in layout.units]
+    for each in (of(update=fs.formats.mxint8), of(stored=fs.formats.mxfp8), of({"dp": MXINT4})):
+        layout = make_layout(DP, "zero3" if each.update is None else "zero1", precision=each)
+        assert fs.Layout.from_json(layout.to_json()) == layout
+
+
+def test_ranks_that_differ():
+    def rank_fn(comm):
+        with pytest.raises(AgreementError, match="feedback"):
+            make_state(comm, "zero3", precision=of(feedback=comm.rank == 0))
+
+    simulate(DP, rank_fn)
+
+
+def test_precisions_without_a_format_are_refused():
+    for wire in (None, torch.bfloat16, {"outer": torch.bfloat16}):
+        with pytest.raises(LayoutError, match="feedback is True, and wire is"):
+            fs.Precision(wire=wire, feedback=True)
+    with pytest.raises(OptionError, match="feedback is 1, expected True or False"):
+        fs.Precision(wire=MXINT4, feedback=1)
+
+
+def test_modules_are_refused():
+    with pytest.raises(FsharpError, match=r"shard_module\(\): the precision of '\*\*' has feedback=True"):
+        fs.shard_module(torch.nn.Linear(4, 4), mesh=fs.SingleComm(), precision=of())
+
+
+def test_residuals_that_are_missing_or_of_another_layout_are_refused():
+    def rank_fn(comm):
+        state, [batch] = make_state(comm, "zero1", precision=of()), my_batches(comm, 1)
+        grad_fn = fs.value_and_grad(loss_fn)
+        with pytest.raises(TreeError, match=r"value_and_grad\(\): gradients of unit .* Pass residuals=state.residuals"):
+            grad_fn(state.params, batch, comm=comm)
+        with pytest.raises(TreeError, match="there are no residuals"):
+            fs.train_step(loss_fn, make_tx())(state._replace(residuals=None), batch, comm)
+        with pytest.raises(TreeError, match="residuals are dict"):
+            grad_fn(state.params, batch, comm=comm, residuals={})
+        other = make_state(comm, "zero1", params=make_params(layers=3, dim=16), precision=of()).residuals
+        with pytest.raises(TreeError, match=r"residuals of another layout.*\n.*unit +'embed"):
+            grad_fn(state.params, batch, comm=comm, residuals=other)
+        _, grads, residuals = grad_fn(state.params, batch, comm=comm, residuals=state.residuals)
+        with pytest.raises(TreeError, match=r"reduce_scatter\(\): gradients of unit .* Pass residuals=state.residuals"):
+            fs.reduce_scatter(grads, comm=comm)
+        with pytest.raises(TreeError, match="residuals under a transform"):
+            torch.func.vmap(lambda x: fs.reduce_scatter(grads, comm=comm, residuals=residuals) and x)(torch.ones(2))
+        return True
+
+    assert all(simulate(DP, rank_fn))
+
+
+def test_gradients_changed_after_they_were_sent_are_refused():
+    def rank_fn(comm):
+        tx, changes = make_tx(), []
+
+        def step(state, batch, comm):
+            loss, grads, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
+            if changes:
+                grads = optree.tree_map(lambda g: g * 2, grads)
+            grads, lost = fs.reduce_scatter(grads, comm=comm, residuals=lost)
+            metrics, grads = fs.average(loss, grads, comm=comm)
+            return fs.update(tx, grads, state._replace(residuals=lost), comm=comm), metrics
+
+        scheduled, state = fs.Scheduler(comm)(step), make_state(comm, "ddp", precision=of())
+        batches = my_batches(comm, 4)
+        for batch in batches[:3]:
+            state, _ = scheduled(state, batch)
+        changes.append(True)
+        with pytest.raises(ScheduleError, match="was changed after it had been sent with feedback"):
+            scheduled(state, batches[3])
+
+    simulate(DP, rank_fn)
+
+
+def test_changed_gradients_have_the_bits_of_the_blocking_path():
+    """Changed in each step, so that nothing is sent before."""
+
+    def step(state, batch, comm):
+        loss, grads, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
+        grads = optree.tree_map(lambda g: g * 2, grads)
+        for node in fs.layouts.units_of(grads):
+            node.scale = "sum"
+        grads, lost = fs.reduce_scatter(grads, comm=comm, residuals=lost)
+        metrics, grads = fs.average(loss, grads, comm=comm)
+        return fs.update(make_tx(), grads, state._replace(residuals=lost), comm=comm), metrics
+
+    def rank_fn(comm):
+        found = []
+        for call in (partial(step, comm=comm), fs.Scheduler(comm)(step)):
+            state = make_state(comm, "zero1", precision=of())
+            for batch in my_batches(comm, 4):
+                state, _ = call(state, batch)
+            found.append((fs.full_tree(state.params, comm=comm), state.residuals))
+        assert_same(*found)
+
+    simulate(DP, rank_fn)
