@@ -133,7 +133,8 @@ def doctor() -> str:
     rows = [("fsharp", fsharp.__version__), ("python", platform.python_version()), ("torch", torch.__version__)]
     rows += [(name, _version(name)) for name in PACKAGES]
     rows.append(("processors", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"))
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cuda = torch.get_device_module("cuda")
+    gpus = [cuda.get_device_name(i) for i in range(cuda.device_count())]
     rows.append(("GPUs", ", ".join(gpus) or "none: streams, CUDA graphs and TransformerEngine's kernels need one"))
     backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
     rows.append(("backends", ", ".join(name for name, is_there in backends.items() if is_there)))

@@ -60,7 +60,7 @@ def assert_equivalent(
         units: units, as for :func:`~fsharp.plan`.
         microbatches: number of microbatches, as for :func:`~fsharp.train_step`.
         tolerance: allowed difference for runs that add in another order.
-        run: function that runs a function on every rank of a mesh: :func:`simulate` or :func:`processes`.
+        run: function that runs a function on every rank of a mesh: :func:`simulate` or :func:`~fsharp.testing.processes`.
         plan_options: more arguments for :func:`~fsharp.plan`.
 
     Returns:
