@@ -245,10 +245,11 @@ def _strategies(
             rule = specs[path].strategy(mesh, path=path, shape=tuple(leaf.shape))
         first, strategy = chosen_by.setdefault(unit_of[path], (path, rule))
         if rule != strategy:
+            unit = repr(unit_of[path]) if unit_of[path] else "(root)"
             raise LayoutError(
                 problem(
                     "plan()",
-                    f"leaves of unit {unit_of[path]!r} have different strategies, and a unit is gathered as one.",
+                    f"leaves of unit {unit} have different strategies, and a unit is gathered as one.",
                     [(f"params[{p!r}]", specs.get(p, rule_of[p])) for p in (first, path)],
                     "Give them one strategy, or put them into units of their own by units=.",
                 )
