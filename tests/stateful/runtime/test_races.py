@@ -205,7 +205,7 @@ def test_every_kind_of_wait_is_needed_by_some_configuration():
         unneeded = {each.why for each in report.unneeded()}
         issued |= {kind_of(why) for why in report.waits}
         needed |= {kind_of(why) for why in report.waits if why not in unneeded}
-    looks = {f"compute joins all of {lane} at {at}" for lane in ("reduce", "gather") for at in ("microbatch_end", "reduce")}
+    looks = {f"compute joins all of reduce at {at}" for at in ("microbatch_end", "reduce")}
     first_step = {"compute joins all of gather at update", "compute joins op of an earlier plan at reduce"}
     assert issued - needed == looks | first_step
 
