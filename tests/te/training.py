@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from tests import te_cpu
+from tests.te_cpu.ranks import processes as forked
 
 IS_ON_GPU = not te_cpu.is_needed()
 DEVICE = "cuda" if IS_ON_GPU else "cpu"
@@ -380,8 +381,12 @@ def differences(comm, cases, names=RECIPES, strategies=None, **shard_options):
 
 
 def on_ranks(sizes, fn, **kwargs):
-    """Call ``fn(comm, ...)`` on each rank of a mesh, in processes of their own. Return all results."""
+    """Call ``fn(comm, ...)`` on each rank of a mesh, in processes of their own. Return all results.
+
+    Processes with the stand-in are forked from one that has loaded it.
+    """
     mesh = fs.Mesh(sizes)
     if mesh.size == 1:
         return [fn(fs.SingleComm(mesh), **kwargs)]
-    return fs.testing.processes(mesh, partial(fn, **kwargs), timeout=250)
+    start = fs.testing.processes if IS_ON_GPU else forked
+    return start(mesh, partial(fn, **kwargs), timeout=250)

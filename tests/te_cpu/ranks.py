@@ -2,7 +2,7 @@
 
 from fsharp.testing.processes import _Launcher, _run_ranks
 
-_launcher = _Launcher(first="from tests import te_cpu; te_cpu.load()")
+_launcher = _Launcher(first="import hypothesis, pytest\nfrom tests import te_cpu\nte_cpu.load()")
 
 
 def processes(mesh, fn, *, timeout=90.0):
