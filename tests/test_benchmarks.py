@@ -316,6 +316,7 @@ def test_blocks_have_the_sizes_that_the_figures_say():
     }
 
 
+@pytest.mark.deep  # every part of make bench runs, for a quarter of a minute
 def test_parts_of_two_ranks(fsharp_alone):
     """What each has; that contenders train alike is checked where they are measured."""
     found = fsharp_alone[0]
