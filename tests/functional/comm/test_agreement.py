@@ -172,7 +172,7 @@ def test_a_failure_of_every_rank_is_raised_as_it_is():
 def test_a_comm_of_another_mesh_fails_without_waiting():
     results = caught(DP3, lambda comm: fs.gather(fs.shard_for(tree(), planned(tree(), GRID), 0), comm=comm))
     for error, calls in results:
-        with pytest.raises(MeshError, match=re.escape("'' on Mesh(o=2, i=2)\n  comm  Mesh(dp=3)")):
+        with pytest.raises(MeshError, match=re.escape("(root) on Mesh(o=2, i=2)\n  comm  Mesh(dp=3)")):
             raise error
         assert calls == 0
 
