@@ -16,8 +16,6 @@ from tests.doors import KEPT, PATHS, RETURNED, SINKS, UNITS, WAYS, WHATS, WRAPS,
 EXAMPLES = 20 if settings.default.max_examples <= 60 else 1000
 LAST = UNITS - 1
 
-UNSEEN = ("dataclass", "slots", "set", "generator", "function", *KEPT)
-"""What torch cannot take apart, and what is not returned."""
 OF_WEIGHTS = ("weight", "transposed weight", "row of a weight", "detached weight", "function of a weight")
 
 
@@ -33,10 +31,6 @@ class Pending(NamedTuple):
     paths: tuple[str, ...]
     why: str
     of: Callable[[Model], bool]
-
-
-def any_door(of: Callable[[Door], bool]) -> Callable[[Model], bool]:
-    return lambda model: any(of(door) for door in model.doors)
 
 
 PENDING = [
