@@ -382,7 +382,7 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
 def test_what_keeps_its_own_state_or_addresses_is_refused():
     def rank_fn(comm):
         model = fs.shard_module(modules.make(), mesh=comm, policy=fs.SchedulePolicy(offload=True))
-        with pytest.raises(ScheduleError, match=r"AdamW keeps its own on the device.*fs\.optim\.adamw"):
+        with pytest.raises(ScheduleError, match=r"AdamW keeps its state on the device.*fs\.optim\.adamw"):
             fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         state = make_state(comm, "ddp")
         with pytest.raises(ScheduleError, match="leave out offload=True"):
