@@ -129,7 +129,7 @@ def test_a_run_of_given_time_stops_on_all_ranks_and_another_goes_on_with_it(tmp_
 
     done = cli(*timed, "--name", "first", "--resume", str(tmp_path / "nowhere"))
     assert done.returncode
-    assert "there is no checkpoint in its folder" in done.stderr
+    assert "has no checkpoint to continue from" in done.stderr
     assert fs.checkpoint.latest(tmp_path / "first" / "checkpoints").step == result["steps"]
 
     done = cli(*timed, "--name", "second", "--resume", str(tmp_path / "first"), "--strategy", "zero1")
