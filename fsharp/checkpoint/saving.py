@@ -5,13 +5,13 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import optree
 import torch
 import xxhash
 
+import fsharp
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in
 from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object, leaves_of
 from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json, structure_of
@@ -330,7 +330,7 @@ def manifest_of(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, creat
         step=shot.step,
         created=created,
         mesh=dict(mesh.axes),
-        versions={"fsharp": version("fsharp"), "torch": torch.__version__},
+        versions={"fsharp": fsharp.__version__, "torch": torch.__version__},
         config=shot.config,
         metric=shot.metric,
         files=tuple(records),

@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 class NonFinite(NamedTuple):
-    """Where an infinity or NaN was found, equal on all ranks.
+    """The ranks and the leaf in which an infinity or NaN was found; equal on all ranks.
 
     Attributes:
         losses: ranks whose loss is not finite.

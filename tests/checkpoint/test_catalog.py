@@ -1,5 +1,6 @@
 """Which checkpoint is the newest, what is incomplete, and that others can read the files."""
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -50,6 +51,15 @@ def test_what_is_incomplete_is_left_out_and_said(tmp_path, caplog):
     assert "rank-00000.safetensors: missing" in said
     assert "99 bytes, expected" in said
     assert "step-0000000006-0123456789abcdef is incomplete, using step 1" in said
+
+
+def test_a_package_that_is_not_installed_saves(tmp_path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    saved = fs.checkpoint.save(tmp_path, {"x": torch.ones(3)}, step=1, comm=fs.SingleComm())
+    assert saved.manifest.versions["fsharp"] == fs.__version__
 
 
 def test_files_are_plain_safetensors_and_json(tmp_path):

@@ -94,7 +94,7 @@ _REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one kind of tensor rests: a placement for each mesh axis.
+    """The placement of one kind of tensor on each mesh axis.
 
     Axes that shard cut a flat buffer one after another, in ``order``. So one rank's parts under two places of a strategy nest.
     A move between two places takes at most one collective for each axis, and no transpose.
@@ -154,7 +154,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Strategy:
-    """Where parameters, gradients and optimizer state rest: an :class:`~fsharp.layouts.AxisRule` for each mesh axis.
+    """The placements of parameters, gradients and optimizer state: an :class:`~fsharp.layouts.AxisRule` for each mesh axis.
 
     >>> Strategy({"a": AxisRule(params=Replicate, grads=Partial, optim=Shard),
     ...           "b": AxisRule(params=Replicate, grads=Shard, optim=Shard)}).grads

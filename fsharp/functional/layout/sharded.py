@@ -1,6 +1,6 @@
 """Sharded: the pytree node that stands where a unit's subtree stood, and trees of such nodes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -215,7 +215,7 @@ class Sharded:
         owners = {each.name: each for each in ties} | {self.name: self}
         names = dict.fromkeys([self.name, *(leaf.tied_to[0] for leaf in self.unit.leaves if leaf.tied_to is not None)])
         views = {name: owners[name]._views() for name in names if name in owners}  # in one order on all ranks
-        return subtree_of("Sharded.tree()", self.unit, views)
+        return self.unit.subtree("Sharded.tree()", views)
 
     def _views(self) -> dict[str, torch.Tensor]:
         if self.place.sharded or self.place.partial or self.groups != self.unit.all_groups:
@@ -265,28 +265,6 @@ class Sharded:
             else:
                 shown.append(repr(buffer))
         return f"Sharded({self.name!r}, {self.place}, {'; '.join(shown) or 'empty'})"
-
-
-def subtree_of(where: str, unit: UnitLayout, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return the subtree of a unit, whose stored leaves are given by unit and path.
-
-    Raises:
-        TreeError: a leaf is tied to one of a unit that is not given.
-    """
-    found = []
-    for leaf in unit.leaves:
-        owner, path = leaf.tied_to or (unit.name, leaf.path)
-        if owner not in leaves:
-            raise TreeError(
-                problem(
-                    where,
-                    f"{unit.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
-                    [("tied to", f"{path!r} of unit {owner!r}")],
-                    f"Pass that unit along: forward(fn, params[{unit.name!r}], ..., ties=[params[{owner!r}]]).",
-                )
-            )
-        found.append(leaves[owner][path])
-    return optree.tree_unflatten(unit.spec, found)
 
 
 def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import TreeError
+from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import Facts, Format, LeafClass, LeafPart, aligned, dtype_name, some_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
@@ -390,6 +390,27 @@ class UnitLayout:
             ("gradients", f"along axis {axis!r}") if axis else ("parameters", f"over axes {some_of(self.strategy.optim.order)}")
         )
         return [("unit", self.shown), ("leaves", some_of(leaves)), along]
+
+    def subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
+        """Return the unit's subtree, made of stored leaves by unit and path.
+
+        Raises:
+            TreeError: a leaf is tied to a leaf of a unit that ``leaves`` lacks.
+        """
+        found = []
+        for leaf in self.leaves:
+            owner, path = leaf.tied_to or (self.name, leaf.path)
+            if owner not in leaves:
+                raise TreeError(
+                    problem(
+                        where,
+                        f"{self.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
+                        [("tied to", f"{path!r} of unit {owner!r}")],
+                        f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{owner!r}]]).",
+                    )
+                )
+            found.append(leaves[owner][path])
+        return optree.tree_unflatten(self.spec, found)
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """Return the first element of the group's buffer that ``rank`` holds in ``place``."""

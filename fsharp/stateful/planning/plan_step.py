@@ -82,7 +82,8 @@ def _in_order(layout: Layout, order: Sequence[str]) -> list[str]:
     names = [unit.name for unit in layout.units if unit.groups]
     if not order:
         return names
-    found = [name for pattern in order for name in names if name in chosen("plan_step()", (pattern,), names)]
+    selected = [chosen("plan_step()", (pattern,), names) for pattern in order]
+    found = [name for each in selected for name in names if name in each]
     if missing := [name for name in names if name not in found]:
         what, remedy = f"order says nothing of unit {missing[0]!r}.", "Add its name, or a pattern, where the loss uses it."
         raise LayoutError(problem("plan_step()", what, [("order", ", ".join(order))], remedy))

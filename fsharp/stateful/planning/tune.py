@@ -42,7 +42,7 @@ class Candidate:
         memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``residuals``, ``arena``,
             ``activations``.
         peak_nbytes: most of these bytes that are in use at once.
-        sent_nbytes: bytes that one rank sends in a step.
+        sent_nbytes: bytes that one rank sends in a step, without those of the loss.
         lost: why another candidate was chosen; empty for the chosen one.
     """
 

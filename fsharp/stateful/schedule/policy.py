@@ -14,7 +14,7 @@ REDUCTIONS, FINISHES = 1, 3
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class SchedulePolicy:
-    """What the schedule of a training step may do: prefetch, buckets, memory budget, offload. It changes no value.
+    """Options for the schedule of a training step: prefetch, buckets, memory budget, offload. They change no value.
 
     Args:
         prefetch: number of units to gather ahead of their use, while another unit computes.

@@ -17,7 +17,6 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import LeafClass, LeafPart
-from fsharp.functional.layout.sharded import subtree_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOut
 
@@ -51,7 +50,7 @@ class LeafIndex:
         if self._is_untied:
             return self.unit.spec.unflatten(own)
         by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in leaves.items()}
-        return subtree_of("forward()", self.unit, by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
+        return self.unit.subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
 
     def leaves(
         self, own: list[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]
