@@ -391,6 +391,7 @@ class UnitLayout:
         )
         return [("unit", self.shown), ("leaves", some_of(leaves)), along]
 
+    @api_boundary
     def subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
         """Return the unit's subtree, made of stored leaves by unit and path.
 
