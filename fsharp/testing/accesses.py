@@ -1,4 +1,4 @@
-"""Accesses of each op of torch: the bytes it reads and writes, and the storages it makes, until these are gone."""
+"""Logging of memory accesses: the bytes that each torch op reads and writes, and the storages that it allocates and frees."""
 
 import weakref
 from bisect import bisect_left, insort
@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsharp.testing.ordering import Access, ByteSpan, Entry, Free
 
-_MOST_RUNS = 1024  # of a strided tensor that are told apart; one with more counts as all the bytes from its first to its last
+_MOST_RUNS = 1024  # a strided tensor of more runs counts as one run, from its first byte to its last
 _NO_DATA = frozenset(
     ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::set_")
-)  # they give or take memory without looking at what is in it
+)  # these ops allocate or exchange memory without reading or writing it
 
 
 def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
-    """Return the bytes that a strided tensor is made of, as runs."""
+    """Return the runs of bytes that a strided tensor occupies, in order of address."""
     if not x.numel():
         return ()
     start, base, run = x.data_ptr(), x.untyped_storage().data_ptr(), x.element_size()
@@ -28,7 +28,7 @@ def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
     dims = sorted(
         (stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and stride
     )
-    while dims and dims[0][0] <= run:  # a dim that goes on where the one inside of it ends, or overlaps it
+    while dims and dims[0][0] <= run:  # this dim continues the run of the inner dim, or overlaps it
         stride, size = dims.pop(0)
         run += stride * (size - 1)
     num_runs = torch.Size([size for _, size in dims]).numel()
@@ -39,11 +39,11 @@ def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _Effects(NamedTuple):
-    """The effects of an operator, by its schema."""
+    """What an operator does to its arguments, according to its schema."""
 
-    touches: bool  # whether it looks at data at all: views do not
-    written: frozenset[str]  # arguments
-    names: tuple[str, ...]
+    touches: bool  # whether the operator reads or writes data: a view does not
+    written: frozenset[str]  # names of the arguments that are written
+    names: tuple[str, ...]  # names of all arguments
 
 
 @cache
@@ -64,20 +64,20 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Storages:
-    """The storages that there are, with the lane that allocated each; ``log`` gets an entry for each one that goes."""
+    """All living storages, each with the lane that allocated it. When a storage is freed, ``log`` gets a :class:`Free`."""
 
     def __init__(self, log: list[Entry]) -> None:
         self._log = log
         self._live: dict[int, ByteSpan] = {}
-        self._sorted: list[ByteSpan] = []  # without those that lie in another one: memory that was imported twice
+        self._sorted: list[ByteSpan] = []  # without storages inside other storages: memory that was imported twice
         self._finalizers: dict[int, weakref.finalize] = {}
 
     def knows(self, x: torch.Tensor) -> bool:
-        """Whether its storage has been seen."""
+        """Whether the storage of ``x`` has been added."""
         return x.untyped_storage()._cdata in self._live
 
     def add(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
-        """Note a new storage, and the lane that allocated it, if that was seen."""
+        """Add the storage of ``x``. ``lane`` allocated it; None if nobody saw the allocation."""
         storage = x.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
         span = self._live[key] = ByteSpan(start, start + storage.nbytes(), start)
@@ -104,10 +104,10 @@ class Storages:
 
 
 class AccessLoggingMode(TorchDispatchMode):
-    """Logs every op that torch runs in this thread.
+    """Log the memory accesses of every op that torch runs in this thread.
 
-    What does not pass torch's dispatcher is not seen: memory shared with numpy, threads that others start. ``where`` returns
-    the lane that ops run on at present, and what is going on there.
+    Accesses that bypass torch's dispatcher are not logged, for example those of numpy or of other threads. ``where`` returns
+    the current lane, and a description of the work on it.
     """
 
     def __init__(self, log: list[Entry], where: Callable[[], tuple[str, object]]) -> None:
@@ -116,9 +116,9 @@ class AccessLoggingMode(TorchDispatchMode):
         self._storages = Storages(log)
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and note what it touches."""
+        """Run the op, and log the bytes that it reads and writes."""
         if any(getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl for kind in types):
-            return NotImplemented  # a class of tensors that is made of others, whose ops come here next
+            return NotImplemented  # a tensor subclass, which wraps tensors: their ops come here next
         kwargs = kwargs or {}
         effects = _effects(func)
         reads: list[ByteSpan] = []
@@ -135,7 +135,9 @@ class AccessLoggingMode(TorchDispatchMode):
         for x in _tensors(result):
             if not self._storages.knows(x):
                 made.append(self._storages.add(x, lane))
-                writes.extend(spans(x))  # also if nothing is in it: till now the memory was somebody else's on this lane
+                writes.extend(
+                    spans(x)
+                )  # also for an op of _NO_DATA: until now the memory belonged to another tensor of this lane
         if reads or writes or made:
             name = str(func).removesuffix(".default")
             self._log.append(Access(lane, name, during, tuple(reads), tuple(writes), tuple(made)))

@@ -1,11 +1,12 @@
-"""Whether what streams did was ordered: vector clocks, and a map of the bytes that ops touched.
+"""Detection of data races between streams: vector clocks of the lanes, and the last accesses of every byte.
 
-[Note: ordered] A lane is a stream. Its clock says, for each lane, how many of that lane's ops are sure to be over when its own
-next op begins: all of its own, and what its waits have brought it. Two accesses of one byte, at least one of them a write, are
-a race if the later one's lane did not know of the earlier one when it was issued.
+[Note: vector clocks] A lane is a stream. Each lane has a clock. The clock counts, for every lane, the ops that are sure to be
+finished before this lane's next op begins. Ops of the lane itself count at once, ops of other lanes count after a wait.
+Two accesses to one byte, of which at least one is a write, are a race if the clock of the later access's lane did not yet
+count the earlier access.
 
-Memory belongs to the lane that allocated it, as with torch's caching allocators: once freed, whatever that lane allocates next
-may lie there, ordered behind that lane alone. So accesses by other lanes have to be known to it by then.
+Memory belongs to the lane that allocated it, as in torch's caching allocators. Once memory is freed, the next allocation of
+that lane may reuse it. That allocation is ordered behind ops of its own lane alone, so its clock has to count accesses of other lanes.
 """
 
 from bisect import bisect_right
@@ -17,19 +18,19 @@ Clock = dict[str, int]
 
 
 class ByteSpan(NamedTuple):
-    """Bytes of one storage: addresses of the first and after the last, and of the storage."""
+    """A run of bytes of one storage. All fields are addresses; ``stop`` is exclusive, and ``base`` is that of the storage."""
 
     start: int
     stop: int
     base: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # two of the same content are two
+@dataclass(frozen=True, slots=True, eq=False)  # two accesses of equal content are different accesses
 class Access:
-    """One op of torch.
+    """The accesses of one torch op.
 
-    ``during`` is what was going on on its lane. ``forgets`` are new storages: what was at their addresses before does not
-    count.
+    ``during`` is the work that its lane was doing. ``forgets`` are the storages that the op allocated: earlier accesses to
+    their addresses no longer count.
     """
 
     lane: str
@@ -53,7 +54,10 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A lane waits for all ops so far of the lane ``of``, or for the :class:`RecordEvent` with this key; ``why`` is words."""
+    """A lane waits for all earlier ops of the lane ``of``, or for the :class:`RecordEvent` whose key is ``of``.
+
+    ``why`` describes the wait in words.
+    """
 
     lane: str
     of: object
@@ -65,7 +69,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A storage is gone, which ``lane`` allocated; None if nobody knows which lane did."""
+    """A storage is freed. ``lane`` allocated it; None if nobody saw the allocation."""
 
     lane: str | None
     span: ByteSpan
@@ -73,7 +77,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class RecordStream:
-    """The storage at ``base`` is not given to others, once freed, before what ``lane`` has been given so far is over."""
+    """The allocator must not reuse the storage at ``base`` before all ops so far on ``lane`` are finished."""
 
     lane: str
     base: int
@@ -84,7 +88,10 @@ Log = Sequence[Entry]
 
 
 class Race(NamedTuple):
-    """Two accesses of a span that nothing orders; for freed memory the second is None, and ``owner`` may allocate there."""
+    """Two unordered accesses to the bytes of a span.
+
+    If the memory was freed, ``second`` is None: the lane ``owner`` may reuse the memory while ``first`` is under way.
+    """
 
     first: Access
     second: Access | None
@@ -93,17 +100,21 @@ class Race(NamedTuple):
 
 
 class _Seen(NamedTuple):
+    """An access, and its number among the accesses of its lane."""
+
     access: Access
     tick: int
 
 
 class _Cell(NamedTuple):
+    """The last accesses to a run of bytes."""
+
     write: _Seen | None
-    reads: tuple[_Seen, ...]  # since the write, the last one of each lane
+    reads: tuple[_Seen, ...]  # the last read of each lane since the write
 
 
 class _ShadowMemory:
-    """The last write of every byte, and the reads since: disjoint runs in order of address."""
+    """A map from bytes to their last write and the reads since: disjoint runs in order of address."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -111,7 +122,7 @@ class _ShadowMemory:
         self._cells: list[_Cell] = []
 
     def take(self, start: int, stop: int) -> list[tuple[int, int, _Cell]]:
-        """Remove and return what is known of a run of bytes."""
+        """Remove and return the entries of a run of bytes, cut to this run."""
         starts, stops, cells = self._starts, self._stops, self._cells
         i = bisect_right(starts, start) - 1
         if i < 0 or stops[i] <= start:
@@ -134,7 +145,7 @@ class _ShadowMemory:
         return taken
 
     def put(self, runs: Sequence[tuple[int, int, _Cell]]) -> None:
-        """Insert neighbouring runs, in order, where nothing is."""
+        """Insert neighbouring runs, in order of address, where the map has none."""
         if runs:
             i = bisect_right(self._starts, runs[0][0])
             self._starts[i:i] = [a for a, _, _ in runs]
@@ -147,15 +158,17 @@ class _Replay:
         self.clocks: dict[str, Clock] = {}
         self.marks: dict[object, Clock] = {}
         self.bytes = _ShadowMemory()
-        self.kept: dict[tuple[int, str], int] = {}  # by storage and lane, up to where the allocator waits for it
-        self.freed: dict[str, list[tuple[_Seen, ByteSpan]]] = {}  # by owner: accesses of other lanes that it did not know of
+        self.kept: dict[tuple[int, str], int] = {}  # by storage and lane: number of the last op that the allocator waits for
+        self.freed: dict[
+            str, list[tuple[_Seen, ByteSpan]]
+        ] = {}  # by owner: accesses of other lanes to freed memory, which the owner's clock did not count
         self.races: dict[tuple[Access, Access | None], Race] = {}
 
     def clock(self, lane: str) -> Clock:
         return self.clocks.setdefault(lane, {})
 
     def wait(self, wait: Wait) -> bool:
-        """Return whether the lane has learned of anything."""
+        """Update the clock of the lane that waits, and return whether the clock has changed."""
         other = self.clock(wait.of) if isinstance(wait.of, str) else self.marks.get(wait.of, {})
         mine, learned = self.clock(wait.lane), False
         for lane, tick in other.items():
@@ -223,7 +236,7 @@ class _Replay:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
     def reused(self, owner: str) -> None:
-        """Report accesses that are still under way to memory that a lane has freed: the lane allocates now."""
+        """Report accesses that may still be under way to memory that ``owner`` has freed. Called when ``owner`` allocates."""
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):
             if clock.get(seen.access.lane, 0) < seen.tick:
@@ -231,14 +244,17 @@ class _Replay:
 
 
 class Verdict(NamedTuple):
-    """The races, each pair of accesses once, and positions of waits that have told their lane of something it did not know."""
+    """The result of :func:`replay`.
+
+    ``races`` has each pair of accesses once. ``learned`` has the positions of the waits that changed a clock.
+    """
 
     races: list[Race]
     learned: set[int]
 
 
 def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
-    """Look for races in a log, in the order in which the host issued it, without the entries at some positions."""
+    """Find the races in a log, which is in the order of issue. Entries at the positions ``without`` are left out."""
     state, learned = _Replay(), set()
     for i, entry in enumerate(log):
         if i in without:

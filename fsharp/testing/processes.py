@@ -72,7 +72,7 @@ def _run_ranks(launcher: "_Launcher", mesh: Mesh, fn: Callable[[Comm], R], timeo
 
 
 class _Launcher:
-    """The process that ranks are forked from; see [Note: launcher]. It runs ``first`` before anything else."""
+    """The process from which ranks are forked; see [Note: launcher]. The process first runs the code ``first``."""
 
     def __init__(self, first: str = "") -> None:
         self._first = first
@@ -81,12 +81,12 @@ class _Launcher:
         self.forget()
 
     def forget(self) -> None:
-        """Have no process: it belongs to the process that this one was forked from."""
+        """Forget the launcher's process without ending it. Called in a forked process, whose parent owns the launcher."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, folder: str, size: int, timeout: float) -> str:
-        """Have the launcher run the ranks; return what went wrong, or nothing."""
+        """Run the ranks in processes that the launcher forks. Return the text of the first error; empty if there was none."""
         with self._lock:
             if self._server is None:
                 program = f"{self._first}\nfrom fsharp.testing.processes import _serve\n_serve()"
@@ -121,7 +121,7 @@ _launcher = _Launcher()
 
 
 def _serve() -> None:
-    """Run the ranks that standard input asks for, until it ends."""
+    """Serve requests to run ranks: one line of standard input each, until standard input ends."""
     for line in sys.stdin:
         folder, size, timeout = json.loads(line)
         print(json.dumps(_launch(Path(folder), size, timeout)), flush=True)

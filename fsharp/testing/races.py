@@ -1,4 +1,4 @@
-"""check_races: finds out on a host without streams whether what a scheduler issues on streams is ordered."""
+"""check_races: find data races between the streams of a schedule, on a host without streams."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ _SHOWN = 5  # races that an error describes
 
 
 class RaceError(FsharpError, AssertionError):
-    """Two streams access the same memory, at least one writes, and nothing orders the accesses. ``report`` has all races."""
+    """Raised if two streams access the same memory without an order, and at least one writes. ``report`` has all races."""
 
     def __init__(self, message: str, report: "RaceReport") -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class RaceError(FsharpError, AssertionError):
 
 
 class UnneededWait(NamedTuple):
-    """A wait without which the checked steps would have no race, and how often it was issued.
+    """A wait that could be left out alone without a race in the checked steps, and how often it was issued.
 
     ``is_implied``: earlier waits of the lane had already waited for the same work. If False, no two accesses need the wait.
     """
@@ -40,9 +40,9 @@ class UnneededWait(NamedTuple):
 
 
 class VirtualLanes(Lanes):
-    """Lanes on a host without streams: what is issued on them runs at once, and is logged with its order.
+    """Simulated streams on a host without streams: an op that is issued on a lane runs at once, and is logged.
 
-    ``describe`` returns an op in words, and ``here`` what compute is doing. ``log`` is what was issued, in order.
+    ``describe`` returns an op in words, and ``here`` the work of the compute lane. ``log`` has all ops in order of issue.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class VirtualLanes(Lanes):
 
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
-        """Issue on a lane, behind what the current lane was given so far, if ``begins``, and behind the given ops."""
+        """Issue on a lane, in this context, ops that begin after the ops ``after``; with ``begins`` after the current lane's."""
         lane = name
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if begins:
@@ -85,33 +85,33 @@ class VirtualLanes(Lanes):
             self.lane, self._during = before
 
     def join(self, after: Sequence[Key]) -> None:
-        """Have the current lane wait for ops on others."""
+        """Make the current lane wait for ops of other lanes."""
         for key in after:
             if key in self._marks:
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
 
     def join_all(self, *names: str) -> None:
-        """Have the current lane wait for all that the lanes of these names have been given."""
+        """Make the current lane wait for all ops issued so far on the lanes of these names."""
         for lane in names:
             if lane not in self._given:
                 continue
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
     def synchronize(self, op: Key) -> None:
-        """Have the host, and so all that it issues later, wait for an op."""
+        """Make the host wait for an op. Everything that the host issues later is then ordered after the op."""
         self.join([op])
 
     def keep(self, x: torch.Tensor) -> None:
-        """Keep a tensor's memory, once freed, from others until the current lane has done what it was given."""
+        """Let no allocation reuse a tensor's memory before all ops so far on the current lane are finished."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
     def where(self) -> tuple[str, object]:
-        """Return the current lane, and what is going on there."""
+        """Return the name of the current lane, and the work that it does."""
         return self.lane, self._during or self.here()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Log what torch does in this thread."""
+        """Log all torch ops of this thread in this context."""
         mode = AccessLoggingMode(self.log, self.where)
         try:
             with mode:
@@ -129,7 +129,7 @@ class RaceReport:
 
     @api_boundary
     def look(self) -> None:
-        """Go through the log, and raise a RaceError if there are races in it."""
+        """Search the log, and raise a RaceError if it has races."""
         self._verdict = replay(self.log)
         if self.races:
             raise RaceError(str(self), self)
@@ -159,14 +159,14 @@ class RaceReport:
         return result
 
     def without(self, why: str) -> list[Race]:
-        """Return the races that there would be without one of :attr:`waits`. Cost: 20 microseconds for each op."""
+        """Return the races that would exist without ``why``, one of :attr:`waits`. Cost: 20 microseconds for each op."""
         positions = {i for i, entry in enumerate(self.log) if isinstance(entry, Wait) and entry.why == why}
         return replay(self.log, without=positions).races
 
     def unneeded(self) -> list[UnneededWait]:
-        """Return the waits each of which alone could be left out without a race.
+        """Return the waits of which each, alone, could be left out without a race.
 
-        Two of these waits may be needed together, as each does the other's work. Cost: :meth:`without` for each wait that is
+        Leaving out two of them may be a race, if both order the same accesses. Cost: :meth:`without` for each wait that is
         not implied: seconds for small models.
         """
         implied = self.implied()
@@ -174,12 +174,12 @@ class RaceReport:
         return [UnneededWait(why, why in implied, times) for why, times in unneeded]
 
     def implied(self) -> set[str]:
-        """Return the waits for work that earlier waits had already ordered before their lane, each time they were issued."""
+        """Return the waits that never changed the order: earlier waits of the lane had already waited for the same work."""
         learned = {str(self.log[i]) for i in self._verdict.learned}
         return set(self.waits) - learned
 
     def describe(self, race: Race) -> list[tuple[str, object]]:
-        """Return a race as rows of an error: pairs of a name and a value."""
+        """Return a race as rows for an error message: pairs of a name and a value."""
         if race.second is None:
             by = race.owner
             rows: list[tuple[str, object]] = [("used by", race.first), ("freed for", f"{by}, which allocates there again")]
@@ -281,7 +281,7 @@ def _check(scheduler: Scheduler) -> None:
 
 
 def _here(scheduler: Scheduler) -> str:
-    """Return where in the program a step is."""
+    """Return the point of the program that the step has reached, in words."""
     step = scheduler._now.step
     if step is None:
         return "outside of a step"
@@ -289,7 +289,7 @@ def _here(scheduler: Scheduler) -> str:
 
 
 def _op(scheduler: Scheduler, key: Key) -> str:
-    """Return an op of a schedule, in words."""
+    """Return an op of the schedule in words."""
     number, i = key
     plan = scheduler.arena.tenant
     if plan is None or plan.number != number:
@@ -299,7 +299,7 @@ def _op(scheduler: Scheduler, key: Key) -> str:
 
 
 def _place(scheduler: Scheduler, span: ByteSpan) -> str:
-    """Return where bytes are, and the units that a plan has given them to."""
+    """Return in words where bytes are, and the units to which the memory plan gives them."""
     first = scheduler.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first
     if start < 0 or stop > len(scheduler.arena.memory):

@@ -1,14 +1,15 @@
 """simulate: run a function as every rank of a mesh, in the threads of one process.
 
 [Note: turns]
-One rank runs at a time: it has *the turn*, until it waits in a collective or ends; then the next rank that can go on has it.
-With a seed it hands the turn on at each collective, waiting or not, and at :meth:`ThreadComm.pause`, and the seed decides to
-whom. So a run is a function of the program and the seed, and one that fails can be had again.
+One rank runs at a time: it has *the turn*, until it waits in a collective or ends. Then the next rank that need not wait has
+the turn. With a seed a rank also passes the turn at each collective that it need not wait for, and at :meth:`ThreadComm.pause`; the
+seed chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
 
 [Note: how a rank ends]
-A rank *returns*, *raises*, *dies* or *stalls*. A rank that has ended takes part in nothing: whoever needs it in a collective
-gets a CommError in its own thread. If every living rank waits and nothing can complete, all of them get one, at once. A rank
-that dies or stalls leaves its function where it is, as a killed process does: nothing of it runs while others do.
+A rank *returns*, *raises*, *dies* or *stalls*. It then takes part in no collective. A rank that needs it in a collective gets
+a CommError in its own thread. If all living ranks wait and no collective can complete, all of them get a CommError at once. A rank
+that dies or stalls stops in the middle of its function, as a killed process does: its ``finally`` blocks run after all other
+ranks have ended.
 """
 
 import random
@@ -101,10 +102,10 @@ def simulate(
 
 @contextmanager
 def _one_forward_ad_level() -> Iterator[None]:
-    """Let every rank's ``torch.func.jvp`` use one forward-mode level, which is open for as long as they run.
+    """Keep one forward-mode level of autograd open in this context, and let ``torch.func.jvp`` of every rank use it.
 
-    torch counts these levels for the process and not for the thread: the rank that came first would open the level, and
-    on leaving close it under the others.
+    torch counts these levels for the process and not for the thread. The first rank would open the level, and close it while
+    other ranks still use it.
     """
     if eager_transforms.JVP_NESTING:
         yield
@@ -118,14 +119,17 @@ def _one_forward_ad_level() -> Iterator[None]:
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank that died or stalled, once others have ended. No ``Exception``, so that no handler takes it."""
+    """Ends the thread of a rank that died or stalled, after all other ranks have ended.
+
+    It is no subclass of ``Exception``, so ``except Exception`` does not catch it.
+    """
 
 
 class ThreadComm:
     """The Comm that :func:`simulate` passes to each rank.
 
-    Ranks that meet in a collective have to agree in operation, axis, shape, dtype and label, which says what the call is for;
-    if they differ each of them gets an error, and no data.
+    Ranks that meet in a collective have to agree in operation, axis, shape, dtype and label. (A label says what a call is
+    for.) If calls differ, each rank gets an error and no data.
     """
 
     def __init__(self, world: "_World", rank: int) -> None:
@@ -135,19 +139,19 @@ class ThreadComm:
 
     @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """``[n, *x.shape]`` in order of coordinate."""
+        """Return the tensors of all ``n`` ranks of the axis, in order of coordinate: ``[n, *x.shape]``."""
         return torch.stack(self._meet("all_gather", axis, x, label))
 
     @api_boundary
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """The sum over ranks, in their order, of ``x[own coordinate]``."""
+        """Return the sum over ranks of ``x[own coordinate]``, added in order of rank."""
         mine = self.mesh.coord(axis, self.rank)
         parts = [other[mine] for other in self._meet("reduce_scatter", axis, x, label)]
         return sum_in_rank_order(torch.stack(parts), dtype or x.dtype)
 
     @api_boundary
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """The sum over ranks in their order, the maximum or the minimum."""
+        """Return the sum over ranks, added in order of rank, or the maximum or the minimum."""
         parts = torch.stack(self._meet(f"all_reduce {op}", axis, x, label))
         if op == "sum":
             return sum_in_rank_order(parts, x.dtype)
@@ -157,7 +161,7 @@ class ThreadComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """The next ``send[r]`` elements of ``x`` to rank ``r``, ``receive[r]`` from it."""
+        """Send the next ``send[r]`` elements of ``x`` to each rank ``r``, and return ``receive[r]`` elements from each."""
         words = CallFacts("all_to_all", axis or "", (), x.dtype, label)
         group = tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank)
         sent = self._world.meet(self.rank, group, words, x.detach().clone().split(list(send)))
@@ -167,15 +171,21 @@ class ThreadComm:
         return torch.cat(parts)
 
     def pause(self) -> None:
-        """Let others go on first, if the seed says so. Without a seed it does nothing."""
+        """Pass the turn to the rank that the seed chooses. Without a seed do nothing."""
         self._world.pause(self.rank)
 
     def die(self) -> NoReturn:
-        """End as a killed process does: raise Killed when all others have ended. Others hear of it when they need this rank."""
+        """End as a killed process does. Raises Killed when all other ranks have ended.
+
+        Other ranks get an error when they need this rank in a collective.
+        """
         self._world.kill(self.rank, "has died")
 
     def stall(self) -> NoReturn:
-        """Stop for good, as a stopped process: raise Killed when all others have ended. Others hear of it when all wait."""
+        """Stop as a process does after SIGSTOP. Raises Killed when all other ranks have ended.
+
+        Other ranks get an error when all of them wait.
+        """
         self._world.kill(self.rank, "has stalled")
 
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:
@@ -188,7 +198,7 @@ class ThreadComm:
 
 
 class CallFacts(NamedTuple):
-    """Describe one rank's call of a collective. The ranks of a group have to make equal calls."""
+    """The facts of one rank's call of a collective. All ranks of a group have to make calls with equal facts."""
 
     op: str
     axis: str
@@ -204,7 +214,7 @@ class CallFacts(NamedTuple):
 
 @dataclass
 class _Call:
-    """A call of a rank: undecided until it has all ranks' tensors, or an error's text."""
+    """A rank's call of a collective, under way until it has the tensors of all ranks or the text of an error."""
 
     group: tuple[int, ...]
     words: CallFacts
@@ -218,11 +228,11 @@ class _Call:
         return self.parts is not None or self.error is not None
 
     def complete(self, parts: list[Any]) -> None:
-        """Have the call return these tensors: all ranks of the group have called."""
+        """End the call with the tensors of all ranks of the group."""
         self.parts = parts
 
     def fail(self, text: str) -> None:
-        """Have the call raise this text: it can never complete, or ranks differ in it."""
+        """End the call with an error: ranks differ, or the call can never complete."""
         self.error = text
 
     def result(self) -> list[Any]:
@@ -235,7 +245,7 @@ class _Call:
 
 @dataclass
 class _Rank:
-    """The state of a rank: the call that it waits in, and how it ended, None while it lives."""
+    """The state of a rank: the call in which it waits, and how it ended; None while it runs."""
 
     call: _Call | None = None
     ended: str | None = None
@@ -245,21 +255,21 @@ class _Rank:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it can go on only if others do something."""
+        """Whether the rank waits for other ranks."""
         return self.call is not None and not self.call.is_decided
 
     def begin_call(self, group: tuple[int, ...], words: CallFacts, x: Any) -> _Call:
-        """Return the rank's next collective, in which the rank waits from here on."""
+        """Begin the rank's next call of a collective, and return it. The rank waits in this call from here on."""
         self.call = _Call(group, words, self.num_calls, x)
         self.num_calls += 1
         return self.call
 
     def end_call(self, words: CallFacts) -> None:
-        """Note that the rank waits no longer."""
+        """Note that the rank no longer waits in a call."""
         self.call, self.last = None, words
 
     def end(self, how: str) -> None:
-        """Note that the rank takes part in nothing any more."""
+        """Note how the rank has ended. It takes part in no collective any more."""
         self.ended = how
 
     def end_thread(self) -> None:
@@ -274,7 +284,7 @@ class _Rank:
 
 
 class _World:
-    """The state that all simulated ranks share. A rank notes its call of a collective here, and waits for its group's calls."""
+    """The state that all simulated ranks share: their calls of collectives, and which rank has the turn."""
 
     def __init__(self, mesh: Mesh, timeout: float, seed: int | None) -> None:
         self.mesh, self.timeout = mesh, timeout
@@ -335,7 +345,10 @@ class _World:
     # ------------------------------------------------------------ what the caller of simulate() does
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has ended, or none has given a sign of life for long: waiting ones have errors by then."""
+        """Wait until every rank has ended, or until no rank has done anything for twice ``timeout``.
+
+        Ranks that wait for others have got errors by then.
+        """
         with self._lock:
             while not all(rank.ended for rank in self._ranks):
                 left = self._last_change + 2 * self.timeout - time.monotonic()
@@ -352,7 +365,7 @@ class _World:
                     self.errors.append(self.results[number])
 
     def has_result(self, rank: int) -> bool:
-        """Whether the rank's thread is done, or about to be."""
+        """Whether the rank's thread has ended or is about to end."""
         return self._ranks[rank].has_result
 
     # ------------------------------------------------------------ under the lock
@@ -368,7 +381,7 @@ class _World:
             self._pass_turn()
 
     def _pass_turn(self) -> None:
-        """To a rank that can go on: the next one in a circle, or the seed's choice."""
+        """Pass the turn to a rank that need not wait: the next one in order of rank, or the choice of the seed."""
         able = [r for r, rank in enumerate(self._ranks) if rank.ended is None and not rank.is_waiting]
         if self._random is not None:
             self._turn = self._random.choice(able) if able else None
@@ -379,7 +392,7 @@ class _World:
             self._has_turn[self._turn].notify()
 
     def _await_turn(self, rank: int) -> None:
-        """Wait until this rank can go on and may."""
+        """Wait until this rank has the turn and need not wait for others."""
         since = time.monotonic()
         while self._turn != rank:
             # The second limit is for a rank whose others do go on, without it.
@@ -396,7 +409,7 @@ class _World:
         return self._text(rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {_names(late)}.")
 
     def _settle(self) -> None:
-        """Decide every call that can be decided."""
+        """Complete or fail every call whose outcome is known."""
         self._last_change = time.monotonic()
         for number, rank in enumerate(self._ranks):
             if rank.is_waiting:
@@ -434,7 +447,7 @@ class _World:
             each.complete(parts)
 
     def _text(self, rank: int | None, what: str) -> str:
-        """Return an error with where every rank is; of many ranks, those that are in the call of ``rank``."""
+        """Return the text of an error that says where every rank is. Of many ranks it names those in the call of ``rank``."""
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _SHOWN:
             call = None if rank is None else self._ranks[rank].call
