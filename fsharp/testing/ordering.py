@@ -6,7 +6,8 @@ Two accesses to one byte, of which at least one is a write, are a race if the cl
 count the earlier access.
 
 Memory belongs to the lane that allocated it, as in torch's caching allocators. Once memory is freed, the next allocation of
-that lane may reuse it. That allocation is ordered behind ops of its own lane alone, so its clock has to count accesses of other lanes.
+that lane may reuse it. That allocation is ordered behind ops of its own lane alone, so its clock has to count accesses of other
+lanes.
 """
 
 from bisect import bisect_right

@@ -65,7 +65,7 @@ class VirtualLanes(Lanes):
 
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
-        """Issue on a lane, in this context, ops that begin after the ops ``after``; with ``begins`` after the current lane's."""
+        """Issue on a lane, in this context, ops that begin after the ops ``after``, and (``begins``) after the current lane."""
         lane = name
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if begins:

@@ -2,14 +2,14 @@
 
 [Note: turns]
 One rank runs at a time: it has *the turn*, until it waits in a collective or ends. Then the next rank that need not wait has
-the turn. With a seed a rank also passes the turn at each collective that it need not wait for, and at :meth:`ThreadComm.pause`; the
-seed chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
+the turn. With a seed a rank also passes the turn at each collective that it need not wait for, and at :meth:`ThreadComm.pause`;
+the seed chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
 
 [Note: how a rank ends]
-A rank *returns*, *raises*, *dies* or *stalls*. It then takes part in no collective. A rank that needs it in a collective gets
-a CommError in its own thread. If all living ranks wait and no collective can complete, all of them get a CommError at once. A rank
-that dies or stalls stops in the middle of its function, as a killed process does: its ``finally`` blocks run after all other
-ranks have ended.
+A rank *returns*, *raises*, *dies* or *stalls*. It then takes part in no collective. A rank that needs it in a collective gets a
+CommError in its own thread. If all living ranks wait and no collective can complete, all of them get a CommError at once. A
+rank that dies or stalls stops in the middle of its function, as a killed process does: its ``finally`` blocks run after all
+other ranks have ended.
 """
 
 import random
