@@ -22,17 +22,17 @@ T = TypeVar("T")
 HINT = "fsharp's own frames are left out of this traceback. Set FSHARP_TRACEBACK=full to see them."
 """The note of an error whose traceback has lost frames."""
 _PLUMBING = sys.stdlib_module_names | {"optree", "torch"}
-"""Packages whose frames are left out where this library has called them."""
+"""Packages whose frames are left out of tracebacks below a frame of this library."""
 _CHOSEN = ("torch.nn.", "torch.optim.")
-"""Modules of torch with what a user hands to this library, layers and optimizers: frames in them stay."""
+"""Beginnings of names of torch's modules with layers and optimizers, which users choose: frames in these modules stay."""
 _AROUND = ("torch.nn.modules.module", "torch.optim.optimizer")
-"""Those of them that run layers and optimizers: frames in them are left out."""
+"""Modules in ``torch.nn`` and ``torch.optim`` that call layers and optimizers: frames in these modules are left out."""
 
 
 def api_boundary(target: F) -> F:
-    """Return a function, a generator function or a class, whose errors lose frames as :func:`hide_frames` says.
+    """Make a function, a generator function or a class a boundary of tracebacks: its errors pass :func:`hide_frames`.
 
-    Of a class it is ``__init__``.
+    Of a class only ``__init__`` becomes a boundary.
     """
     function: Any = target
     if isinstance(target, type):
@@ -59,7 +59,7 @@ def api_boundary(target: F) -> F:
 
 
 def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Return what ``contextmanager(function)`` is, whose own errors lose frames. Errors of the user's block are left alone."""
+    """Return ``contextmanager(function)`` with enter and exit as boundaries. Errors of the ``with`` block keep their frames."""
     make = contextmanager(function)
 
     @wraps(function)
@@ -70,7 +70,7 @@ def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractConte
 
 
 class _Context(AbstractContextManager[T], ContextDecorator, Generic[T]):
-    """A context whose enter and exit are boundaries."""
+    """A context manager whose enter and exit are boundaries of tracebacks."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -88,7 +88,7 @@ class _Context(AbstractContextManager[T], ContextDecorator, Generic[T]):
 
 
 def call_hook(hook: Callable[..., T], *args: Any) -> T:
-    """Return ``hook(*args)``. ``partial(call_hook, hook)`` is a boundary that costs little to make."""
+    """Return ``hook(*args)``, as a boundary of tracebacks. ``partial(call_hook, hook)`` costs little to make."""
     try:
         return hook(*args)
     except Exception as error:
@@ -97,9 +97,9 @@ def call_hook(hook: Callable[..., T], *args: Any) -> T:
 
 
 def hide_frames(error: Exception) -> None:
-    """Take frames out of the traceback of an error, and of the errors that led to it; a note says how to see all frames.
+    """Remove frames of this library from the traceback of an error and of its causes. A note says how to see all frames.
 
-    For an ``except`` block that raises the error again. Nested boundaries do what the outermost one does alone.
+    Call it in an ``except`` block that raises the error again. Nested boundaries have the same result as the outermost alone.
     """
     if _hide(error) and HINT not in getattr(error, "__notes__", ()):
         with suppress(Exception):  # some errors cannot be written to
@@ -107,14 +107,14 @@ def hide_frames(error: Exception) -> None:
 
 
 def formatted(error: BaseException) -> str:
-    """Return an error with its traceback as a text for other ranks, whose own error has the hint."""
+    """Return an error with its traceback as text for other ranks, without the hint, which is in the errors of those ranks."""
     if isinstance(error, Exception):
         _hide(error)
     return "".join(traceback.format_exception(error)).replace(f"{HINT}\n", "")
 
 
 def _hide(error: Exception) -> bool:
-    """Take frames out of tracebacks. Return whether there were any."""
+    """Remove frames from the tracebacks of an error and its causes. Return whether any frame was removed."""
     if os.environ.get("FSHARP_TRACEBACK") == "full":
         return False
     found, all_errors = False, _with_causes(error)
@@ -143,7 +143,7 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def _shown(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with the user's frames; the same object if there are no other frames."""
+    """Return a traceback with the user's frames alone; the same object if no frame is left out."""
     kept, num_all, is_inside, each = list[TracebackType](), 0, False, trace
     while each is not None:
         module = str(each.tb_frame.f_globals.get("__name__"))

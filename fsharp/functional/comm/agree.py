@@ -1,4 +1,4 @@
-"""Agreement: before the first collective, ranks make sure that they were given the same thing."""
+"""Agreement: before the first collective, ranks compare the settings and values that they were given."""
 
 import hashlib
 import json
@@ -85,7 +85,7 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
 
 
 def together(where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}) -> T:
-    """Run ``check`` on every rank; if it raises on any of them, or ``fields`` of its result differ, all of them raise.
+    """Run ``check`` on every rank. If it raises on any rank, or ``fields`` of its results differ, all ranks raise an error.
 
     A rank whose check raised raises that error; the others raise :class:`AgreementError` with its text, unless all
     ranks failed, each with its own error.
@@ -108,7 +108,7 @@ def together(where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T
 
 
 def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return texts of several lines without the lines that all of them share, each with its ranks."""
+    """Return the ranks' texts without the lines that all texts share, each text with its ranks."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
     rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}
@@ -121,7 +121,7 @@ def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
 
 
 def _shortened(text: str, first: int) -> str:
-    """Return as much of a text as a message has room for, from character ``first`` on."""
+    """Return as much of a text, from character ``first`` on, as fits an error message."""
     shown = text[first:]
     return "..." * (first > 0) + (shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "...")
 

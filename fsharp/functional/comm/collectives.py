@@ -1,4 +1,4 @@
-"""Collectives as differentiable primitives along one mesh axis. Each one's transpose is another one.
+"""Collectives as differentiable primitives along one mesh axis. The transpose of each primitive is a primitive.
 
 [Note: what ranks differentiate]
 All ranks together compute one function: of the tuple of their inputs, into the tuple of their outputs. What is
@@ -36,14 +36,14 @@ from fsharp.tracebacks import api_boundary
 
 @dataclass(frozen=True, eq=False)
 class _Collective:
-    """One collective with its arguments.
+    """A collective with its arguments, for :class:`_Primitive`.
 
     Attributes:
         call: the method of the Comm.
-        again: the primitive, under vmap.
+        again: the primitive itself, which vmap calls.
         transpose: the primitive that is its transpose.
-        before: makes of ``[..., c]`` what the method takes.
-        after: makes ``[..., c]`` of what the method returns.
+        before: function from ``[..., c]`` to the argument of the method.
+        after: function from the result of the method to ``[..., c]``.
         tangent: the primitive for tangents; None means ``again``.
     """
 
@@ -56,7 +56,7 @@ class _Collective:
 
 
 class _Primitive(torch.autograd.Function):
-    """torch.func differentiates a backward too: it calls a primitive, never a Comm."""
+    """An autograd function that runs a collective. Its backward calls a primitive, so torch.func can differentiate it again."""
 
     @staticmethod
     def forward(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
@@ -83,7 +83,7 @@ class _Primitive(torch.autograd.Function):
 
 
 def _parts(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Return ``[n, ..., c]`` of ``[..., n * c]``."""
+    """Return ``x`` of shape ``[..., n * c]`` as ``[n, ..., c]``."""
     return x.reshape(*x.shape[:-1], n, -1).movedim(-2, 0)
 
 

@@ -1,4 +1,4 @@
-"""Values that ranks have to start from alike: compared by digest, or taken from one of them."""
+"""Initial values, which have to be equal on all ranks: compared by digest, or taken from one rank."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -38,10 +38,10 @@ def check_same(
     remedy: str,
     varying: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Refuse tensors that do not have the same values on all ranks.
+    """Raise an error on all ranks if tensors do not have the same values on all ranks.
 
     Args:
-        where: the function that asks, for the message.
+        where: name of the calling function, for the message.
         tensors: by path, in the same order on all ranks.
         comm: the ranks.
         remedy: what the caller can do about it, for the message.
@@ -74,7 +74,7 @@ def check_same(
 
 
 def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
-    """Return, in words, ranks whose digest is not that of the first rank that should have the same; None if there are none."""
+    """Return, as text, the ranks whose digest differs from that of the first rank of their group; None if no digest differs."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(found):
@@ -88,8 +88,9 @@ def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str 
 def taken(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
-    A collective: integers are added, and those of other ranks are zero. Along axes ``varying`` each rank has a tensor of its
-    own: the result is that of the rank with this rank's coordinates along these axes, and those of ``source`` along all others.
+    The tensor is taken by a sum of integers over ranks, to which other ranks add zero. Along axes ``varying`` each rank has a
+    tensor of its own: the result is that of the rank with this rank's coordinates along these axes, and those of ``source``
+    along all others.
 
     Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
     """

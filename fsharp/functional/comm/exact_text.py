@@ -1,4 +1,4 @@
-"""exact_text: a setting as a text that ranks compare, which depends on every bit of an array."""
+"""exact_text: the text of a setting, for ranks to compare; it depends on every bit of an array."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ _SHOWN = 8
 
 
 def exact_text(value: Any) -> str:
-    """Return a text that is the same for equal settings, and another one for settings that differ in any bit.
+    """Return the text of a setting. Texts are equal if and only if settings are equal in every bit.
 
     A repr leaves out digits and elements of arrays, and has addresses of functions, which differ between processes. So the
     text has the elements of an array of at most 8 elements, the digest of a larger array, and the repr of any other object

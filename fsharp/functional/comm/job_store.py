@@ -1,7 +1,7 @@
-"""How a process joins a torch.distributed job, and asks the job's store, whose host may have ended or be out of reach.
+"""Join a torch.distributed job, and query the job's store, whose host may have ended or be out of reach.
 
-A question over the network may never be answered: torch limits how long it waits for a key, and not for an answer. So a
-thread asks, and nobody waits for the thread without a limit.
+torch limits the wait for a key, but not the wait for an answer of the store. So a thread of its own sends queries, and every
+wait for this thread has a limit.
 """
 
 import json
@@ -31,10 +31,10 @@ _LOOK_EVERY_S = 0.02
 
 
 def within(limit_s: float, job: Callable[[], T]) -> T:
-    """Run a job that asks the store in a thread of its own, and return its result.
+    """Run a job that queries the store in a new thread, and return the job's result.
 
     Args:
-        limit_s: seconds for which the job has the store wait for other ranks; the store has two more to answer.
+        limit_s: seconds for which the store waits for other ranks on behalf of the job. The job may take two seconds more.
         job: the job.
 
     Raises:
@@ -48,14 +48,14 @@ def within(limit_s: float, job: Callable[[], T]) -> T:
 
 
 class _Store:
-    """A thread that asks the store one question after another, as long as all are answered."""
+    """A thread that sends queries to the store one after another, until a query gets no answer."""
 
     def __init__(self) -> None:
         self._lock, self._worker, self._last = threading.Lock(), Worker("store"), Outcome()
         self._last.land()
 
     def ask(self, question: Callable[[], T], otherwise: T) -> tuple[T, str]:
-        """Return the answer and an empty text; or ``otherwise``, and why this question or an earlier one has no answer."""
+        """Return the answer and an empty text; or ``otherwise``, and the reason why this or an earlier query has no answer."""
         with self._lock:
             if not self._last.is_done():
                 return otherwise, "does not answer"
@@ -70,7 +70,7 @@ class _Store:
 
 
 def join(backend: str, timeout: timedelta | None) -> None:
-    """Join the job that the environment describes, under keys that no attempt before has used.
+    """Join the job that the environment describes, under keys in the store that no earlier attempt has used.
 
     torchrun's attempts share a store, from which gloo would take addresses of processes that have ended. The caller has to
     limit the time of this function (:func:`within`): torch starts the limit again with each retry to reach the store's host.
@@ -80,7 +80,7 @@ def join(backend: str, timeout: timedelta | None) -> None:
         timeout: of ``init_process_group``.
 
     Raises:
-        CommError: the others have not come within the limit.
+        CommError: other processes have not joined within the limit.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
@@ -114,7 +114,7 @@ def joined(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, li
 
 
 def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
-    """Refuse a mesh that does not fit, or that differs between ranks; every rank raises the same text."""
+    """Raise an error, with equal text on all ranks, if a mesh has the wrong size or differs between ranks."""
     text = json.dumps(mesh.axes).encode()[:512]
     mine = torch.zeros(512, dtype=torch.uint8)
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -161,7 +161,7 @@ class StoreBoard:
         name: the same on all ranks, and of this board alone.
 
     Attributes:
-        trouble: why the last question has no answer; empty if it has one.
+        trouble: the reason why the last query has no answer; empty if it has one.
     """
 
     def __init__(self, name: str) -> None:
@@ -186,12 +186,12 @@ class StoreBoard:
 
 
 def _sendable(text: str) -> str:
-    """Return a text that the store takes: of its length, and without characters that no encoding has."""
+    """Return a text as the store accepts it: cut to the store's limit, and without characters that cannot be encoded."""
     return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 def leave(*, within_s: float) -> None:
-    """Count this rank among those that have left. Rank 0 waits for the others: the store may end with its process."""
+    """Note in the store that this rank leaves. Rank 0 waits until all ranks have left, as the store may be in its process."""
     store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
     count, _ = _store.ask(lambda: store.add("count", 1), size)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it
@@ -207,12 +207,12 @@ def _innermost(store: Any) -> Any:
 
 
 def ask(question: Callable[[], T], otherwise: T) -> T:
-    """Return the store's answer; ``otherwise`` if there is none."""
+    """Query the store. Return its answer, or ``otherwise`` if there is no answer."""
     return _store.ask(question, otherwise)[0]
 
 
 def reset() -> None:
-    """Ask the store of another job from here on."""
+    """Start with a new thread: the next query goes to the store of the present job."""
     global _store
     _store = _Store()
 

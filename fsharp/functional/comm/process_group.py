@@ -234,7 +234,7 @@ class ProcessGroupComm:
             raise
 
     def _everyone(self) -> dist.ProcessGroup:
-        """Return a group of all ranks of the mesh: that of an axis that has them all, else one made with the first use."""
+        """Return a group of all ranks of the mesh: the group of an axis with all ranks, or else a group made on first use."""
         axis = next((name for name, size in self.mesh.axes if size == self.mesh.size), None)
         if axis is not None:
             return self.group(axis)
@@ -243,7 +243,7 @@ class ProcessGroupComm:
         return self._whole
 
     def _exchange(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
-        """Return ``out``, where ``out[r]`` is rank ``r``'s ``x[own coordinate]``."""
+        """Fill ``out[r]`` with ``x[c]`` of each rank ``r``, where ``c`` is this rank's coordinate, and return ``out``."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._swap(list(_bytes(x).view(len(x), -1)), list(_bytes(out).view(len(x), -1)), axis, text)
         return out
@@ -251,9 +251,9 @@ class ProcessGroupComm:
     def _swap(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str) -> None:
         """Send ``send[r]`` to each rank ``r`` of the group and fill ``receive[r]`` from it, straight from and to memory.
 
-        The group is that along an axis, or all ranks of the mesh for None. What is empty is not sent.
-
-        gloo's own collectives copy into and out of buffers of theirs: 16 MB took 0.75 (2 ranks) and 0.6 (4) of its all_gather.
+        The group is that along an axis, or all ranks of the mesh for None. Empty tensors are not sent. gloo's own collectives
+        copy through internal buffers: this exchange of 16 MB took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's
+        all_gather.
         """
         flight = InFlight(self.watch.begin(text))
         group = self._everyone() if axis is None else self.group(axis)
@@ -278,10 +278,10 @@ class ProcessGroupComm:
 
 
 class Messages(NamedTuple):
-    """Messages of one collective between ranks of a group. If one fails, its call knows which rank it was for or from.
+    """The messages of one collective between ranks of a group. If a message fails, the call names the rank at its other end.
 
     Attributes:
-        ranks: of the mesh, by rank in the group.
+        ranks: rank in the mesh, by rank in the group.
     """
 
     group: dist.ProcessGroup
@@ -289,12 +289,12 @@ class Messages(NamedTuple):
     call: WatchedCall
 
     def send(self, x: torch.Tensor, to: int) -> tuple[int, Any]:
-        """Post a message to a rank of the group; what :meth:`wait` takes."""
+        """Begin to send a message to a rank of the group. Return a handle for :meth:`wait`."""
         self.call.turn_to(self.ranks[to])
         return to, self.group.send([x], to, self.call.tag)
 
     def receive(self, x: torch.Tensor, source: int) -> tuple[int, Any]:
-        """Post that a rank of the group will send a message; what :meth:`wait` takes."""
+        """Begin to receive a message from a rank of the group. Return a handle for :meth:`wait`."""
         self.call.turn_to(self.ranks[source])
         return source, self.group.recv([x], source, self.call.tag)
 
@@ -306,10 +306,10 @@ class Messages(NamedTuple):
 
 
 def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
-    """Have whatever is under way in groups end in an error.
+    """End all collectives under way in some process groups with an error.
 
-    Over gloo a receive that times out closes the connections. NCCL's kernels end with their communicators, which are aborted
-    together: one that waits for another's abort would wait for ever.
+    Over gloo a receive that times out closes the connections. Over NCCL all communicators are aborted together: an abort may
+    wait for kernels of another communicator, for ever if that one is not aborted.
     """
     if is_native and groups:
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
@@ -325,7 +325,7 @@ def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
 
 
 def _text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """Return the text that ranks compare. It has sizes: a message of another size than is expected ends a process."""
+    """Return the text that ranks compare before messages. It contains sizes: a message of an unexpected size ends a process."""
     return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
@@ -350,9 +350,9 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
-    """Return a new group of these ranks of the job, made by them alone.
+    """Return a new process group of some ranks of the job, in which only these ranks take part.
 
-    Over gloo it is nobody else's, and its connections end with it: torch would keep one of its own for the rest of the job.
+    Over gloo the connections of the group are closed with the group, where torch would keep them for the rest of the job.
     """
     limit = timedelta(seconds=limit_s)
     number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
@@ -459,7 +459,7 @@ def destroy() -> None:
 
 
 def _leave(error: BaseException | None) -> None:
-    """Tell other ranks that this one will not take part in any more collectives."""
+    """Tell other ranks that this rank takes part in no further collective."""
     statuses = list(_ranks.values())
     _ranks.clear()
     if not statuses or not dist.is_initialized():

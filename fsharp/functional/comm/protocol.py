@@ -1,7 +1,7 @@
-"""Comm: the only way in which pure functions reach other ranks.
+"""Comm: the object through which pure functions call collectives.
 
-Collectives are linear maps on the tuple of all ranks' tensors. They take and return plain tensors, know nothing of
-autograd, and never change their arguments; :mod:`fsharp.functional.comm.collectives` makes them differentiable.
+A collective is a linear map on the tuple of all ranks' tensors. It takes and returns plain tensors, without autograd, and never
+changes its arguments; :mod:`fsharp.functional.comm.collectives` makes collectives differentiable.
 """
 
 from abc import ABC, abstractmethod
@@ -85,11 +85,11 @@ class Engine(ABC):
 
     @abstractmethod
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
-        """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
+        """Run :func:`~fsharp.forward` of a function on ``(units, ties)``."""
 
     @abstractmethod
     def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Any) -> tuple[Any, Any]:
-        """:func:`~fsharp.value_and_grad` over the parts of a batch. Residuals are overwritten, up to the reduction."""
+        """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. Residuals are overwritten."""
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
@@ -184,7 +184,7 @@ class _CommWrapper:
 
 
 def innermost(comm: Comm) -> Comm:
-    """Return the Comm within wrappers that count or label its calls."""
+    """Return the Comm inside of wrappers that count or label calls."""
     while (inner := getattr(comm, "inner", None)) is not None:
         comm = inner
     return comm
@@ -192,10 +192,10 @@ def innermost(comm: Comm) -> Comm:
 
 @contextmanager
 def telling_format_errors(comm: Comm, where: str) -> Iterator[None]:
-    """If a format fails on this rank, end what other ranks wait for, also if the caller catches the error.
+    """Return a context: if a format fails on this rank, other ranks get the error in place of a wait.
 
-    Other ranks get its traceback at their next collective, also of a Comm that they make later: no Comm on these ranks can be
-    used afterwards. An Engine ends its own collectives alone.
+    Other ranks get the traceback at their next collective, even if the caller catches the error here. No Comm of these ranks
+    can be used afterwards, a later one neither. An Engine ends its own collectives alone.
 
     Every function with a Comm that encodes or decodes does so in this context, or where ranks agree
     (:func:`~fsharp.functional.comm.agree.together`).
@@ -216,7 +216,7 @@ _counting = Lock()
 
 
 class PassingComm:
-    """Base class of Comms that pass calls on, each to the Comm and under the label that :meth:`_passed` returns."""
+    """Base class of Comms that pass each call on to the Comm, and with the label, that :meth:`_passed` returns."""
 
     def _passed(self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()) -> tuple[Comm, str]:
         raise NotImplementedError
@@ -305,7 +305,7 @@ class Labelled(PassingComm, _CommWrapper):
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: one order for all backends and ways to cut."""
+    """Return ``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: the order is the same for all backends and cuts."""
     result = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
         result += part

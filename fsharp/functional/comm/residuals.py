@@ -1,11 +1,11 @@
-"""Residuals: what formats have lost of gradients, and what is added to the next ones (error feedback).
+"""Residuals: encoding errors of gradients, which are added to the next gradients (error feedback).
 
 In each step a rank has a gradient ``g`` and a residual ``e``. It sends ``q = encode(g + e)``, and keeps ``g + e - decode(q)``.
-So all that was sent, and the last residual, add up to the sum of all gradients. Each axis whose wire is a format has residuals
-of its own, of what a rank encodes along this axis.
+So the sum of all sent values and the last residual is the sum of all gradients. Each axis whose wire is a format has residuals
+of its own, for the values that a rank encodes along this axis.
 
-Gradients are sums over a batch here, which :func:`~fsharp.average` divides later, and so are residuals: where the weight of
-batches differs from step to step, what was lost counts in the next step as a part of a sum over that step's batch.
+Gradients and residuals are sums over a batch here; :func:`~fsharp.average` divides later. If the weight of batches differs from
+step to step, a residual counts in the next step as part of the sum over that step's batch.
 
 Sources: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
 """
@@ -38,7 +38,7 @@ Views = Mapping[str, Mapping[int, ByAxis]]
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
-    """Return residuals to start from: by unit a tensor for each group whose gradients are encoded with feedback.
+    """Return residuals of zeros: for each unit a tensor for each group whose gradients are encoded with feedback.
 
     None if there are no such groups.
     """
@@ -53,13 +53,13 @@ def own_residuals(where: str, residuals: Any, units: Iterable[UnitLayout], *, do
     """Return residuals that may be overwritten, and views of them.
 
     Args:
-        where: the function, for errors.
-        residuals: those of a state; None if the caller passes none.
-        units: those whose gradients are about to be reduced.
+        where: name of the calling function, for errors.
+        residuals: the residuals of a state; None if the caller passes none.
+        units: the units whose gradients are about to be reduced.
         donate: whether ``residuals`` may be overwritten; else they are copied.
 
     Raises:
-        TreeError: residuals are missing, or not those of these units.
+        TreeError: residuals are missing, or belong to other units.
     """
     units = [unit for unit in units if unit.has_feedback]
     if residuals is None:
@@ -93,14 +93,14 @@ def _views(unit: UnitLayout, tensors: Iterable[torch.Tensor]) -> dict[int, ByAxi
 
 
 def _expected(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
-    """Group, elements and dtype of each tensor of a unit's residuals."""
+    """Return group, number of elements and dtype of each tensor of a unit's residuals."""
     groups = [g for g in unit.trainable if unit.residual_sizes(g)]
     return [(g, sum(unit.residual_sizes(g).values()), unit.groups[g].dtypes.accumulate) for g in groups]
 
 
 @lru_cache(maxsize=1 << 12)
 def _key(unit: UnitLayout) -> str:
-    """Return the name of a unit with a digest of what its residuals are of: others of equal size have another name."""
+    """Return the key of a unit's residuals: its name and a digest of leaves, sizes and mesh. Other leaves have another key."""
     leaves = [(leaf.path, leaf.shape, leaf.group, leaf.offset) for leaf in unit.leaves]
     about = leaves, [unit.residual_sizes(g) for g in unit.trainable], unit.mesh.axes
     return f"{unit.name or '(root)'}@{hashlib.sha256(repr(about).encode()).hexdigest()[:8]}"

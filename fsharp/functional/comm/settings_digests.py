@@ -25,7 +25,7 @@ def settings_digest(text: str, before: str = "") -> str:
 
 
 class SettingsHistory:
-    """The settings that ranks have to have had in common so far: a digest of those of earlier steps, and all since then."""
+    """All settings so far that have to be equal on all ranks: a digest of earlier steps' settings, and the later settings."""
 
     def __init__(self) -> None:
         self._earlier, self._lines = "", list[str]()
@@ -46,18 +46,18 @@ class SettingsHistory:
         self._lines.append(text)
 
     def begin_step(self) -> None:
-        """Count all settings so far among those of earlier steps."""
+        """Begin a step: from now on all settings so far are settings of earlier steps."""
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 
     def undo_step(self) -> None:
-        """Undo :meth:`begin_step`: the step that it began does not count, and the settings since then do."""
+        """Undo :meth:`begin_step`: return to the state before the step, and keep the settings added since then."""
         self._earlier, lines = self._before
         self._lines = lines + self._lines
 
 
 def settings_behind(labels: Iterable[str]) -> dict[str, str]:
-    """Return the settings behind the digests in labels, by digest, as far as this process has kept them."""
+    """Return settings by digest, for the digests in ``labels`` whose settings this process has kept."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _texts[each] for each in found if each in _texts}
 

@@ -1,4 +1,4 @@
-"""Which tree a collective is for, as its label says, so that ranks never mix the values of two trees of equal shapes.
+"""Names of trees in labels of collectives, so that ranks never mix values of two trees of equal shapes.
 
 Ranks make trees in one order, so the numbers in names of trees are the same on all ranks. See
 :mod:`~fsharp.functional.layout.tree_name`.
@@ -17,11 +17,11 @@ from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 
 @dataclass
 class TreeCounts:
-    """What a rank has counted of trees that ranks have made and gathered together, where labels are compared.
+    """Counters of the trees that ranks have made and gathered together, for names of trees in labels.
 
     Attributes:
         trees: number of trees that ranks have made together.
-        gathered: number of trees whose text says not which they are and that were gathered, by text, axes and unit.
+        gathered: by text, axes and unit, the number of gathered trees with a text that does not identify the tree.
     """
 
     trees: int = 0
@@ -39,7 +39,10 @@ def counts_of(comm: Comm) -> TreeCounts | None:
 
 
 def name_trees(tree: Any, comm: Comm) -> Any:
-    """Name what was made by all ranks together, and return it. Of units with one path in a tree each is a tree of its own."""
+    """Give a tree that all ranks have made together a new name, and return it.
+
+    Of several units with one path, each is a tree.
+    """
     counts = counts_of(comm)
     if counts is not None:
         numbers: dict[int, str] = {}
@@ -54,22 +57,22 @@ def name_trees(tree: Any, comm: Comm) -> Any:
 
 
 def name_updated(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
-    """Name values that an update has made of those of the same units in ``old``."""
+    """Name the units that an update has made from the corresponding units of ``old``."""
     for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name.updated()
 
 
 def name_as(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
-    """Give units the names that those of another tree have."""
+    """Give units the names of the corresponding units of another tree."""
     for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name
 
 
 def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
-    """Return the beginning of a label for a collective of a unit: which tree it is. Empty where nothing compares labels.
+    """Return the beginning of a label for a collective of a unit: the name of its tree. Empty where labels are not compared.
 
-    If a name does not say which tree it is, values are numbered by what ranks do together: they are the k-th of this text of
-    which this unit is gathered along these axes. Where nothing travels they are not counted, as one rank alone may do that.
+    If a name does not identify a tree, trees with this text are numbered in the order in which this unit is first gathered
+    along these axes. Trees of which nothing travels are not counted, as one rank alone may use them.
     """
     counts = counts_of(comm)
     if counts is None:

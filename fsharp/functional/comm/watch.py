@@ -1,10 +1,10 @@
-"""Watch: how a rank notices that ranks are in different collectives, or that a rank has failed, stopped or died.
+"""Watch: find out that ranks are in different collectives, or that a rank has failed, stopped or died.
 
-Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under
-which its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank
-that has waited for half a second writes its last labels on a board that all ranks can read, and looks at those of others. Then
-either some label differs, and all raise both orders; or a rank has left the job; or some ranks have not come yet, and it waits
-on, up to a limit.
+Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Label and number are in the
+tag of its messages. If labels of two ranks differ, no message is received. A rank that has waited for half a second writes its
+last labels on a board that all ranks can read, and reads the labels of other ranks. If some label differs, all ranks raise an
+error with both orders of labels. If a rank has left the job, the others raise an error. If some ranks have not come yet, the
+rank waits on, up to a limit.
 """
 
 import json
@@ -39,10 +39,10 @@ _ALL_FAILED = "all failed"
 
 
 class StatusBoard(Protocol):
-    """Texts by key that all ranks can read. No method fails, or waits for more than some seconds.
+    """A store of texts by key that all ranks can read. No method fails, or waits for more than some seconds.
 
     Attributes:
-        trouble: why the last question has no answer; empty if it has one.
+        trouble: the reason why the last query has no answer; empty if it has one.
     """
 
     trouble: str
@@ -58,12 +58,12 @@ class StatusBoard(Protocol):
 
 
 class WatchedCall:
-    """A collective that this rank takes part in.
+    """A collective in which this rank takes part.
 
     Attributes:
         label: what it is for.
-        number: how many there were before it, on every rank.
-        tag: under which its messages travel, 31 bits.
+        number: number of earlier collectives; equal on all ranks.
+        tag: tag of its messages, 31 bits.
         peer: the rank whose message is posted or waited for at present; None if there is none.
     """
 
@@ -81,7 +81,7 @@ class WatchedCall:
         self.peer = rank
 
     def check(self) -> None:
-        """Look for trouble; called twice a second while this rank waits for the collective.
+        """Raise an error if the collective cannot end. Called twice a second while this rank waits for the collective.
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.
@@ -103,7 +103,10 @@ class WatchedCall:
         self._watch.ranks.waited_s += seconds
 
     def lost(self, error: BaseException) -> Exception:
-        """Return the error to raise for an error of the connection: why another rank has ended, if that rank has said so."""
+        """Return the error to raise when a connection fails.
+
+        It says why the other rank has ended, if that rank has left a note.
+        """
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
@@ -116,14 +119,16 @@ class WatchedCall:
 
 
 class RankStatuses:
-    """The notes that the ranks of one or more Comms leave for each other. Each rank has one, which says where it waits now.
+    """The notes that the ranks of one or more Comms leave for each other.
+
+    Each rank has one note, which says for which collective the rank waits now.
 
     Args:
-        board: where notes are left; None if ranks have none, and compare labels as they meet.
+        board: the board for the notes; None if ranks have no board, and compare labels in the collectives themselves.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
-        last: the label of the collective that it has begun last.
+        last: the label of the last collective that this rank has begun.
         error: why no Comm of these ranks can be used any more, if this rank has failed for all of them.
     """
 
@@ -138,7 +143,10 @@ class RankStatuses:
         self._begun: dict[str, int] = {}  # by name of a watch, also of those that are gone: others may still wait in theirs
 
     def exchange(self, note: "RankStatus", peer: int | None) -> list[int]:
-        """Write this rank's note, and read notes of some others, always that of ``peer``. Return the ranks of the notes."""
+        """Write this rank's note, and read the notes of some ranks, ``peer`` among them.
+
+        Return the ranks whose notes were read.
+        """
         assert self.board is not None
         self._write(note)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -153,7 +161,10 @@ class RankStatuses:
         return list(found)
 
     def waits(self, rank: int) -> bool:
-        """Return whether a rank has said within two seconds that it waits. Else it computes, stopped, or is out of reach."""
+        """Return whether a rank has noted within two seconds that it waits.
+
+        Else it computes, has stopped, or is out of reach.
+        """
         return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
 
     def leave(self, error: BaseException | None) -> None:
@@ -165,7 +176,7 @@ class RankStatuses:
             self._write(RankStatus(0, "", 0, [], self.counts(), why))
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed: no Comm of these ranks can be used any more, nor a later one."""
+        """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, a later one neither."""
         text = self.failure(error, where, self.last)
         if self.error is None:
             self.error = AgreementError(text if self.board is None else self.board.claim(_ALL_FAILED, text))
@@ -173,7 +184,7 @@ class RankStatuses:
             watch.fail(error, where)
 
     def failure(self, error: BaseException, where: str, last: str) -> str:
-        """Return what other ranks raise: that this rank has failed, after which collective, and its traceback."""
+        """Return the text that other ranks raise: this rank has failed, after which collective, with its traceback."""
         trace = formatted(error)[-_SHOWN_TRACEBACK:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
@@ -197,15 +208,15 @@ class RankStatuses:
 
 
 class RankStatus(NamedTuple):
-    """Where a rank waits, or that it has left.
+    """A rank's note: for which collective the rank waits, or that it has left the job.
 
     Attributes:
-        looks: number of the rank's notes so far: a rank that still waits writes new ones.
+        looks: number of notes that the rank has written. The number grows while the rank waits.
         watch: name of the watch whose call the rank waits for.
         number: number of that call.
         labels: labels of the last calls of that watch, up to the last one begun.
         counts: by name of a watch, how many calls have been begun.
-        left: in words, after what the rank has left the job; empty while it is in the job.
+        left: text: the collective after which the rank has left the job; empty while it is in the job.
         settings: the settings behind the digests in its last labels, by digest.
     """
 
@@ -277,15 +288,15 @@ class Watch:
         return call
 
     def look(self, call: WatchedCall, *, is_lost: bool = False) -> str:
-        """Write a note, and read notes of other ranks. Return, in words, which ranks have not come.
+        """Write a note, and read notes of other ranks. Return, as text, the ranks that have not begun the collective.
 
         Args:
-            call: what this rank waits in.
+            call: the collective for which this rank waits.
             is_lost: whether the connection to ``call.peer`` has failed.
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.
-            CommError: a rank that has not come has left the job, or one that is lost has.
+            CommError: a rank that has not begun the collective, or to which the connection has failed, has left the job.
         """
         if self.error is not None:
             raise self.error
@@ -356,7 +367,7 @@ class Watch:
         return error
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed, because of an error of its own or one that others know of."""
+        """Tell other ranks that this rank has failed, by an error of its own or by one that other ranks have, too."""
         if error is self.error:
             return
         known = self.error
@@ -393,11 +404,11 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None) -> str:
-    """Return the text of an error: where ranks are, the settings in which labels differ, a remedy, and the labels around.
+    """Return the text of an error about labels that differ: the ranks' labels, the settings that differ, and a remedy.
 
     Args:
         first: number of the first difference; None if ranks wait for each other in different Comms.
-        orders: by rank, labels by number.
+        orders: for each rank, labels by number.
         settings: settings by digest.
     """
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(orders.items())}

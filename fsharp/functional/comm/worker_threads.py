@@ -1,4 +1,4 @@
-"""Workers: threads that run jobs in order, and outcomes of jobs, for which nobody waits without a limit."""
+"""Workers: threads that run jobs in order. Waits for the outcome of a job have a limit."""
 
 import atexit
 import threading
@@ -62,7 +62,7 @@ def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 
 
 class Outcome:
-    """The result of a worker's job, which one caller may take, or the error of the job."""
+    """The result of a worker's job, which one caller can take, or the error of the job."""
 
     __slots__ = ("_error", "_has_landed", "_result", "_under_way")
 
@@ -74,19 +74,19 @@ class Outcome:
         self._result: Any = None
 
     def run(self, job: Job) -> None:
-        """Run the job and keep its result or error. Those who wait are told by :meth:`land`."""
+        """Run the job and keep its result or error. :meth:`land` wakes the callers that wait."""
         try:
             self._result = job()
         except Exception as error:
             self._error = error
 
     def land(self) -> None:
-        """Tell those who wait that the job is done, or has failed."""
+        """Wake the callers that wait: the job is done, or has failed."""
         self._has_landed = True  # whatever becomes of the lock, if Ctrl-C comes to who waits for it
         self._under_way.release()
 
     def is_done(self, within_s: float = 0.0) -> bool:
-        """Return whether the job is done after at most so many seconds; -1 waits without a limit."""
+        """Wait for at most ``within_s`` seconds, and return whether the job is done; -1 waits without a limit."""
         if not self._has_landed and self._under_way.acquire(timeout=within_s):
             self._under_way.release()  # for others who wait for the job
         return self._has_landed
@@ -123,7 +123,7 @@ class InFlight(Outcome):
         self.landed_s: float | None = None
 
     def land(self) -> None:
-        """Note the time, and tell those who wait that the collective is done, or has failed."""
+        """Note the time, and wake the callers that wait: the collective is done, or has failed."""
         self.landed_s = time.perf_counter()
         super().land()
 

@@ -34,7 +34,7 @@ class Agreement(torch.distributed.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The name under which torch's functional collectives find the group."""
+        """Name under which torch's functional collectives find the group."""
         return str(self._name)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]

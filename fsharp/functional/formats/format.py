@@ -240,14 +240,16 @@ class Format:
     def store_summand(
         self, values: torch.Tensor, part: int, residual: torch.Tensor | None = None, facts: Facts = tuple
     ) -> torch.Tensor:
-        """Return a gradient as it is stored, with a residual added to its first values. The residual becomes what is lost.
+        """Add a residual to the first values of a gradient and encode the sum.
 
-        What is lost of an infinity or NaN counts as zero, so that one such gradient does not spoil all later ones.
+        The residual is overwritten with the encoding error.
+
+        The error of an infinity or NaN counts as zero, so that one such gradient does not spoil all later ones.
 
         Args:
             values: as for :meth:`store`.
             part: likewise.
-            residual: what earlier calls have lost, 1-D; overwritten. None: :meth:`store`.
+            residual: encoding errors of earlier calls, 1-D; overwritten. None: :meth:`store` without a residual.
             facts: likewise.
 
         Raises:
@@ -263,7 +265,7 @@ class Format:
         return stored
 
     def padded(self, values: int, parts: int) -> int:
-        """Return the number of values in each of ``parts`` equal parts of whole blocks that hold so many values."""
+        """Return the size of each part if ``size`` values are cut into ``parts`` equal parts of whole blocks."""
         return -(-values // (parts * self.block)) * self.block
 
     def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
@@ -275,7 +277,7 @@ class Format:
         return total
 
     def _called(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
-        """Return ``fn()``, which calls a function of this format.
+        """Return ``fn()``. Errors are raised as :class:`FormatError` with the facts.
 
         Raises:
             FormatError: ``fn`` raises an error, which the text has, with the facts.
@@ -292,7 +294,7 @@ class Format:
 
     @property
     def leaf_alignment(self) -> int:
-        """A multiple at which leaves begin in a buffer, so that no number of a plane belongs to two leaves; 1: anywhere."""
+        """Leaves begin at multiples of this number of elements. So no number of a plane belongs to two leaves."""
         if self.leaves is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
@@ -349,7 +351,7 @@ class Format:
 
 
 def unviewed(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the same memory that is no view: it keeps no memory once it has another."""
+    """Return a tensor in the same memory that is no view: given other memory, it keeps no reference to this memory."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
@@ -359,7 +361,7 @@ def aligned(nbytes: int) -> int:
 
 
 def _shapes(planes: Any) -> Any:
-    """The dtype and shape of each of some tensors; what is anything else as it is."""
+    """Return the dtype and shape of each tensor in ``returned``; other objects are returned unchanged."""
     if not isinstance(planes, list | tuple) or not all(isinstance(x, torch.Tensor) for x in planes):
         return planes
     return [(x.dtype, tuple(x.shape)) for x in planes]
@@ -375,7 +377,7 @@ def _only(planes: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @cache
 def plain(dtype: torch.dtype) -> Format:
-    """The format of values that are stored as they are, in ``dtype``."""
+    """Return the plain format of ``dtype``: values are stored in this dtype, without encoding."""
     return Format(dtype_name(dtype), (Plane(dtype),), _as_they_are, _only)
 
 
@@ -413,10 +415,10 @@ def format_named(name: str) -> Format:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first names of several, for an error."""
+    """Return the first few of ``names`` as text, for an error message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return the name of a dtype without ``torch.``: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

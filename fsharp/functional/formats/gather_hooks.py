@@ -1,12 +1,12 @@
-"""FSDP2's hooks: parameters of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, as torchao's.
+"""Parameters of a tensor subclass with FSDP2's hooks ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, as torchao's.
 
-After an update the first hook makes what rests and is gathered, of this rank's rows of a main copy. The second makes the tensor
-that the module sees, of what was gathered. Hooks see a mesh of one rank, whose part is all there is. What they reduce over the
-mesh is agreed on by the ranks of the layout, in one reduction for all parameters.
+After an update the first hook encodes this rank's rows of a main copy. The encoded rows rest, and are gathered. The second hook
+makes the tensor that the module sees from the gathered rows. Hooks see a mesh of one rank. What hooks reduce over the mesh is
+reduced over the ranks of the layout, in one reduction for all parameters.
 
 [Note: rounds of maxima]
-A hook reduces where it likes, and each parameter has a hook. To reduce for all parameters at once, all hooks are called
-with what was agreed on so far, until none asks for more: a hook that takes one maximum is called twice.
+A hook may reduce at any line, and each parameter has a hook. To reduce for all parameters at once, all hooks are called with
+the maxima known so far, until no hook asks for another one. So a hook that takes one maximum is called twice.
 """
 
 import inspect
@@ -40,7 +40,10 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def has_hooks(tensor: Any) -> bool:
-    """Whether a tensor has hooks of FSDP2, and is not one of TransformerEngine's, whose own protocol counts."""
+    """Return whether a tensor has FSDP2's hooks.
+
+    Tensors of TransformerEngine do not count: they have a protocol of their own.
+    """
     return not te.is_quantized(tensor) and (hasattr(tensor, PRE) or hasattr(tensor, POST))
 
 
@@ -136,7 +139,7 @@ class _Made(NamedTuple):
 
 
 class _Hooks:
-    """The hooks of parameters of one class with the same settings.
+    """The hooks of all parameters of one class with the same settings, as functions of a :class:`LeafCodec`.
 
     Args:
         like: such a parameter.
@@ -160,7 +163,7 @@ class _Hooks:
 
     @torch.no_grad()
     def _pre(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _Made:
-        """Call the first hook for rows, with what was agreed on so far."""
+        """Call the first hook for rows, with the maxima known so far."""
         wrapped, answers, asked = self._wrapped(values), iter(known), list[torch.Tensor]()
 
         def answer(numbers: torch.Tensor) -> None:
@@ -195,7 +198,7 @@ class _Hooks:
         return _Made(inputs, tensors, rest, asked[0] if asked else None, [(x.shape, x.dtype) for x in known])
 
     def _try(self, shape: Shape) -> _Made:
-        """Return what the first hook makes of a tensor of this shape, without its values."""
+        """Return the result of the first hook for a tensor of this shape without values."""
         if shape not in self._tried:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
             made = self._pre(values, known)
@@ -211,8 +214,7 @@ class _Hooks:
         """Return the planes and the block of parameters of a shape.
 
         Raises:
-            OptionError: what is gathered, agreed on, or sent as metadata depends on the number of rows in another way than by a
-                factor.
+            OptionError: the gathered tensors, the maxima or the metadata are not proportional to the number of rows.
         """
         whole, row = self._try(shape), self._try((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
@@ -230,11 +232,11 @@ class _Hooks:
         return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
 
     def scales_nbytes(self, shape: Shape) -> int:
-        """Bytes of the tensors in the metadata of a leaf."""
+        """Return the bytes of the tensors in the metadata of a leaf."""
         return sum(aligned(x.nbytes) for x in self._try(shape).tensors)
 
     def agreed(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
-        """Numbers and dtype of each maximum of a leaf."""
+        """Return the number of elements and the dtype of each maximum of a leaf."""
         return [(size.numel(), dtype) for size, dtype in self._try(shape).answers]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
@@ -287,7 +289,7 @@ class _Hooks:
         return found
 
     def make(self, part: LeafPart) -> torch.Tensor:
-        """Return what the second hook makes of a whole leaf."""
+        """Return the result of the second hook for a whole leaf."""
         found = self._post(part, part.shape)
         if type(found) is torch.Tensor and any(_is_inside(found, plane) for plane in part.planes):
             return found.clone()  # autograd may save it, and its memory is released
@@ -308,13 +310,13 @@ class _Hooks:
         return tensor
 
     def make_one(self, shape: Shape) -> None:
-        """Call the second hook once, without values: what it refuses is refused now."""
+        """Call the second hook once, without values, so that its errors are raised before the first gather."""
         planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._try(shape).inputs])
         scales = torch.zeros(self.scales_nbytes(shape), dtype=torch.uint8, device=self.device)
         self.make(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
-        """Return the values of what the second hook makes of the rows of a part.
+        """Decode the rows of a part: call the second hook for them, and return the values of its result.
 
         Raises:
             OptionError: a class that has no way to be decoded.
@@ -343,7 +345,7 @@ _ROUNDS = 8
 
 
 class _Only:
-    """An argument of a hook that has some methods and nothing else."""
+    """An argument of a hook that has the methods it is given, and no other attribute."""
 
     def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:
         self.__dict__.update(_hook=hook, _argument=argument, **methods)
@@ -353,14 +355,14 @@ class _Only:
 
 
 def _inner_name(parameter: Any, who: str = "a parameter") -> str:
-    """The attribute of a parameter that has its values.
+    """Return the name of the attribute in which a parameter has its values.
 
     Args:
         parameter: a tensor with hooks.
         who: begins the error message.
 
     Raises:
-        OptionError: there is no such tensor, or others beside it.
+        OptionError: no attribute, or more than one, holds a tensor.
     """
     inner = list(parameter.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(parameter) else []
     value = getattr(parameter, inner[0]) if len(inner) == 1 else None
@@ -373,7 +375,7 @@ def _inner_name(parameter: Any, who: str = "a parameter") -> str:
 
 
 def _waited(x: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, which need not have been waited for."""
+    """Return the result of a functional collective, after waiting for it if needed."""
     wait = getattr(x, "wait", None)
     return wait() if wait is not None and type(x).__name__ == "AsyncCollectiveTensor" else x
 

@@ -90,12 +90,12 @@ def _blocks_of_32(name: str, limit: float, to_codes: Codes, to_numbers: Codes, *
 
 
 def blocks_at_once(values: torch.Tensor) -> int:
-    """Return how many blocks are encoded or decoded together: on a CPU as many as its cache has room for, elsewhere all."""
+    """Return how many blocks are encoded or decoded at once: on a CPU as many as fit its cache, on other devices all."""
     return _CACHED if values.device.type == "cpu" else max(values.numel(), 1)
 
 
 def is_known(fact: torch.Tensor) -> bool:
-    """Return whether the host knows that a fact is true. Facts on another device it would have to wait for."""
+    """Return whether a boolean tensor is true and on the CPU. The host would have to wait for a tensor on another device."""
     return fact.device.type == "cpu" and bool(fact)
 
 
@@ -112,20 +112,20 @@ def codes_not_finite(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def put_not_finite_(values: torch.Tensor, codes: torch.Tensor, is_special: torch.Tensor) -> None:
-    """Write what codes stand for into the values of blocks that are not finite."""
+    """Overwrite the values of blocks that are not finite with the infinities, NaNs and zeros that their codes stand for."""
     values.masked_fill_(is_special, 0.0).masked_fill_(is_special & (codes == _INFINITY), torch.inf)
     values.masked_fill_(is_special & (codes == _MINUS_INFINITY), -torch.inf)
     values.masked_fill_(is_special & (codes == _NAN), torch.nan)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Return pairs of codes below 16 in a byte each, the first one in its lower half."""
+    """Return bytes that hold two codes below 16 each, the first code in the lower half."""
     pairs = codes.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def unpack(codes: torch.Tensor) -> torch.Tensor:
-    """Return the codes of which each byte has a pair."""
+    """Return the codes in bytes that hold two codes each: the inverse of :func:`pack`."""
     pairs = codes.to(torch.int16)
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 

@@ -37,12 +37,12 @@ _ROW = 128
 
 
 class Kind:
-    """Describe one class of TransformerEngine's quantizers.
+    """Description of one class of TransformerEngine's quantizers.
 
     Attributes:
         name: in names of formats.
         planes: attributes of a tensor that hold bytes of values, which are gathered.
-        derived: attributes that TransformerEngine makes of the others.
+        derived: attributes that TransformerEngine computes from the attributes in ``planes``.
         values_per_byte: how many values a byte of a plane holds.
         agreed: maps a shape, and the shapes of tensors by attribute, to the numbers of each reduction and their dtype.
         decode: maps a LeafPart and the tensors of its scales by attribute to values, 1-D, float32.
@@ -161,7 +161,7 @@ _SETTINGS = (
 
 
 class _Held:
-    """A quantizer, equal to any other: what tells formats apart is the text beside it."""
+    """A quantizer that compares equal to any other quantizer: formats are told apart by the text beside the quantizer."""
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
@@ -190,7 +190,7 @@ def _format(name: str, settings: str, held: _Held) -> Format:
 
 
 class _Tensors:
-    """TransformerEngine's tensors in memory of leaves.
+    """Functions that make TransformerEngine's tensors in the memory of leaves.
 
     Args:
         kind: of the quantizer.
@@ -240,25 +240,25 @@ class _Tensors:
         return tensor
 
     def _empty(self, part: LeafPart) -> Any:
-        """A tensor of the leaf's shape with scales, whose bytes of values take no memory."""
+        """Return a tensor of the leaf's shape with scales, whose bytes of values take no memory."""
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
         none = torch.zeros((), dtype=torch.uint8, device=part.scales.device)
         inner = {name: none.expand(self._size(part.shape)) for name in self._kind.planes} | self.scales_in(part)
         return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
 
     def _size(self, shape: Shape) -> Shape:
-        """The shape of a plane's bytes."""
+        """Return the shape of a plane's bytes."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
     def derive(self, tensor: Any) -> None:
-        """In a backward, derive what the backward reads."""
+        """Compute the derived attributes that a backward reads, if a backward runs."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
             post_all_gather_processing(tensor)
 
     def forget(self, tensor: Any) -> None:
-        """Have a tensor hold nothing that was derived from its bytes."""
+        """Remove from a tensor all attributes that were derived from its bytes."""
         for name in self._kind.derived:
             setattr(tensor, name, None)
         if hasattr(tensor, "_transpose_invalid"):
@@ -281,7 +281,7 @@ class _Tensors:
                     plane.copy_(made)
 
     def _in_rows(self, x: Any) -> torch.Tensor:
-        """Return a part's values or bytes as TransformerEngine is to see them.
+        """Return a part's values or bytes in the shape in which TransformerEngine casts them: short rows.
 
         Before Blackwell the kernel that casts with one scale transposes as well, in tiles. Tiles of a single long row would be
         almost empty, so a part is cut into short rows.
@@ -290,7 +290,7 @@ class _Tensors:
         return rows
 
     def _target(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
-        """Return what TransformerEngine writes a part's bytes to."""
+        """Return the tensor to which TransformerEngine writes a part's bytes."""
         if self._kind.name == "float8_current":
             return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
         return room if len(room) > 1 else room[0]
@@ -310,7 +310,7 @@ class _Tensors:
 
 
 def _quantizer_of(recipe: Any) -> Any:
-    """The quantizer of weights under a recipe."""
+    """Return the quantizer of weights under a recipe."""
     try:
         from transformer_engine.pytorch.quantization import RecipeState
     except ImportError as error:

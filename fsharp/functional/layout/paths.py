@@ -53,7 +53,7 @@ def _translated(token: re.Match[str]) -> str:
 
 
 def is_literal(pattern: str) -> bool:
-    """Return whether a pattern matches one path alone, the path that is written in the same way."""
+    """Return whether a pattern has no wildcards, so that it matches only the path with the same text."""
     return bool(pattern) and not any(each in pattern for each in "*?[")
 
 
@@ -129,7 +129,7 @@ def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
-    """Return the error for a pattern that selects nothing, with the closest paths there are."""
+    """Return the error for a pattern that selects no path; the text names the most similar paths."""
     known = sorted(filter(None, prefixes(paths)))
     near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
     return PatternError(
@@ -167,10 +167,10 @@ def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[st
 def assign(
     where: str, rules: T | Mapping[str, T] | Callable[[str], T], paths: Sequence[str], default: T | None = None
 ) -> dict[str, T]:
-    """Return a value for every path: one for all, a function of the path, or by pattern, the last that selects it winning.
+    """Return a value for each path, from one value, a function of the path, or values by pattern; the last match counts.
 
     Raises:
-        PatternError: a pattern that selects nothing, or a path that no pattern selects and there is no default.
+        PatternError: a pattern selects nothing; or no pattern selects some path, and there is no default.
     """
     if isinstance(rules, Mapping):
         result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)

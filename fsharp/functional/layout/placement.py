@@ -1,4 +1,4 @@
-r"""Where tensors rest: one placement for each mesh axis, and a strategy that says so for each of three kinds of state.
+r"""Where tensors rest: a placement for each mesh axis; a strategy has placements of parameters, gradients and optimizer state.
 
 The whole library reads these tables; nothing in it asks for a strategy by name.
 
@@ -15,12 +15,12 @@ strategy              axis   parameters              gradients              opti
 \                     inner  sharded                 sharded                sharded
 ====================  =====  ======================  =====================  ======================
 
-Gradients rest between microbatches as the table says; the update wants them where the optimizer state rests.
+Gradients rest between microbatches as the table says. The update takes gradients in the place of the optimizer state.
 
-Along an axis where ranks have parameters of their own, as experts do along an expert-parallel one, nothing of theirs is ever
-moved: ``zero3("dp").varying("ep")``.
+Along an axis on which ranks have parameters of their own, such as experts, parameters and gradients are never moved:
+    ``zero3("dp").varying("ep")``.
 
-A partition spec, ``P("dp")``, is another way to write those of the strategies whose three kinds of state rest alike.
+A partition spec, ``P("dp")``, is a short form of a strategy whose three kinds of state rest alike.
 """
 
 from collections.abc import Iterator, Mapping

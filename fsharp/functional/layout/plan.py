@@ -1,4 +1,4 @@
-"""plan: from a tree of tensors, a mesh and a strategy to a layout. Reads shapes, dtypes and storages, never values."""
+"""plan: make a layout from a tree of tensors, a mesh and a strategy. Reads shapes, dtypes and storages, never values."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -176,7 +176,7 @@ def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precis
 
 
 def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
-    """Refuse a format of updates where none travels, and beside a format in which parameters rest."""
+    """Raise an error for ``update=`` where no updates travel, or where ``stored=`` is given as well."""
     for unit in units:
         for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
             if dtypes.update is None:
@@ -217,7 +217,7 @@ def _is_rule(node: Any) -> bool:
 
 
 def _by_pattern(rules: Any) -> Any:
-    """Return rules by key path, if ``rules`` is a tree of them; return one rule, or rules by pattern, unchanged."""
+    """Return a tree of rules as rules by key path; return one rule, or rules by pattern, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_rule)
     for rule in found:
         if not _is_rule(rule):
@@ -233,7 +233,7 @@ def _by_pattern(rules: Any) -> Any:
 def _strategies(
     rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
 ) -> tuple[dict[str, P], dict[str, Strategy]]:
-    """Return the partition specs by leaf, of those leaves that have one, and the strategy of each unit."""
+    """Return the partition specs by leaf, for leaves that have one, and the strategy of each unit."""
     rules = _by_pattern(rules)
     rule_of: dict[str, Any] = assign("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
@@ -280,7 +280,7 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
 
 
 def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Return the leaves that are the same view of the same storage as an earlier one, and which that is.
+    """Return tied leaves, each with the earlier leaf that is the same view of the same storage.
 
     Raises:
         LayoutError: two leaves that start at the same element of one storage but view it differently.

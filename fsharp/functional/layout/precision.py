@@ -1,4 +1,4 @@
-"""How each kind of state is stored: the format of parameters at rest, the main copy's dtype, the gradients' wire and sum."""
+"""Dtypes and formats of each kind of state: parameters at rest, main copies, gradients on the wire, sums of gradients."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -198,7 +198,7 @@ class Dtypes:
         return self._listed(str)
 
     def _listed(self, text: Callable[[Format], str]) -> list[str]:
-        """Return the four dtypes, the format at rest or nothing, each axis with its own wire, that of updates, feedback."""
+        """Return all formats: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback."""
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:
             listed.append("" if self.format is None else text(self.format))

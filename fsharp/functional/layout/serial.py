@@ -22,7 +22,7 @@ VERSION = 1
 
 
 def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
-    """See :meth:`~fsharp.Layout.to_json`.
+    """Return a layout as JSON: :meth:`~fsharp.Layout.to_json`.
 
     Raises:
         LayoutError: a tree with containers other than dict, OrderedDict, list, tuple, namedtuple and None, or that nests deeper
@@ -77,7 +77,7 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
     """Return the unit that :func:`unit_to_json` was given, on its mesh.
 
     Raises:
-        LayoutError: numbers that are impossible in a plan.
+        LayoutError: sizes or offsets that :func:`~fsharp.plan` cannot make.
     """
     rules = {axis: AxisRule(*map(Placement, kinds)) for axis, kinds in data["strategy"].items()}
     leaves = tuple(
@@ -94,7 +94,7 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
 
 
 def _check_unit(unit: UnitLayout) -> None:
-    """Refuse numbers that no plan can have made."""
+    """Raise an error if sizes or offsets of a unit are none that :func:`~fsharp.plan` can make."""
     unit.strategy.check_mesh(unit.mesh)
     parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
     if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):

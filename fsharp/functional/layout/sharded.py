@@ -25,10 +25,10 @@ class Context(NamedTuple):
     Attributes:
         unit: the layout of the unit.
         place: where the buffers rest.
-        groups: which of the unit's groups they are.
-        is_gathered: whether they are what each rank computes with by itself.
-        ledger: that of the microbatch; compared by identity.
-        tree_name: of which tree the buffers are; all are equal.
+        groups: indices of the unit's groups to which the buffers belong.
+        is_gathered: whether the buffers are gathered copies with which each rank computes by itself.
+        ledger: the microbatch's record of where gradients go; compared by identity.
+        tree_name: the tree to which the buffers belong; all names compare equal.
     """
 
     unit: UnitLayout
@@ -40,7 +40,7 @@ class Context(NamedTuple):
 
 
 class LazyBuffers:
-    """Buffers that an engine may not have filled yet; reading them waits. A base class."""
+    """Base class of buffers that an engine may not have filled yet. Reading such buffers waits until they are filled."""
 
     raw: tuple[Any, ...]
     """The tensors themselves: to know which they are, not what is in them."""
@@ -50,7 +50,7 @@ class LazyBuffers:
         raise NotImplementedError
 
     def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
-        """Return lazy buffers of other tensors that share the memory of these buffers."""
+        """Return lazy buffers of new tensors that share the memory of these buffers."""
         raise NotImplementedError
 
 
@@ -144,7 +144,10 @@ class Sharded:
         return self.unit.has_formats and any(self.unit.groups[g].is_stored(b) for g, b in rows)
 
     def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
-        """Return a node with a ledger, whose tensors share the memory of this node's buffers; reading them waits for these."""
+        """Return a node with a ledger whose tensors share the memory of this node's buffers.
+
+        Reading them waits for this node.
+        """
         held = buffers if self.lazy is None else self.lazy.aliased(buffers)
         return self.with_buffers(held, ledger=ledger)
 
@@ -166,7 +169,7 @@ class Sharded:
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
     ) -> "Sharded":
-        """Return a node with other tensors of the same values, for all groups or some."""
+        """Return a node with new tensors of equal values in place of all or some of this node's buffers."""
         return Sharded(
             buffers,
             self.unit,
@@ -284,7 +287,7 @@ LEAFLESS: set[type] = set()
 
 
 def register_leafless(kind: type) -> None:
-    """Have a frozen dataclass be a pytree node without leaves, for optree and for torch."""
+    """Register a frozen dataclass as a pytree node without leaves, with optree and with torch."""
     LEAFLESS.add(kind)
     everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
     optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=everywhere)  # type: ignore[arg-type, return-value]
@@ -318,7 +321,7 @@ def decoded(tree: Any, rank: int) -> Any:
 
 
 def check_values(where: str, nodes: Sequence[Sharded]) -> None:
-    """Refuse parameters that are stored in a format, where numbers are expected to be values.
+    """Raise an error if parameters are stored in a format, for callers that compute with plain values.
 
     Raises:
         TreeError: names the first of the units.
@@ -336,16 +339,16 @@ _LENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class _Loan:
-    """Lives as long as one of those that hold the same memory."""
+    """An object that lives as long as one of the objects that use the same lent memory."""
 
 
 def lend(address: int, holder: Any) -> None:
-    """Take the memory at an address for constant as long as ``holder`` lives, which gets an attribute ``loan``."""
+    """Mark the memory at an address as read-only while ``holder`` lives. The mark is kept in the attribute ``holder.loan``."""
     holder.loan = _LENT.setdefault(address, _Loan())
 
 
 def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
-    """Refuse to write to what another library reads.
+    """Raise an error if buffers that are about to be written are lent to another library.
 
     Raises:
         TreeError: names the unit.
@@ -442,7 +445,7 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
 
 
 def not_sharded(where: str, leaf: Any) -> TreeError:
-    """Return the error of a leaf that is no unit, in a tree of units."""
+    """Return the error for a leaf of a tree of units that is not a :class:`Sharded`."""
     return TreeError(
         f"{where}: expected a tree of Sharded, got the leaf {leaf!r:.80}, a {type(leaf).__name__}. Call shard() first."
     )
@@ -467,7 +470,7 @@ def trainable(tree: Any) -> Any:
 
 @api_boundary
 def merge(tree: Any, part: Any) -> Any:
-    """Return ``tree`` with the groups in ``part`` replaced by those of ``part``: the inverse of :func:`trainable`.
+    """Return ``tree`` with the groups of ``part`` in place of its own groups: the inverse of :func:`trainable`.
 
     Raises:
         TreeError: a leaf of one of the trees is not a :class:`Sharded`.

@@ -1,4 +1,4 @@
-"""Slicing: a tree into the parts of ranks, and parts back into the tree, without a collective."""
+"""Slicing: cut a tree into the shards of ranks, and put shards together again, without a collective."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,7 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
 def build(
     unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
 ) -> Sharded:
-    """Return a unit's buffers on one rank, made of one leaf at a time, and only of leaves that this rank holds a part of."""
+    """Return a unit's buffers on one rank. Leaves are read one at a time, and only those of which the rank holds a part."""
     if unit.has_leaf_formats and not main:
         raise TreeError(
             f"shard(): unit {unit.shown} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
@@ -134,7 +134,7 @@ def as_tree(full: Any) -> Any:
 
 
 def check_tree(where: str, params: Any, layout: Layout) -> None:
-    """Refuse a tree that is not the one ``layout`` was planned for.
+    """Raise an error if a tree is not the tree for which ``layout`` was planned.
 
     Raises:
         TreeError: paths, shapes, dtypes or ties that differ; up to eight of them are named.

@@ -1,4 +1,4 @@
-"""Units as text: what ranks compare before they start, and a table that a person reads."""
+"""Units as text: for ranks to compare before they start, and as a table for people."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,7 +33,7 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
 
 
 def units_table(units: Sequence[UnitLayout]) -> list[str]:
-    """Return a head and rows: units in a row that differ in nothing but a number in their name share a row of the table."""
+    """Return head and rows of a table of units. Consecutive units that differ in a number in their name alone share a row."""
     rows = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
     for name, alike in alike_units(units):
         first = alike[0]
@@ -64,14 +64,14 @@ def _updates(group: Group) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows of equally many cells as lines in which the cells stand in columns, those of ``right`` to the right."""
+    """Return rows of cells as lines of text with aligned columns; the columns in ``right`` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ways = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     return ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
-    """Yield a name, as ``layers.* x12``, and each run of units that differ in nothing but a number in their name."""
+    """Yield runs of consecutive units that differ in a number in their name alone, each with a name: ``layers.* x12``."""
     for (pattern, *_), run in groupby(units, key=_kind):
         alike = list(run)
         yield f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0].name or "(whole tree)", alike

@@ -1,11 +1,11 @@
-"""TreeName: which tree a unit's values are of. What is made of a tree has a name made of the tree's."""
+"""TreeName: a name that says to which tree a unit's values belong. A tree made from a tree has a name made from its name."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(eq=False, slots=True)
 class TreeName:
-    """Which tree a unit's values are of.
+    """The name of the tree to which a unit's values belong, for labels of collectives.
 
     All names are equal and have one hash: a name is no part of a tree's structure, so that trees of different names can be
     mapped together.
@@ -29,12 +29,12 @@ class TreeName:
 
     @property
     def text(self) -> str:
-        """The name in words; empty if the values come from no tree that ranks have made together."""
+        """The name as text; empty if the values come from no tree that all ranks have made together."""
         changes = [f", {what} {times}x" for what, times in (("replaced", self.replaced), ("mapped", self.mapped)) if times]
         return f"tree {self.tree} at update {self.updates}{''.join(changes)}" if self.tree else ""
 
     def updated(self) -> "TreeName":
-        """Return the name of what the next update makes of these values."""
+        """Return the name of the values that the next update makes from these values."""
         if not self.tree:
             return UNNAMED
         self.successors += 1

@@ -254,7 +254,7 @@ class UnitLayout:
 
     @cached_property
     def has_feedback(self) -> bool:
-        """Whether something is lost of gradients of some group that is added to the next ones."""
+        """Whether some group has error feedback: what encoding loses of a gradient is added to the next gradient."""
         return bool(self._residual_sizes)
 
     def scales_size(self, group: int) -> int:
@@ -279,10 +279,10 @@ class UnitLayout:
     def leaf_parts(
         self, group: int, place: Place, rank: int, stored: torch.Tensor, scales: torch.Tensor, values: torch.Tensor | None
     ) -> Iterator[tuple[int, LeafPart]]:
-        """Yield what ``rank`` holds in ``place`` of each leaf of a group whose format encodes whole leaves.
+        """Yield the parts of leaves that ``rank`` holds in ``place``, for a group whose format encodes whole leaves.
 
-        A leaf that lies in several parts of the buffer comes several times, one that this rank has nothing of once, and empty.
-        Each comes with its first element in the buffer.
+        A leaf that lies in several parts of the buffer is yielded several times. A leaf of which this rank holds nothing is
+        yielded once, as an empty part. Each part comes with the index of its first element in the buffer.
 
         Args:
             group: index of the group.
@@ -319,7 +319,7 @@ class UnitLayout:
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
     def whole_leaves(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
-        """Return each leaf of a group by its path, whole.
+        """Return the whole leaves of a group, by path.
 
         Args:
             group: index of the group, whose format encodes whole leaves.
@@ -339,7 +339,7 @@ class UnitLayout:
 
     @api_boundary
     def values(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:
-        """Return a buffer of parameters decoded, if the group's format is not plain; else the buffer.
+        """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
         Decoded values have the dtype in which functions use them; with ``main`` that of the main copy, which loses nothing.
 

@@ -14,8 +14,8 @@ class UnitPartition(NamedTuple):
 
     Attributes:
         names: the path of each unit, in tree order.
-        subtrees: what stands there.
-        spec: the structure above the units, with one leaf for each.
+        subtrees: the subtree of each unit.
+        spec: the structure above the units, with one leaf for each unit.
     """
 
     names: tuple[str, ...]
