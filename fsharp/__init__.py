@@ -43,8 +43,8 @@ from fsharp.functional.comm.process_group import connect as connect
 from fsharp.functional.comm.process_group import destroy as destroy
 from fsharp.functional.comm.protocol import Comm as Comm
 from fsharp.functional.comm.protocol import SingleComm as SingleComm
+from fsharp.functional.forward import dummy_forward as dummy_forward
 from fsharp.functional.forward import forward as forward
-from fsharp.functional.forward import skip as skip
 from fsharp.functional.layout.layout import Layout as Layout
 from fsharp.functional.layout.mesh import Mesh as Mesh
 from fsharp.functional.layout.placement import P as P

@@ -1,4 +1,4 @@
-"""Tensor classes: the parameters that a sharded module shows outside of its forward."""
+"""Tensor classes of sharded modules: their parameters outside of a forward, and tensors in their state dicts."""
 
-from fsharp.stateful.modules.parameter import Part as Part
 from fsharp.stateful.modules.parameter import ShardedParameter as ShardedParameter
+from fsharp.stateful.modules.parameter import ShardedTensor as ShardedTensor

@@ -20,7 +20,7 @@ class Wrong:
 
 
 RESULTS = {
-    "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "Part", "ShardedParameter", "Scheduled", "Sharded",
+    "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "ShardedTensor", "ShardedParameter", "Scheduled", "Sharded",
     "Checkpoint", "PerRank", "RefreshNbytes", "Call", "LeafSharding", "TreeSharding", "Timeline", "TimeSpan", "Place",
     "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "StepTimes", "Event", "Program", "UnitFacts",
     "Schedule", "RaceError", "RaceReport", "Candidate", "Choice", "Comm", "Transform",
@@ -61,7 +61,7 @@ STATE = fs.init_state(fs.optim.sgd(0.1), PARAMS, comm=ONE)
 LOSS = fs.Loss(torch.ones(()), torch.ones(()))
 TREES = {
     "forward": lambda tree: fs.forward(dict, tree, comm=ONE),
-    "skip": lambda tree: fs.skip(tree, torch.ones(2), comm=ONE),
+    "dummy_forward": lambda tree: fs.dummy_forward(tree, torch.ones(2), comm=ONE),
     "gather": lambda tree: fs.gather(tree, comm=ONE),
     "reduce_scatter": lambda tree: fs.reduce_scatter(tree, comm=ONE),
     "full": lambda tree: fs.full_tree(tree, comm=ONE),

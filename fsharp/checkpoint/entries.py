@@ -25,7 +25,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -150,7 +150,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
         elif isinstance(leaf, PerRank):
             for under, _, tensor in leaves_of(leaf.value):
                 _add(where, found, _stacked(where, ".".join((*segments, *under)), tensor, comm))
-        elif isinstance(leaf, Part):
+        elif isinstance(leaf, ShardedTensor):
             name = ".".join(segments)
             owner = parts.setdefault(id(leaf), name)  # of a parameter with several names a module gives one
             if owner == name:
@@ -224,10 +224,10 @@ def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str],
     an optimizer does in its first step, have ``state_template(has)``. ``shape_of`` returns the shape of a tensor in the
     checkpoint: the extra state of modules, which is 1-D, has that size.
     """
-    copies = dict[int, tuple[Part, torch.Tensor]]()  # with what they are of, whose address is then nobody else's
+    copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with what they are of, whose address is then nobody else's
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Part):
+        if not isinstance(leaf, ShardedTensor):
             return leaf
         return copies.setdefault(id(leaf), (leaf, leaf.clone()))[1]
 
@@ -314,7 +314,9 @@ def _add_unit(
             _add(where, found, entry)
 
 
-def _part(where: str, found: Contents, name: str, part: Part, comm: Comm, known: "dict[Any, dict[str, _Held]]") -> Entry:
+def _part(
+    where: str, found: Contents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _Held]]"
+) -> Entry:
     """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches what is held of a unit."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:

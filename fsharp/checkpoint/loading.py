@@ -38,7 +38,7 @@ from fsharp.functional.layout.paths import ancestors, as_patterns
 from fsharp.functional.layout.sharded import check_not_lent, decoded, donate_nodes, is_sharded, units_of
 from fsharp.functional.state import MadeBy, TrainState
 from fsharp.functional.stored import encode_blocks, encode_leaves
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
@@ -297,7 +297,7 @@ def _prepared(
             made.append(leaf.replace([fresh(buffer) for buffer in leaf.buffers]))
         elif isinstance(leaf, PerRank):
             made.append(PerRank(optree.tree_map(fresh, leaf.value)))
-        elif isinstance(leaf, Part):
+        elif isinstance(leaf, ShardedTensor):
             made.append(leaf)
         elif isinstance(leaf, torch.Tensor):
             made.append(fresh(leaf))

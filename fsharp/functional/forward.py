@@ -133,7 +133,7 @@ def _versions(nodes: Sequence[Sharded]) -> list[list[int]]:
 
 
 @uncompiled
-def skip(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:
+def dummy_forward(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:
     """Take part in the collectives of :func:`forward` on a unit without calling a function, and return ``x`` unchanged.
 
     Call this function on a rank that has nothing to compute in a unit that other ranks use, such as an expert without tokens.
@@ -158,7 +158,7 @@ def _nothing(tree: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Its first argument; the gradients of the others are zero, and not absent."""
+    """An autograd function that returns its first argument. Gradients of all other arguments are zeros, and not None."""
 
     generate_vmap_rule = True
 

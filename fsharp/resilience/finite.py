@@ -15,7 +15,7 @@ from fsharp.functional.comm.protocol import Comm, Labelled, telling_format_error
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.state import MadeBy
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
 
 _SHOWN = 8
@@ -141,7 +141,7 @@ def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     for path, _, leaf in leaves_of(expanded(tree)):
         for under, _, held in leaves_of(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
             if is_sharded(held) or isinstance(held, Number | torch.Tensor):
-                yield (*path, *under), held.local if isinstance(held, Part) else held
+                yield (*path, *under), held.local if isinstance(held, ShardedTensor) else held
             elif not isinstance(held, MadeBy | str):
                 raise TreeError(
                     f"find_nonfinite(): {join((*path, *under))!r} is a {type(held).__name__}, expected a tensor, a number or "

@@ -428,6 +428,6 @@ def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], setti
         rows,
         "Every rank has to make the same calls in the same order: the same functions, steps, microbatches, units and policies. "
         "A rank that has nothing to compute in a unit takes part all the same: in a ShardedModule by calling that module with "
-        "a dummy input, in functions by skip(params, x, comm=comm).",
+        "a dummy input, in functions by dummy_forward(params, x, comm=comm).",
     )
     return f"{text}\n{problem('labels', 'the collectives around these, in the order of each rank.', around)}"

@@ -12,7 +12,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.initial.dtensors import Spec
-from fsharp.stateful.modules.parameter import Part, ShardedParameter, held_leaves
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, held_leaves
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.unit_state import UnitState
 
@@ -28,7 +28,7 @@ class MeanGradients:
 
     def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
         self._parameters, self._specs, self._comm = parameters, specs, comm
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, ShardedTensor] = {}
         self._hooks: dict[str, OrderedDict[int, Callable[[Any], Any]]] = {}
         self.clear()
 
@@ -92,17 +92,17 @@ class MeanGradients:
         """The buffers of all units."""
         return [buffer for node in units_of(self.tree) for buffer in node.buffers]
 
-    def part(self, path: str) -> Part | None:
+    def part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of the gradient of a parameter; None if there is none."""
         if self.tree is None or path in self.missing:
             return None
         if not self._parts:
             for node in units_of(self.tree):
                 held = held_leaves(node, self._comm.rank)
-                self._parts |= {name: Part.of(data, self._parameters[name]) for name, _, data in held}
+                self._parts |= {name: ShardedTensor.of(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: ShardedTensor) -> None:
         """Drop the gradient of which this is the part."""
         part.local.zero_()
         self.missing.add(part.path)

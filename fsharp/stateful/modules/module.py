@@ -15,7 +15,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource, own_buffers
 from fsharp.stateful.modules.initial.dtensors import dressed
-from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank, whole_tensors
 from fsharp.stateful.runtime.scheduled import Scheduled
@@ -172,7 +172,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a dict with this rank's part of each parameter (a :class:`~fsharp.modules.Part`), and all buffers.
+        """Return a dict with this rank's part of each parameter (a :class:`~fsharp.modules.ShardedTensor`), and all buffers.
 
         Names are those of torch. Parts share the module's memory. A part knows which elements it holds, so any mesh can read
         parts that all ranks have saved. A parameter with several names has one part. Inside of :meth:`unsharded` values are
@@ -181,9 +181,9 @@ class ShardedModule(nn.Module):
         if _session(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
         refuse_dtensors("state_dict()", _session(self))
-        found, parts = super().state_dict(*args, **kwargs), dict[str, Part]()
+        found, parts = super().state_dict(*args, **kwargs), dict[str, ShardedTensor]()
         for name, value in found.items():
-            if isinstance(value, Part):
+            if isinstance(value, ShardedTensor):
                 found[name] = parts.setdefault(value.path, value)
         return found
 
@@ -268,9 +268,9 @@ class ShardedModule(nn.Module):
         """
         where, parts = "load_full_state_dict()", self.state_dict()
 
-        def like(keys: tuple[str, ...]) -> Part | None:
+        def like(keys: tuple[str, ...]) -> ShardedTensor | None:
             part = parts.get(keys[0])
-            return part if len(keys) == 1 and isinstance(part, Part) else None
+            return part if len(keys) == 1 and isinstance(part, ShardedTensor) else None
 
         return self.load_state_dict(scatter_from_rank(where, state_dict, rank, _session(self).scheduler, like), strict)
 

@@ -15,7 +15,7 @@ from fsharp.functional.sinks import with_sinks
 from fsharp.functional.state import update
 from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
 from fsharp.stateful.modules.module_state import ModuleState
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.units.unit_state import UnitState
@@ -238,7 +238,7 @@ class ModuleStep:
         self.discard()
         self.used = used
 
-    def gradient(self, path: str) -> Part | None:
+    def gradient(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of the mean gradient of a parameter. Refuse while ranks have not summed the gradients."""
         if self.means.tree is None and self.run is not None and self._pass == -1 and self.is_fed:
             raise ScheduleError(

@@ -9,14 +9,14 @@ from torch import nn
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import Leaf
-from fsharp.stateful.modules.parts.part import Part
+from fsharp.stateful.modules.parts.part import ShardedTensor
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.tracebacks import api_boundary
 
-__all__ = ["Part", "ShardedParameter", "held_leaves"]
+__all__ = ["ShardedTensor", "ShardedParameter", "held_leaves"]
 
 
-class ShardedParameter(Part, nn.Parameter):
+class ShardedParameter(ShardedTensor, nn.Parameter):
     """This rank's part of a module's parameter, in the dtype and place of the optimizer.
 
     Attributes:
@@ -93,7 +93,7 @@ class ShardedParameter(Part, nn.Parameter):
 
     @property
     @api_boundary
-    def grad(self) -> Part | None:
+    def grad(self) -> ShardedTensor | None:
         """This part of the mean gradient over ranks; None until a backward outside of ``accumulate()`` has ended."""
         owner = self.owner()
         return owner.step.gradient(self.path) if owner is not None and self.is_trained else None

@@ -25,7 +25,7 @@ from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
-from fsharp.stateful.modules.parameter import Part, ShardedParameter, held_leaves
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, held_leaves
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.stateful.modules.values.casts import Cast, cast
 from fsharp.stateful.modules.values.outputs import tensors_in
@@ -166,7 +166,7 @@ class Session:
                 _ = node.buffers
         self.scheduler.lanes.join_all("gather")
 
-    def note_write(self, part: Part, what: str) -> None:
+    def note_write(self, part: ShardedTensor, what: str) -> None:
         """Note that a function has changed a part in place. If the part is a parameter or a gradient, later labels say so."""
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.part(part.path), self.parameters[part.path]
@@ -175,7 +175,7 @@ class Session:
         elif parameter.untyped_storage().data_ptr() == memory:
             self.scheduler.account(f"{what} {part.path}")
 
-    def full_parameter(self, part: Part) -> torch.Tensor | None:
+    def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter, for a checkpoint that recomputes in the backward of its unit; None outside of one."""
         full = None if self.step.run is None else self.step.run.full_in_backward(part.unit.name)
         if full is None:
@@ -228,9 +228,11 @@ class Session:
             result = [step.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
         for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
             if grad is None and materialize_grads:
-                result[i] = Part.of(torch.zeros_like(x.local), x) if isinstance(x, Part) else torch.zeros_like(x)
+                result[i] = (
+                    ShardedTensor.of(torch.zeros_like(x.local), x) if isinstance(x, ShardedTensor) else torch.zeros_like(x)
+                )
             elif grad is None and not allow_unused:
-                name = repr(x.path) if isinstance(x, Part) else str(i)
+                name = repr(x.path) if isinstance(x, ShardedTensor) else str(i)
                 raise RuntimeError(f"{_GRAD}: input {name} was not used. Set allow_unused=True if this is what you want.")
         return tuple(result)
 

@@ -19,13 +19,13 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.stateful.modules.calls import own_buffers
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.session import Session
 
 SAME_VALUES = "Load the same values on all ranks."
 
 
-class _Awaiting(Part):
+class _Awaiting(ShardedTensor):
     """Stands for a parameter while torch loads a state dict, and keeps what it would have copied into that."""
 
     given: list[torch.Tensor]
@@ -41,7 +41,7 @@ class _Awaiting(Part):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-Read = tuple[Any, dict[str, torch.Tensor], dict[str, Part], list[tuple[torch.Tensor, torch.Tensor]]]
+Read = tuple[Any, dict[str, torch.Tensor], dict[str, ShardedTensor], list[tuple[torch.Tensor, torch.Tensor]]]
 """What torch returns; by path the values for parameters, and this rank's parts of them; buffers, with their new values."""
 
 
@@ -62,12 +62,16 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
     session.step.abandon_forwards(where)
 
     def about(read: Read) -> dict[str, str]:
-        return {"parameters": "\n".join(f"{path}: {'part' if isinstance(x, Part) else 'whole'}" for path, x in read[1].items())}
+        return {
+            "parameters": "\n".join(
+                f"{path}: {'part' if isinstance(x, ShardedTensor) else 'whole'}" for path, x in read[1].items()
+            )
+        }
 
     result, given, parts, buffers = together(where, comm, lambda: _read(where, session, module, load), about)
     values, varying = {}, {}
     for path, value in given.items():
-        is_part, place = isinstance(value, Part), session.parameters[path].place
+        is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
         values[path] = parts[path].local if is_part else value
         varying[path] = place.varying + (place.sharded if is_part else ())
     check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
@@ -98,21 +102,23 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
     for path, each in awaiting.items():
         if not each.given:
             continue
-        if len({digest(x.local if isinstance(x, Part) else x) for x in each.given[1:] and each.given}) > 1:
+        if len({digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
             raise TreeError(f"{where}: {path!r} is tied, and its names have different values. Give all of them the same one.")
         given[path], parameter = each.given[0], session.parameters[path]
         parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
     return result, given, parts, [(buffer, copy) for buffer, copy in buffers if copy._version]  # else not written to
 
 
-def own_part(where: str, name: str, value: torch.Tensor, like: Part, *, dtypes: Sequence[torch.dtype]) -> Part:
+def own_part(
+    where: str, name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Sequence[torch.dtype]
+) -> ShardedTensor:
     """Return this rank's part of a value for a parameter, or of an optimizer's state for each of its elements.
 
     ``value`` is a part of this rank and layout, or a whole tensor, of one of ``dtypes``. Refuse anything else by ``name``.
     """
     first, last = like.run
     what, got = "", _shown([value.dtype], value.shape)
-    if isinstance(value, Part):
+    if isinstance(value, ShardedTensor):
         is_same = (value.unit, value.leaf, value.place) == (like.unit, like.leaf, like.place)
         if not is_same or not like.unit.is_same_part(like.place, value.rank, like.rank) or value.local.numel() != last - first:
             what = "is a part of another rank or layout"
@@ -131,7 +137,7 @@ def own_part(where: str, name: str, value: torch.Tensor, like: Part, *, dtypes: 
         remedy = "Load what state_dict() gave on the same mesh, strategy and units, or whole tensors, such as those of an "
         remedy += "unsharded module; fs.checkpoint.load() reads what any mesh has saved."
         raise TreeError(problem(where, f"{name!r} {what}.", facts, remedy))
-    return value if isinstance(value, Part) else Part.of(value.detach().reshape(-1)[first:last], like)
+    return value if isinstance(value, ShardedTensor) else ShardedTensor.of(value.detach().reshape(-1)[first:last], like)
 
 
 def _shown(dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> str:
@@ -152,9 +158,9 @@ def gather_to_rank(
     key, if dicts have several values of one parameter.
     """
     dicts = list(dicts)
-    parts: dict[str, dict[str, Part]] = {}
+    parts: dict[str, dict[str, ShardedTensor]] = {}
     for key, value in (item for each in dicts for item in each.items()):
-        if isinstance(value, Part):
+        if isinstance(value, ShardedTensor):
             parts.setdefault(kind_of(key), {})[value.path] = value
 
     def check() -> None:
@@ -180,19 +186,19 @@ def gather_to_rank(
     if is_kept:
         for each in dicts:
             for key, value in each.items():
-                if isinstance(value, Part):
+                if isinstance(value, ShardedTensor):
                     each[key] = whole[kind_of(key), value.path]
                 elif isinstance(value, torch.Tensor):
                     each[key] = value.detach().to("cpu", copy=True)
     return is_kept
 
 
-def whole_tensors(parts: Iterable[Part], comm: Comm) -> Iterator[tuple[Part, torch.Tensor]]:
+def whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
     """Yield each part with the tensor that it is a part of; of a DTensor, with this rank's whole local tensor.
 
     Cost: a gather for each unit and place. Memory: a unit's tensors, of which those that are yielded are views.
     """
-    by_unit: dict[tuple[UnitLayout, Place], dict[str, Part]] = {}
+    by_unit: dict[tuple[UnitLayout, Place], dict[str, ShardedTensor]] = {}
     for part in parts:
         by_unit.setdefault((part.unit, part.place), {})[part.path] = part
     for (unit, place), mine in by_unit.items():
@@ -212,7 +218,9 @@ def whole_tensors(parts: Iterable[Part], comm: Comm) -> Iterator[tuple[Part, tor
         del buffer, buffers, full  # before the next unit is gathered
 
 
-def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], Part | None]) -> Any:
+def scatter_from_rank(
+    where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], ShardedTensor | None]
+) -> Any:
     """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
 
     ``like`` returns by the keys of a tensor a part that is cut as the tensor is to be; None if each rank takes it whole.
@@ -241,7 +249,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Calla
         value, part = taken(own, rank, comm), like(tuple(each.key for each in path if hasattr(each, "key")))
         if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value
-        return Part.of(value.reshape(-1)[slice(*part.run)].clone(), part)
+        return ShardedTensor.of(value.reshape(-1)[slice(*part.run)].clone(), part)
 
     found = torch_pytree.tree_map_with_path(fill, outline, dict(given) if comm.rank == rank else outline)
     if metadata is not None:
@@ -260,7 +268,7 @@ def _packed(where: str, given: Mapping[str, Any]) -> bytes:
     def outline(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, Part | DTensor) or value.is_meta or value.layout is not torch.strided:
+        if isinstance(value, ShardedTensor | DTensor) or value.is_meta or value.layout is not torch.strided:
             name = ".".join(str(getattr(each, "key", getattr(each, "idx", ""))) for each in path)
             raise TreeError(
                 f"{where}: {name!r} is a {type(value).__name__} {dtype_name(value.dtype)}{list(value.shape)} on "

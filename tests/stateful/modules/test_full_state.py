@@ -104,7 +104,7 @@ WRONG = {
     "parts": (
         lambda m, o, r: m.load_full_state_dict(None if r else m.state_dict()),
         FsharpError,
-        r"'embed\.weight' is a Part float32\[11, 6\] on cpu, expected a whole tensor",
+        r"'embed\.weight' is a ShardedTensor float32\[11, 6\] on cpu, expected a whole tensor",
     ),
     "objects": (lambda m, o, r: m.load_full_state_dict(None if r else {"x": Net}), FsharpError, "has objects other than"),
     "names": (

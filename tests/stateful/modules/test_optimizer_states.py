@@ -118,7 +118,7 @@ def test_a_template_is_what_a_first_step_makes(name):
                     assert optimizer.state_dict()["state"] == {}
                 for state in template["state"].values():
                     step = state.get("step", 0)
-                    assert not (step.local if isinstance(step, fs.modules.Part) else torch.as_tensor(step)).any()
+                    assert not (step.local if isinstance(step, fs.modules.ShardedTensor) else torch.as_tensor(step)).any()
             if way == "loaded":
                 optimizer.load_state_dict(template)
             for _ in range(2):
@@ -382,7 +382,7 @@ def test_state_by_parameter(strategy, optimizer):
                 for value in own.state[p].values():
                     value.zero_()
         saved = own.state_dict()["state"]["head.weight"]
-        assert all(float(part.norm()) == 0 for part in saved.values() if isinstance(part, fs.modules.Part))
+        assert all(float(part.norm()) == 0 for part in saved.values() if isinstance(part, fs.modules.ShardedTensor))
         pair = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
         with pytest.raises(TreeError, match=r"an \(init, update\) pair is a tree.*train_state\.opt"):
             _ = pair.state

@@ -38,7 +38,7 @@ def world(comm, name, kind="plain", cls=torch.optim.AdamW, seed=0, lr=1e-2, **op
 def assembled(parts):
     """The whole tensor of which ranks have these; they overlap in the same values, and leave nothing out."""
     first = parts[0]
-    if not isinstance(first, fs.modules.Part):
+    if not isinstance(first, fs.modules.ShardedTensor):
         assert all(type(each) is type(first) for each in parts)
         assert all(torch.equal(each, first) if isinstance(first, torch.Tensor) else each == first for each in parts)
         return first
@@ -166,7 +166,7 @@ def test_parts_are_in_the_memory_of_the_module():
         model, _ = world(comm, "zero3 on 3", "frozen", shard={"precision": MIXED})
         state = model.state_dict()
         for name, parameter in model.named_parameters():
-            assert type(state[name]) is fs.modules.Part
+            assert type(state[name]) is fs.modules.ShardedTensor
             assert state[name].data_ptr() == parameter.data_ptr()
             assert state[name].shape == parameter.shape
             assert state[name].dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
@@ -182,7 +182,7 @@ def test_copies_of_parts_are_parts_and_files_have_whole_ones():
         train(model, optimizer, modules.batches(comm, 1))
         part = model.state_dict()["head.weight"]
         for copied in (part.clone(), part.cpu(), part.to(torch.float64), copy.deepcopy(part)):
-            assert (type(copied), copied.run, copied.place) == (fs.modules.Part, part.run, part.place)
+            assert (type(copied), copied.run, copied.place) == (fs.modules.ShardedTensor, part.run, part.place)
             assert copied.local.tolist() == part.local.tolist()
         assert copy.deepcopy(part).data_ptr() != part.data_ptr()
         for state in (model.state_dict(), optimizer.state_dict()):
@@ -326,7 +326,7 @@ def test_parts_of_another_rank_or_layout_are_refused():
 
 def values_in(state):
     return [
-        x.local if isinstance(x, fs.modules.Part) else x
+        x.local if isinstance(x, fs.modules.ShardedTensor) else x
         for x in torch.utils._pytree.tree_leaves(state)
         if isinstance(x, torch.Tensor)
     ]
@@ -359,7 +359,7 @@ def test_replicas_that_differ_are_refused():
                 moments["exp_avg"] = torch.zeros(11, 6)
             if comm.rank:
                 for each in (weights["head.weight"], moments["exp_avg"]):
-                    (each.local if isinstance(each, fs.modules.Part) else each)[0, 0] = 7.0
+                    (each.local if isinstance(each, fs.modules.ShardedTensor) else each)[0, 0] = 7.0
             with pytest.raises(AgreementError, match=r"head.weight +rank 1: other values than rank 0"):
                 model.load_state_dict(weights)
             with pytest.raises(AgreementError, match=r"head.weight.* +rank 1: other values than rank 0"):

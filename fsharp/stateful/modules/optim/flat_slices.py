@@ -11,7 +11,7 @@ import torch
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 class FlatSlice(NamedTuple):
@@ -60,13 +60,13 @@ def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole:
                     yield FlatSlice(node.name, group, start, stop, leaves)
 
 
-def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
+def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, ShardedTensor]) -> dict[str, dict[str, Any]]:
     """Return an optimizer's state of a run as that of each leaf; state for each element as parts in the same memory."""
     shape = (run.stop - run.start,) if run.shape is None else run.shape
 
-    def cut(value: Any, like: Part, first: int, last: int) -> Any:
+    def cut(value: Any, like: ShardedTensor, first: int, last: int) -> Any:
         is_elementwise = isinstance(value, torch.Tensor) and value.shape == shape
-        return Part.of(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
+        return ShardedTensor.of(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
 
     return {path: {key: cut(value, parameters[path], *span) for key, value in state.items()} for path, *span in run.leaves}
 
@@ -76,7 +76,7 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
     parts = [states.get(path, {}) for path, _, _ in run.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
-        if not isinstance(value, Part):
+        if not isinstance(value, ShardedTensor):
             joined[key] = copy.deepcopy(value)
             continue
         joined[key] = torch.zeros(like.shape, dtype=value.dtype, device=like.device)
@@ -88,4 +88,4 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
 def alike(state: Mapping[str, Any]) -> Hashable:
     """Return a key that is equal for leaves whose states can be joined: names, and values that are not for each element."""
     rows = sorted(state.items())
-    return tuple((key, dtype_name(x.dtype) if isinstance(x, Part) else exact_text(x)) for key, x in rows)
+    return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)

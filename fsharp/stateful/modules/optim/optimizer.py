@@ -35,7 +35,7 @@ from fsharp.stateful.modules.optim.states import (
     read_states,
     read_tree,
 )
-from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import SAME_VALUES, gather_to_rank, refuse_dtensors, scatter_from_rank
 from fsharp.torch_compile import uncompiled
@@ -281,10 +281,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """A read-only mapping from a parameter to the optimizer's state for it: ``optimizer.state[p]["exp_avg"]``.
 
-        State with a value for each element is a :class:`~fsharp.modules.Part` that shares the optimizer's memory: a write to
-        the part changes the state. Other state, such as ``"step"``, is the optimizer's own object. A rank may lack this object
-        if it holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look parts up again
-        after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
+        State with a value for each element is a :class:`~fsharp.modules.ShardedTensor` that shares the optimizer's memory: a
+        write to the tensor changes the state. Other state, such as ``"step"``, is the optimizer's own object. A rank may lack
+        this object if it holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look
+        parts up again after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
@@ -312,14 +312,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for run, parameter in self._each_run():  # leaves with one label have had the same steps
             if run.shape is None and labels.get(run.leaves[0][0]) == labels[path]:
                 return split_state(run._replace(leaves=((path, 0, 0),)), self.inner.state[parameter], like)[path]
-        return {key: value for key, value in self._fresh(path, self.param_groups).items() if isinstance(value, Part)}
+        return {key: value for key, value in self._fresh(path, self.param_groups).items() if isinstance(value, ShardedTensor)}
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters; all ranks have to call this.
 
-        State with a value for each element is a :class:`~fsharp.modules.Part`, which any mesh can read. Other state, such as
-        ``"step"``, is as in torch. All values are copies. A parameter that has had no gradient has no state. For an
+        State with a value for each element is a :class:`~fsharp.modules.ShardedTensor`, which any mesh can read. Other state,
+        such as ``"step"``, is as in torch. All values are copies. A parameter that has had no gradient has no state. For an
         ``(init, update)`` pair ``"state"`` is the pair's tree of :class:`~fsharp.Sharded`, without a copy: the next step
         overwrites it.
 
@@ -358,7 +358,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _groups(self) -> list[dict[str, Any]]:
         return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
 
-    def _stateful(self) -> dict[str, Part]:
+    def _stateful(self) -> dict[str, ShardedTensor]:
         """Return by path the parameters that may have a state: trained ones of these groups that have elements."""
         mine = {p.path for group in self.param_groups for p in group["params"]}
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
@@ -453,7 +453,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_pair(where)
         parameters = self._stateful()
 
-        def like(keys: tuple[str, ...]) -> Part | None:
+        def like(keys: tuple[str, ...]) -> ShardedTensor | None:
             part = parameters.get(keys[1]) if len(keys) == 3 and keys[0] == "state" else None
             return part if part is not None and part.full_shape else None  # all ranks take a tensor without dims whole
 

@@ -16,22 +16,22 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import check_kept, is_sharded, units_of
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.state_dict import own_part
 
 States = dict[str, dict[str, Any]]
-"""By path of the parameter and name of the state: a :class:`~fsharp.modules.Part`, or what is not one for each element."""
+"""State by path of the parameter and name: a :class:`~fsharp.modules.ShardedTensor` if it has a value for each element."""
 
 
-class StateByParameter(Mapping[Part, Mapping[str, Any]]):
+class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
     """A read-only mapping from parameters, of those at ``paths``, to their states. A lookup calls ``state_of``."""
 
     def __init__(
-        self, state_of: Callable[[str], dict[str, Any]], paths: Container[str], parameters: Mapping[str, Part]
+        self, state_of: Callable[[str], dict[str, Any]], paths: Container[str], parameters: Mapping[str, ShardedTensor]
     ) -> None:
         self._state_of, self._paths, self._parameters = state_of, paths, parameters
 
-    def __getitem__(self, parameter: Part) -> Mapping[str, Any]:
+    def __getitem__(self, parameter: ShardedTensor) -> Mapping[str, Any]:
         path: str = getattr(parameter, "path", "")
         if path not in self._parameters:
             shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else ""
@@ -43,14 +43,14 @@ class StateByParameter(Mapping[Part, Mapping[str, Any]]):
     def __contains__(self, parameter: object) -> bool:
         return getattr(parameter, "path", None) in self._paths
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[ShardedTensor]:
         return (each for path, each in self._parameters.items() if path in self._paths)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], comm: Comm) -> States:
+def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTensor], comm: Comm) -> States:
     """Return on all ranks the states that any rank has: an empty part of elements that others hold, and all else in full.
 
     Ranks that have parameters of their own have states of their own. Refuse a state that is no tensor, number, string or None,
@@ -85,7 +85,7 @@ def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], co
 
 
 def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
-    if isinstance(value, Part):
+    if isinstance(value, ShardedTensor):
         return ["part", dtype_name(value.dtype)]
     if isinstance(value, torch.Tensor):
         single = value.item() if value.numel() == 1 else None
@@ -98,14 +98,14 @@ def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
     )
 
 
-def _completed(kind: list[Any], value: Any, like: Part, source: int, comm: Comm) -> Any:
+def _completed(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
     """Return a state of this rank; if it holds nothing of the parameter, that of the rank ``source``."""
     what, *rest = kind
     if what == "value":
         return rest[0]
     dtype = getattr(torch, rest[0])
     if what == "part":
-        return Part.of(torch.empty(0, dtype=dtype, device=comm.device), like) if value is None else value
+        return ShardedTensor.of(torch.empty(0, dtype=dtype, device=comm.device), like) if value is None else value
     shape, device, single = rest[1:]
     device = comm.device if device == comm.device.type else torch.device(device)
     if single is not None:
@@ -156,7 +156,7 @@ Replicas = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
 def read_states(
     where: str,
     given: Mapping[str, Mapping[str, Any]],
-    parameters: Mapping[str, Part],
+    parameters: Mapping[str, ShardedTensor],
     fresh: Callable[[str], Mapping[str, Any]],
 ) -> tuple[States, Replicas]:
     """Return the states in a state dict, with this rank's parts of whole tensors; and what ranks have to have in common.
@@ -169,8 +169,8 @@ def read_states(
         state = given.get(path) or {}
         states[path] = _fitting(where, path, state, fresh(path), like) if state else {}
         # One entry a parameter, whatever is kept of it: ranks with parameters of their own may differ in that.
-        parts = [digest(value.local) for value in state.values() if isinstance(value, Part)]
-        rest = [digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, Part)]
+        parts = [digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
+        rest = [digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         kinds = repr([(key, _kind(where, path, key, value)) for key, value in state.items()]).encode()
         replicas[path] = _hashed(kinds, *rest), like.place.varying
         replicas[f"{path}, its part"] = _hashed(*parts), like.place.varying + like.place.sharded
@@ -181,7 +181,7 @@ def _hashed(*data: bytes) -> torch.Tensor:
     return torch.tensor(list(hashlib.sha256(b"".join(data)).digest()), dtype=torch.uint8)
 
 
-def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[str, Any], like: Part) -> dict[str, Any]:
+def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[str, Any], like: ShardedTensor) -> dict[str, Any]:
     if wanted.keys() - given.keys():
         raise TreeError(
             f"{where}: the state of {path!r} has {sorted(given)}, and this optimizer keeps {sorted(wanted)}. Load the state of "
@@ -193,13 +193,13 @@ def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[st
         is_tensor = isinstance(value, torch.Tensor)
         if key in wanted and isinstance(want, torch.Tensor) != is_tensor:
             raise TreeError(f"{where}: {name!r} is a {type(value).__name__}, expected a {type(want).__name__}.")
-        is_elementwise = isinstance(want, Part) or (
+        is_elementwise = isinstance(want, ShardedTensor) or (
             key not in wanted and is_tensor and like.leaf.shape and value.shape == like.leaf.shape
         )  # what it keeps from a later step on
         if is_elementwise:
             found[key] = own_part(where, name, value, like, dtypes=[value.dtype if want is None else want.dtype])
         elif isinstance(want, torch.Tensor):
-            if (value.dtype, value.shape) != (want.dtype, want.shape) or isinstance(value, Part) or value.is_meta:
+            if (value.dtype, value.shape) != (want.dtype, want.shape) or isinstance(value, ShardedTensor) or value.is_meta:
                 got, expected = (
                     f"{type(x).__name__} {dtype_name(x.dtype)}{list(x.shape)} on {x.device}" for x in (value, want)
                 )

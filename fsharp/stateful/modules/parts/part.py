@@ -1,4 +1,4 @@
-"""Part: this rank's part of a tensor. Functions either give the result for the whole tensor, or raise an error."""
+"""ShardedTensor: this rank's part of a tensor. Functions either give the result for the whole tensor, or raise an error."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +25,11 @@ _COMPUTING = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not m
 _SHAPES = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}  # they answer for the whole tensor
 
 
-class Part(torch.Tensor):
-    """This rank's part of a tensor that is sharded over ranks.
+class ShardedTensor(torch.Tensor):
+    """A tensor that is sharded over ranks: it has the shape of the whole tensor, and this rank's elements.
 
     ``shape``, ``ndim`` and ``numel()`` are those of the whole tensor. :attr:`local` is a plain tensor with this rank's
-    elements. Functions of a part work as follows:
+    elements. Functions of sharded tensors (called parts here) work as follows:
 
     - Elementwise functions, in place or not, return a part. Other arguments are numbers, tensors without dims, parts that are
       cut alike, or a whole tensor that every rank has, of which each rank takes its own elements.
@@ -70,14 +70,14 @@ class Part(torch.Tensor):
         return part
 
     @staticmethod
-    def of(data: torch.Tensor, like: "Part") -> "Part":
+    def of(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
         """Return a part with the elements ``data``, cut in the same way as ``like``."""
-        return Part.made(data, like.about)
+        return ShardedTensor.made(data, like.about)
 
     @property
     def about(self) -> dict[str, Any]:
         """A dict of all attributes, which say which part of which tensor this is."""
-        return {name: getattr(self, name) for name in Part.__annotations__}
+        return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
     def _dtensor(self) -> tuple[Any, ...] | None:
@@ -120,7 +120,7 @@ class Part(torch.Tensor):
 
     # Methods that torch.distributed.checkpoint calls.
 
-    def __create_write_items__(self, name: str, part: "Part") -> list[Any]:
+    def __create_write_items__(self, name: str, part: "ShardedTensor") -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -156,14 +156,14 @@ class Part(torch.Tensor):
 
     @property
     @api_boundary
-    def data(self) -> "Part":
+    def data(self) -> "ShardedTensor":
         """This part, detached, with shared memory. The module notices writes to it."""
-        return Part.of(self.local, self)
+        return ShardedTensor.of(self.local, self)
 
     @data.setter
     @api_boundary
     def data(self, value: torch.Tensor) -> None:
-        if isinstance(value, Part) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
+        if isinstance(value, ShardedTensor) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
             return  # a module was moved to where it is
         _, remedy = caller("Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`.")
         raise TreeError(
@@ -194,20 +194,20 @@ class Part(torch.Tensor):
         is_attribute = name == "__get__"
         if is_attribute:
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
-        if name in _SHAPES and isinstance(args[0], Part):
+        if name in _SHAPES and isinstance(args[0], ShardedTensor):
             return func(torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint casts to the dtype that the forward saw
             args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
-        if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], Part):
+        if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
             return _stays(*args)
-        if (name == "detach" and isinstance(args[0], Part)) or (name in COPIES and type(args[0]) is Part):
-            return Part.of(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
+        if (name == "detach" and isinstance(args[0], ShardedTensor)) or (name in COPIES and type(args[0]) is ShardedTensor):
+            return ShardedTensor.of(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         rows = arguments(name, args, kwargs)
-        parts = [x for row in rows for x in row if isinstance(x, Part)]
+        parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole]
         reduction = reduction_of(name, args, kwargs) if any(part._axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
@@ -229,7 +229,7 @@ class Part(torch.Tensor):
                 result = func(*args, **kwargs)
         if is_in_place(name):
             for first, *others in rows:
-                if isinstance(first, Part) and (owner := first.owner()) is not None:
+                if isinstance(first, ShardedTensor) and (owner := first.owner()) is not None:
                     numbers = [x for x in others if isinstance(x, bool | int | float)]
                     owner.note_write(first, f"{name} {numbers}")
         return result
@@ -240,7 +240,7 @@ class Part(torch.Tensor):
 
     @api_boundary
     def __deepcopy__(self, memo: Any) -> Any:
-        memo[id(self)] = copied = Part.of(self.local.clone(), self)
+        memo[id(self)] = copied = ShardedTensor.of(self.local.clone(), self)
         return copied
 
     @api_boundary
@@ -261,7 +261,7 @@ def _is_everywhere(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded)
 
 
-def _stays(part: Part, applied: torch.Tensor) -> bool:
+def _stays(part: ShardedTensor, applied: torch.Tensor) -> bool:
     """Return True for a part that a module's ``to()`` leaves as it is. Refuse another dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
@@ -271,10 +271,10 @@ def _stays(part: Part, applied: torch.Tensor) -> bool:
     return True
 
 
-def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Part]) -> None:
+def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
     """Refuse a function that autograd would have to record: parts are not in autograd's graph."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
-        if isinstance(x, Part):
+        if isinstance(x, ShardedTensor):
             raise LayoutError(unseen(x.path, name))
         if cut:
             raise LayoutError(
@@ -285,7 +285,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Par
 
 def _full_in_backward(x: Any) -> Any:
     """Return an argument with whole parameters in place of parts whose unit's backward is under way, for recomputation."""
-    if isinstance(x, Part) and isinstance(x, nn.Parameter):
+    if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter(x)
         if whole is not None and torch.compiler.is_compiling():
@@ -302,7 +302,7 @@ def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -
     found: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
-        if isinstance(x, Part):
+        if isinstance(x, ShardedTensor):
             alike.setdefault((x._axes, x._dtensor), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
@@ -334,45 +334,45 @@ def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
     """Call an elementwise function on this rank's elements. Return parts, or the argument that was changed in place."""
-    likes = [next((x for x in row if isinstance(x, Part) and not x.is_whole), None) for row in rows]
+    likes = [next((x for x in row if isinstance(x, ShardedTensor) and not x.is_whole), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
         if like is None:
             continue
-        if is_in_place(name) and not isinstance(row[0], Part):
+        if is_in_place(name) and not isinstance(row[0], ShardedTensor):
             raise LayoutError(_mismatch(like, row[0], name))
         for x in row:
             if x is like or not isinstance(x, torch.Tensor):
                 continue
             is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor is None)
-            if x._cut != like._cut if isinstance(x, Part) else not is_plain_whole:
+            if x._cut != like._cut if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch(like, x, name))
     out = func(*[_here(x, likes) for x in args], **{key: _here(x, likes) for key, x in kwargs.items()})
     if is_in_place(name):
         return None if out is None else args[0]
     if isinstance(out, torch.Tensor):
-        return out if likes[0] is None else Part.of(out, likes[0])
-    return type(out)(x if like is None else Part.of(x, like) for x, like in zip(out, likes, strict=True))
+        return out if likes[0] is None else ShardedTensor.of(out, likes[0])
+    return type(out)(x if like is None else ShardedTensor.of(x, like) for x, like in zip(out, likes, strict=True))
 
 
-def _here(x: Any, likes: Sequence[Part | None]) -> Any:
+def _here(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
     """Return this rank's elements of an argument. The items of a list take turns with the parts that they are cut like."""
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_here(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
-    if isinstance(x, Part):
+    if isinstance(x, ShardedTensor):
         return x.local
     return x.reshape(-1)[slice(*like.run)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
 
 
-def _held(part: Part) -> str:
+def _held(part: ShardedTensor) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         return f"{part.numel():,} of the {part.full_shape.numel():,} elements of {list(part.full_shape)}"
 
 
-def _mismatch(part: Part, other: Any, name: str) -> str:
+def _mismatch(part: ShardedTensor, other: Any, name: str) -> str:
     what = f"a tensor of shape {list(other.shape)}" if isinstance(other, torch.Tensor) else f"a {type(other).__name__}"
     remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.run)]`, and compute with `part.local`."
-    if isinstance(other, Part):
+    if isinstance(other, ShardedTensor):
         what = f"{other.path!r}, of which this rank holds {_held(other)}: the two are cut differently"
         remedy = "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher "
         remedy += "by requires_grad_(False) after shard_module(), not before."
