@@ -1,1 +1,1 @@
-"""Values: the same inputs give the same outputs. No streams, and no global variable that a value depends on."""
+"""Pure functions: equal inputs give equal outputs. No streams, and no global variable on which a value depends."""

@@ -1,4 +1,4 @@
-"""forward: run a pure function on a unit. Gather, call, release; and in the backward gather again, reduce."""
+"""forward: gather a unit, call a pure function on it, and release it; in the backward gather again, and reduce."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,10 +101,10 @@ def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
 
 
 def _check_ties(nodes: Sequence[Sharded]) -> None:
-    """Refuse leaves that are tied to one of a unit of which there are two, as of two trees.
+    """Raise an error if a tied leaf belongs to a unit that was passed twice, for example from two trees.
 
     Raises:
-        TreeError: there are.
+        TreeError: a unit with a tied leaf was passed twice.
     """
     for name in {name for node in nodes for name in node.unit.tied_units}:
         if len({tuple(map(id, node.raw_buffers)) for node in nodes if node.name == name}) > 1:
@@ -115,7 +115,7 @@ def _check_ties(nodes: Sequence[Sharded]) -> None:
 
 
 def _check_classes(units: Any) -> None:
-    """Refuse leaves of a class of their own: a gather that blocks decodes them, and functions would compute something else.
+    """Raise an error if leaves have a tensor class of their own, which a blocking gather would decode to plain tensors.
 
     Raises:
         TreeError: names the unit.

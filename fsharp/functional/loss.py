@@ -1,4 +1,4 @@
-"""Losses as sums and weights, which add up rightly over microbatches and ranks, and the one divisor of gradients."""
+"""Losses as pairs of sum and weight, which are added over microbatches and ranks; gradients are divided once, at the end."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ def _is_scalar(x: Any) -> bool:
 
 
 def kind_of(x: Any) -> str:
-    """A value in a few words, for messages."""
+    """Return a short description of a value, for error messages."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")
@@ -108,7 +108,7 @@ def check_loss(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") 
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """``count`` equal parts of a pytree of tensors along dim 0; leaves that are not tensors are repeated.
+    """Split each tensor of a pytree into ``count`` equal parts along dim 0; all parts get the leaves that are no tensors.
 
     Raises:
         LossError: a tensor whose dim 0 does not divide.
@@ -166,12 +166,12 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
 
 
 def sums_of(loss: Loss, comm: Comm) -> torch.Tensor:
-    """A loss as two float64 numbers where the ranks' tensors are."""
+    """Return a loss as a float64 tensor ``[sum, weight]`` on the device of ``comm``."""
     return torch.stack([loss.sum, loss.weight]).to(comm.device)
 
 
 def totals(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
-    """The same over all ranks. Cost: one ``all_reduce`` of 16 bytes for each axis."""
+    """Return the sum over all ranks of the result of :func:`sums_of`. Cost: one ``all_reduce`` of 16 bytes for each axis."""
     for axis, _ in comm.mesh.axes:
         sums = all_reduce(sums, comm, axis)
     return sums

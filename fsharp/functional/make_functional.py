@@ -1,4 +1,4 @@
-"""make_functional: an nn.Module as a pure function of its parameters."""
+"""make_functional: turn an nn.Module into a pure function of its parameters."""
 
 import copy
 from collections.abc import Callable
@@ -55,10 +55,10 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
 
 
 def parameter_tree(where: str, module: nn.Module) -> dict[str, Any]:
-    """A module's parameters, detached, as nested dicts along the dots of their names.
+    """Return a module's parameters, detached, as nested dicts whose levels are the dots in the parameters' names.
 
     Raises:
-        TreeError: there are none; ``where`` is who asks.
+        TreeError: the module has no parameters; ``where`` names the caller.
     """
     tree: dict[str, Any] = {}
     values: dict[int, torch.Tensor] = {}  # tied parameters have one

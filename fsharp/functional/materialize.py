@@ -1,4 +1,4 @@
-"""From whole values to a rank's shards: shard and init, checked on all ranks; and back, with full_tree."""
+"""shard and init_params make a rank's shards from whole values or initializers; full_tree makes whole values from shards."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -164,7 +164,7 @@ def init_params(
 
 
 def seed_of(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
-    """What to draw values at ``path`` in ``unit`` from: the same on every mesh, and on all ranks that share them."""
+    """Return the seed for a leaf's initial values: the same on every mesh, and on all ranks that share the values."""
     own = "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying) if unit is not None else ""
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 

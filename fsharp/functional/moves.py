@@ -1,4 +1,4 @@
-"""gather and reduce_scatter: from one resting place to another, each the transpose of the other.
+"""gather and reduce_scatter: move units from one resting place to another. Each is the transpose of the other.
 
 Places of a unit nest (:class:`~fsharp.layouts.Place`), so a move is a collective along one axis after another:
 
@@ -11,7 +11,7 @@ partial         shard       ``reduce_scatter``
 partial         replicate   ``all_reduce``
 ==============  ==========  ===============================
 
-Finer axes are gathered first and reduced last, which makes the bytes sent those of one collective over all ranks.
+Finer axes are gathered first and reduced last. So as many bytes are sent as by one collective over all ranks.
 
 [Note: resting and gathered]
 Copies of a value are of two kinds, which differ in their gradients alone. Copies at **rest** are one value that ranks share
@@ -113,7 +113,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
 
 
 def _sent(node: Sharded) -> Sequence[torch.Tensor]:
-    """A node's buffers without scales, which every rank has."""
+    """Return a node's buffers without scales of whole leaves, which every rank has already."""
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
         return node.buffers
@@ -121,7 +121,7 @@ def _sent(node: Sharded) -> Sequence[torch.Tensor]:
 
 
 def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool) -> list[torch.Tensor]:
-    """Buffers of a node that have been moved: with their scales, or decoded for functions."""
+    """Complete moved buffers of a node: append scales of whole leaves, or decode the buffers for functions."""
     unit = node.unit
     if not unit.has_formats:
         return moved
@@ -176,7 +176,7 @@ def reduce_scatter(
 
 
 def reduce_sums(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, residuals: Views) -> Any:
-    """See :func:`reduce_scatter`. Residuals are overwritten."""
+    """Run :func:`reduce_scatter` without its checks. Residuals are overwritten."""
     if isinstance(comm, Engine):
         return comm.run_reduce_scatter(tree, to, residuals)
 
@@ -195,7 +195,7 @@ def reduce_sums(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, 
 
 
 def on_device(tree: Any, device: torch.device) -> Any:
-    """The tree with what lies in host memory on the device. Where the device is a CPU, the tree."""
+    """Return the tree with buffers in host memory copied to the device. If the device is a CPU, return the tree itself."""
     if device.type == "cpu":
         return tree
 
@@ -211,15 +211,15 @@ def on_device(tree: Any, device: torch.device) -> Any:
 def move_values(
     x: torch.Tensor, source: Place, target: Place, comm: Comm, *, was_gathered: bool = False, is_gathered: bool = False
 ) -> torch.Tensor:
-    """One buffer between places that replicate and shard; see [Note: resting and gathered].
+    """Move one buffer of values between places that replicate and shard; see [Note: resting and gathered].
 
     Args:
         x: the buffer.
-        source: where it is.
-        target: where it is to be.
+        source: the place of ``x``.
+        target: the place of the result.
         comm: the ranks.
-        was_gathered: whether its copies are those that each rank computes with.
-        is_gathered: whether the result's are to be.
+        was_gathered: whether copies in ``x`` are gathered, so that each rank has a summand of the gradient.
+        is_gathered: whether copies in the result are gathered.
     """
     followed = x.requires_grad or (is_transformed() and x.is_floating_point())
     for axis in reversed(source.order):
@@ -243,7 +243,7 @@ _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "shar
 
 
 class _Copies(torch.autograd.Function):
-    """Linear maps between a value that ranks share and one of each rank; see [Note: resting and gathered].
+    """Linear maps between a value that ranks share and a value of each rank's own; see [Note: resting and gathered].
 
     =========  ===========  =================================================  ==========
     kind       from, to     computes                                           transpose
@@ -293,7 +293,7 @@ def move_sums(
     comm: Comm,
     residuals: ByAxis = MappingProxyType({}),
 ) -> torch.Tensor:
-    """One buffer of gradients from partial sums to where ``target`` wants them. Residuals of its group are overwritten."""
+    """Reduce one buffer of partial gradients to the place ``target``. Residuals of its group are overwritten."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
     comm = Labelled(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # along others nothing travels, so nothing is cast
@@ -328,7 +328,7 @@ def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: F
 
 
 def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """The units of a tree. Refuse one without units, and a Comm on another mesh than theirs.
+    """Return the units of a tree. Raise an error if it has no unit, or if the Comm is on another mesh than the units.
 
     Raises:
         TreeError: no :class:`Sharded` in the tree, or one that was donated.

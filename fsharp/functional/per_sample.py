@@ -1,4 +1,4 @@
-"""Norms of per-sample gradients, without the gradients: what differentially private training clips by."""
+"""Norms of per-sample gradients, for clipping in differentially private training, without keeping the gradients."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -112,11 +112,11 @@ def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Com
 
 
 class _SquareLedger(SinkLedger):
-    """Handles with a row for each sample: of the gradients that arrive the squares are added up, and that is all that stays.
+    """A ledger whose handles have a row for each sample. Squares of arriving gradients are summed; gradients are not kept.
 
     Attributes:
         squares: sum of squares so far, for each sample; float64.
-        level: that of the vmap over samples.
+        level: vmap level of the vmap over samples.
     """
 
     def __init__(self, squares: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class _SquareLedger(SinkLedger):
         self.squares, self.level = squares, 0
 
     def begin(self) -> None:
-        """Note the level of the vmap over samples: the function of one sample begins."""
+        """Note the level of the vmap over samples, at the beginning of the function of one sample."""
         self.level = _functorch.current_level()
 
     def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ class _SquareLedger(SinkLedger):
 
 
 class _AddSquares(torch.autograd.Function):
-    """A handle: ``[B, size]``, without memory. It adds the squares of the gradient of each sample to ``squares``."""
+    """A handle ``[B, size]`` without memory, whose backward adds the squares of each sample's gradient to ``squares``."""
 
     @staticmethod
     def forward(sink: torch.Tensor, squares: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Release: gathered parameters that autograd saved are let go of, and gathered again when a backward comes to them.
+"""Release gathered parameters that autograd has saved, and gather them again when a backward needs them.
 
-The graph of a released call is the graph of the call: what was saved of the gathered buffers is replaced by a note of which
-part of which buffer it was. So nothing is computed twice, and a tensor may leave the function by any door. What autograd
-cannot be asked about (C++ functions of other libraries that keep tensors of their own) stays, and is right.
+A release keeps the graph of the call. Each saved view of a gathered buffer is replaced by a note of its buffer and position. So
+nothing is computed twice, and tensors may leave the function on any way. Tensors that C++ functions of other libraries keep
+cannot be replaced: they stay in memory, with right values.
 """
 
 import weakref
@@ -26,7 +26,7 @@ View = tuple[int, torch.Size, tuple[int, ...], int]
 
 
 class _Saved:
-    """The gathered buffers of a call while somebody needs them; parts of the graph that are not used up hold on to this."""
+    """The gathered buffers of a call, for as long as a part of the graph that may still run a backward refers to them."""
 
     def __init__(self, regather: Callable[[], list[torch.Tensor]]) -> None:
         self.regather = regather
@@ -34,7 +34,7 @@ class _Saved:
 
     @api_boundary
     def unpack(self, view: View) -> torch.Tensor:
-        """What autograd saved, gathered again if it was a part of parameters."""
+        """Return a tensor that autograd has saved. If it is a view of parameters, the parameters are gathered again."""
         if self.buffers is None:  # the backward did not come through what the function returned
             self.buffers = self.regather()
         number, size, strides, offset = view
@@ -43,11 +43,11 @@ class _Saved:
 
 
 def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None:
-    """Let go of what autograd has saved of gathered units, once their function has returned.
+    """Release the gathered units that autograd has saved for a call, after its function has returned.
 
     Args:
-        out: what it returned.
-        rested: a tree of the units where they rest.
+        out: the result of the function.
+        rested: a tree of the units at rest.
         gathered: the same tree gathered.
         first: the sequence number of autograd when the call began.
         comm: the ranks.
@@ -89,10 +89,10 @@ def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.T
 
 
 def unchanged(nodes: Sequence[Sharded]) -> Callable[[], None]:
-    """A function that raises if parameters have been changed in place since now.
+    """Return a function that raises an error if parameters were changed in place after this call.
 
     Raises:
-        TreeError: by that function; names the unit.
+        TreeError: raised by the returned function; names the unit.
     """
     versions = [[version_of(x) for x in node.buffers] for node in nodes]
 
@@ -108,9 +108,9 @@ def unchanged(nodes: Sequence[Sharded]) -> Callable[[], None]:
 
 
 def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor]], saved: "weakref.ref[_Saved]") -> None:
-    """Gather when a backward comes to one of these nodes, once in each backward.
+    """Register hooks that gather the units when a backward comes to one of these nodes, once in each backward.
 
-    Whether autograd has saved anything is not asked: it might differ between ranks.
+    The hooks gather whether autograd has saved parameters or not, as this may differ between ranks.
     """
     last = -1
 
@@ -126,7 +126,7 @@ def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor
 
 
 def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
-    """Yield the tensors that nodes of the graph have saved, but for those that have hooks already; see :func:`_graph`."""
+    """Yield the tensors that nodes of the graph have saved, except for tensors with hooks of their own; see :func:`_graph`."""
     for node in _graph(roots, first):
         kind: Any = type(node)
         for name in _names(kind):
@@ -137,7 +137,7 @@ def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
 
 
 def kept_tensors(roots: set[Any], first: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors that nodes of the graph keep as attributes of ``ctx``, which autograd does not know of."""
+    """Yield the tensors that nodes of the graph keep as attributes of ``ctx``, unknown to autograd."""
     for node in _graph(roots, first):
         yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
 
@@ -155,12 +155,12 @@ def _graph(roots: set[Any], first: int) -> Iterator[Any]:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether a tensor is what its memory says: it has some, and no conjugation or sign on top of it."""
+    """Return whether a tensor's values are exactly its memory: no conjugate or negative view, and not without memory."""
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 
 
 def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's memory: those inside of a wrapper, such as a DTensor; else the tensor itself."""
+    """Return the tensors that hold a tensor's memory: the inner tensors of a wrapper such as a DTensor, else the tensor."""
     wrapper: Any = x
     if type(x) is torch.Tensor or not is_traceable_wrapper_subclass(wrapper):
         return [x]
@@ -171,7 +171,7 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def cloned(x: torch.Tensor) -> torch.Tensor:
-    """Return a clone, differentiable, that shares no memory with a tensor. A wrapper's own clone may share inner tensors."""
+    """Return a differentiable clone that shares no memory with a tensor, where a wrapper's own clone may share memory."""
     clone: Any = x.clone()
     if is_traceable_wrapper_subclass(clone):
         for name in clone.__tensor_flatten__()[0]:
@@ -186,12 +186,12 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def is_since(node: Any, first: int) -> bool:
-    """Whether a node of a graph was made when autograd had come to this sequence number, or later."""
+    """Return whether a node of a graph has this sequence number of autograd or a later one."""
     return first <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 
 def written_to(unit: str) -> TreeError:
-    """What a function is told that has written to parameters it was given."""
+    """Return the error for a function that has written to its parameters in place."""
     return TreeError(
         f"forward(): the function has written to a parameter of unit {unit!r} in place. Parameters are values, and what it "
         "gets may be a copy that is let go of: return what is new, or write to a clone. nn.Embedding(max_norm=) writes as well."
@@ -199,5 +199,5 @@ def written_to(unit: str) -> TreeError:
 
 
 def version_of(x: torch.Tensor) -> int:
-    """How often a tensor has been written to; 0 if nobody counts."""
+    """Return the version of a tensor, which counts writes in place; 0 for a tensor without a version counter."""
     return 0 if x.is_inference() else beneath(x)._version

@@ -1,4 +1,4 @@
-"""Rematerialization: what a function computes in the forward is let go of, and computed again in the backward."""
+"""Rematerialization: release a function's activations after the forward, and recompute them in the backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,10 +21,10 @@ Remat = bool | Callable[..., Any] | Sequence[Any]
 
 
 def check_choice(remat: Remat) -> None:
-    """Refuse what says nothing about what to recompute.
+    """Raise an error if the argument ``remat`` is neither a bool, a policy nor a list of ops.
 
     Raises:
-        TreeError: it does not.
+        TreeError: another value.
     """
     if not isinstance(remat, bool | list) and not callable(remat):
         raise TreeError(
@@ -34,14 +34,14 @@ def check_choice(remat: Remat) -> None:
 
 
 def recomputed(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, remat: Remat) -> Any:
-    """``run(fn, args, kwargs)``, made again by a backward that needs its activations, with the same random numbers.
+    """Return ``run(fn, args, kwargs)``. A backward that needs activations calls it again, with the same random numbers.
 
     Args:
-        run: calls ``fn``. It may do other things around that, such as gathers, which need not be the same both times.
+        run: function that calls ``fn``. It may also gather units, and the second call may do so in another way.
         fn: the function.
-        args: a pytree; its tensors must not be written to until the backward, which is an error of autograd.
-        kwargs: another one.
-        remat: what to recompute: True for everything.
+        args: a pytree. A write to one of its tensors before the backward is an error of autograd.
+        kwargs: a dict of pytrees.
+        remat: which activations to recompute; True for all.
     """
     whole: Any = (args, kwargs)
     leaves, spec = optree.tree_flatten(whole, is_leaf=is_sharded)
@@ -102,7 +102,7 @@ def check_remat() -> Iterator[None]:
 
 
 def _trial(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    """What the function gives, with random generators left as they were."""
+    """Return the result of the function, and restore the states of random generators."""
     states = [g.get_state() for g in generators]
     with torch.no_grad(), torch.random.fork_rng():
         result = fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Sinks: where gradients land, in the place and dtype in which they rest, and how they get there from parameters."""
+"""Sinks: tensors that collect gradients in the place and dtype in which gradients rest."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,13 +18,14 @@ from fsharp.tracebacks import api_boundary
 
 
 class SinkLedger:
-    """The parameters of one microbatch, as ``value_and_grad`` passes them to the loss, and their sinks.
+    """The sinks of one microbatch's parameters, which ``value_and_grad`` passes to the loss.
 
-    A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is one in the shape
-    of the full buffer: autograd adds into it what each use of a unit contributes, and the sum is reduced into the sink, once.
+    A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is a tensor without
+    memory in the shape of the full buffer. Autograd adds the gradients of all uses of a unit at the handle, and the sum is
+    reduced once, into the sink.
 
     Args:
-        residuals: what formats have lost of earlier gradients; reductions overwrite them.
+        residuals: encoding errors of earlier gradients; reductions overwrite them.
     """
 
     def __init__(self, residuals: Views = MappingProxyType({})) -> None:
@@ -33,19 +34,19 @@ class SinkLedger:
         self._handles: dict[int, torch.Tensor] = {}
 
     def enter(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
-        """The sinks of these buffers' trainable groups."""
+        """Add buffers to the ledger, with the sinks of their trainable groups."""
         self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
 
     def sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The sinks of exactly these tensors; none if they are others, for example made from them."""
+        """Return the sinks of exactly these tensors; none for other tensors, such as results computed from them."""
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
     def residuals(self, unit: UnitLayout, group: int) -> ByAxis:
-        """The residuals of a group."""
+        """Return the residuals of a group."""
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attached(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
-        """Gathered buffers of a node whose gradients go to its handles."""
+        """Return gathered buffers of a node, with their gradients directed to the node's handles."""
         handles = {g: self._handle(s, node.unit, g, comm) for g, s in zip(node.unit.trainable, node.sinks, strict=True)}
         pairs = zip(node.groups, full, strict=True)
         return [self._attach(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
@@ -66,7 +67,7 @@ class SinkLedger:
 
 
 def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
-    """The parameters of one microbatch: the same values, differentiated by sinks, and one ledger for all of them."""
+    """Return parameters with equal values, and with sinks and one ledger that collect their gradients in one microbatch."""
     ledger = SinkLedger() if ledger is None else ledger
     zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
@@ -89,10 +90,10 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
 
 
 def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
-    """What backward passes have left at the sinks of a node, and take it from there; None where none came.
+    """Return and remove the gradients that backward passes have left at the sinks of a node; None where there is no gradient.
 
-    What was computed from its buffers other than by a handle has left its gradient at them, and is moved to where gradients
-    rest first.
+    Values that were computed from the buffers without a handle leave gradients at the buffers. These gradients are first moved
+    to the place of gradients.
     """
     held = dict(zip(node.groups, node.raw_buffers, strict=True))
     result = []
@@ -107,7 +108,7 @@ def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
 
 
 def _from_buffer(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torch.Tensor:
-    """The gradient of a buffer, where and as gradients rest."""
+    """Return the gradient of a buffer in the place and dtype in which gradients rest."""
     source, target = node.place.dual if node.is_gathered else node.place, node.unit.strategy.grads
     x = _unsummed(x, source, target, comm)
     if source.partial:
@@ -116,7 +117,7 @@ def _from_buffer(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torc
 
 
 class _Deliver(torch.autograd.Function):
-    """A sink's handle. What arrives at it is reduced to where gradients rest, in the dtype they rest in.
+    """An autograd function from a sink to its handle. Its backward reduces the gradient to the sink's place and dtype.
 
     Without it a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
     summed in float32, and ZeRO-2's full gradients would all exist before the first of them is reduced.
@@ -142,7 +143,7 @@ class _Deliver(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """A full buffer whose gradient goes to a handle."""
+    """An autograd function that returns a full buffer, whose gradient goes to a handle."""
 
     @staticmethod
     def forward(full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
@@ -159,7 +160,7 @@ class _Attach(torch.autograd.Function):
 
 
 def _unsummed(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
-    """A gradient that ranks share, or a part of it, as a summand: one rank has it, others zeros."""
+    """Return a shared gradient as summands: one rank keeps the gradient, all other ranks have zeros."""
     for axis in reversed(source.order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)
         if source[axis] is Replicate and target[axis] is Partial and at:

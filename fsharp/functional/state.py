@@ -1,4 +1,4 @@
-"""TrainState: parameters, main copies and optimizer state of a run; how a state is made, and updated."""
+"""TrainState: parameters, main copies and optimizer state of a run; init_state makes a state, update changes it."""
 
 from dataclasses import dataclass
 from operator import attrgetter
@@ -216,12 +216,12 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
 
 
 def _main_copies(tree: Any) -> Any:
-    """Of trained groups at the optimizer's place, those that have a main copy."""
+    """Return the groups with a main copy, from trained groups at the optimizer's place."""
     return map_units(lambda node: node.select(node.unit.with_main_copy), tree)
 
 
 def _with_main_copies(node: Sharded, main: Sharded) -> Sharded:
-    """Return values with copies of those whose main copies are missing, as in a state that was resharded from another layout.
+    """Return values with copies where main copies are missing, as in a state that was resharded from another layout.
 
     Without a copy, an update in place would change parameters from which a difference is still to be taken.
     """
@@ -232,5 +232,5 @@ def _with_main_copies(node: Sharded, main: Sharded) -> Sharded:
 
 
 def _apart(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a buffer in memory of its own, if it is a slice of a larger one."""
+    """Return a copy of a buffer that is a slice of a larger one; return any other buffer itself."""
     return buffer.clone() if buffer.untyped_storage().nbytes() > buffer.nbytes else buffer

@@ -1,10 +1,11 @@
-"""stored: parameters as they rest, from their values: cast, encoded in the format of their group, or by encoded differences.
+"""stored: turn values into parameters at rest: by a cast, by encoding in the group's format, or by encoded differences.
 
 [Note: differences]
-Where parameters rest wider than optimizer state, updated ones may travel as differences. All ranks hold the same parameters
-``p``, and the owner of a part has the main copy ``m`` of the part. Each update sends ``encode(m - p)``. Every rank, the owner
-too, adds what it decodes to ``p``, in the dtype of ``m``. Then ``p - m`` is the error of this one difference: the next
-difference is taken against the exact main copy again. A ``p`` that is not finite stays so. Source: SDP4Bit, arXiv 2410.15526.
+Where optimizer state is sharded over more axes than parameters, updates may travel as differences. All ranks hold the same
+parameters ``p``, and the owner of a part has the main copy ``m`` of the part. Each update sends ``encode(m - p)``. Every rank,
+the owner too, adds what it decodes to ``p``, in the dtype of ``m``. Then ``p - m`` is the error of this one difference: the
+next difference is taken against the exact main copy again. A ``p`` that is not finite stays so. Source: SDP4Bit, arXiv
+2410.15526.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from fsharp.functional.moves import gather
 
 
 def stored(tree: Any, comm: Comm) -> Any:
-    """Return values as parameters rest: in the format of their group, or in the dtype in which functions use them.
+    """Turn values into parameters at rest: encode them in the format of their group, or cast them to the compute dtype.
 
     Args:
         tree: values in the main dtype, in any place.
@@ -49,7 +50,7 @@ def stored(tree: Any, comm: Comm) -> Any:
 
 
 def _rests_alike(node: Sharded) -> bool:
-    """Return whether parameters of a unit rest as these values are: not cast, not encoded, and beside no main copy."""
+    """Return whether values of a unit can rest unchanged: no cast, no encoding, and no main copy beside them."""
     unit = node.unit
     for g, x in zip(node.groups, node.raw_buffers, strict=True):
         if x.dtype != unit.groups[g].dtypes.compute or g in unit.with_main_copy or unit.has_formats:
@@ -58,7 +59,7 @@ def _rests_alike(node: Sharded) -> bool:
 
 
 def encode_differences(new: Any, params: Any) -> Any:
-    """Return updated values, those groups whose differences travel as encoded differences; see [Note: differences].
+    """Return updated values, with encoded differences for the groups whose differences travel; see [Note: differences].
 
     Args:
         new: trained groups at the optimizer's place, in the main dtype.
@@ -78,7 +79,7 @@ def encode_differences(new: Any, params: Any) -> Any:
 
 
 def add_differences(params: Any, moved: Any) -> Any:
-    """Return values that have been moved to where parameters rest, with parameters in place of encoded differences.
+    """Return moved values with parameters in place of encoded differences: decode them, and add the old parameters.
 
     Args:
         params: the parameters before the update, where they rest.
@@ -109,7 +110,7 @@ def with_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded:
 
 
 def encode_blocks(tree: Any, like: Any = None) -> Any:
-    """Return values with those encoded whose format encodes each block by itself.
+    """Encode the groups whose format encodes each block by itself; return all other groups unchanged.
 
     Args:
         tree: values.
@@ -125,15 +126,15 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
 
 
 def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
-    """Return values with those encoded whose format encodes whole leaves. A collective, if there are any.
+    """Encode the groups whose format encodes whole leaves; return all other groups unchanged. A collective if there are any.
 
     Args:
         tree: values.
         comm: the ranks.
         like: as for :func:`encode_blocks`.
 
-    Cost: for each such format and each set of axes what the codec agrees on; a gather of what does not rest where optimizer
-    state does, since there it is encoded.
+    Cost: for each such format and each set of axes the maxima of the codec. Values are encoded in the place of optimizer state;
+        parameters that rest in another place are gathered from there.
     """
     jobs: dict[tuple[str, tuple[str, ...]], tuple[Format, str, list[LeafPart], list[str]]] = {}
 
@@ -168,7 +169,7 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
 
 
 def _of_chosen(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
-    """The tree with ``fn`` of each node and of its groups that are to be encoded, by leaf or by block."""
+    """Return the tree with ``fn`` applied to the groups of each node that are to be encoded, by leaf or by block."""
 
     def one(node: Any, other: Any = None) -> Any:
         if not is_sharded(node):

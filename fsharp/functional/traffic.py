@@ -79,7 +79,7 @@ def _agreed_scales(layout: Layout) -> Iterator[Call]:
 
 
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
-    """The collectives that :func:`~fsharp.gather` makes for one group between two places."""
+    """Return the collectives that :func:`~fsharp.gather` makes for one group between two places."""
     sharded = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
     axes = [axis for axis in sharded if unit.mesh.axis_size(axis) > 1]
     return Counter(calls_gathering(unit, unit.travelling_nbytes(group, source), axes))
@@ -94,7 +94,7 @@ def calls_gathering(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Itera
 
 
 def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
-    """The collectives that :func:`~fsharp.reduce_scatter` makes for one group between two places."""
+    """Return the collectives that :func:`~fsharp.reduce_scatter` makes for one group between two places."""
     size, stages = unit.local_size(group, source), []
     partial = [axis for axis in source.order if source[axis] is Partial and unit.mesh.axis_size(axis) > 1]
     for axis in [axis for axis in partial if target[axis] is Shard]:
@@ -109,8 +109,8 @@ def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) 
     """Yield the collectives of a reduction.
 
     Args:
-        dtypes: of the group.
-        stages: the collective, the axis that it is along, the number of ranks there, and the elements that come out of it.
+        dtypes: dtypes of the group.
+        stages: for each collective: its kind, axis, number of ranks along the axis, and number of resulting elements.
     """
     for op, axis, n, out in stages:
         if not out:
@@ -127,6 +127,6 @@ def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) 
 
 
 def _summing_call(wire: Format, axis: str, part: int, n: int) -> Call:
-    """The collective after which each of ``n`` ranks along an axis has the sum of a part, whose summands travel in ``wire``."""
+    """Return the collective that gives each of ``n`` ranks the sum of its part, with summands that travel in ``wire``."""
     op = "reduce_scatter" if wire.is_plain else "all_to_all"
     return Call(op, axis, sent_nbytes(op, wire.size(part) * wire.dtype.itemsize, n))

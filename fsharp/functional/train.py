@@ -1,4 +1,4 @@
-"""A training step, ready-made, and the functions of a loss and its gradients that it is made of."""
+"""train_step, a whole training step; and value_and_grad, which computes loss and gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -129,7 +129,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
 
 
 def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
-    """The loss alone; what comes with it is kept, detached. Parameters, which an update may write to, are copied."""
+    """Return a loss function that returns the loss alone, and keeps ``aux``, detached. Parameters in ``aux`` are copied."""
     places = {b.untyped_storage().data_ptr() for node in units_of(params) for b in node.raw_buffers if b.numel()}
 
     def keep(x: Any) -> Any:
@@ -172,7 +172,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residu
 
 
 def _own_memory(sinks: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Gradients that may be added to in place: autograd hands out one tensor for several inputs, and expanded ones."""
+    """Return gradients in memory of their own, for additions in place. Autograd may return expanded or shared tensors."""
     result: list[torch.Tensor] = []
     seen: set[int] = set()
     for sink, grad in zip(sinks, found, strict=True):

@@ -1,4 +1,4 @@
-"""What torch.func has put on top of tensors: which transforms are active, and what is beneath those of vmap."""
+"""Queries about torch.func: which transforms are active, and which tensors are beneath the levels of vmap."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,12 +11,12 @@ from fsharp.errors import LossError, TreeError
 
 
 def is_transformed() -> bool:
-    """Whether a torch.func transform is active."""
+    """Return whether a torch.func transform is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_differentiated() -> bool:
-    """Whether a torch.func transform other than vmap is active, whose level owns what is saved.
+    """Return whether a torch.func transform other than vmap is active; its level then owns the saved tensors.
 
     vmap alone has no level of autograd: the graph beneath it is that of plain tensors.
     """
@@ -27,10 +27,10 @@ def is_differentiated() -> bool:
 
 
 def check_untransformed(where: str) -> None:
-    """Refuse torch.func transforms around what runs a backward of its own.
+    """Raise an error if a torch.func transform is active, for functions that run a backward of their own.
 
     Raises:
-        LossError: one is active.
+        LossError: a transform is active.
     """
     if is_transformed():
         raise LossError(
@@ -40,7 +40,7 @@ def check_untransformed(where: str) -> None:
 
 
 def check_untraced(where: str) -> None:
-    """Refuse ``make_fx`` and ``torch.func.linearize``, which uses it: in what they trace, collectives would be constants.
+    """Raise an error under ``make_fx`` or ``torch.func.linearize``: in their traces, collectives would be constants.
 
     Raises:
         TreeError: such a trace is under way.
@@ -53,17 +53,17 @@ def check_untraced(where: str) -> None:
 
 
 def beneath_vmap() -> AbstractContextManager[Any]:
-    """Within this context no transform is active: tensors of which none has a dim are computed with as outside of it."""
+    """Return a context in which vmap's levels are off, for computations on tensors without a vmap dim."""
     return temporarily_clear_interpreter_stack()
 
 
 def is_batched(x: torch.Tensor) -> bool:
-    """Whether vmap has a dim of this tensor."""
+    """Return whether a tensor has a vmap dim."""
     return _functorch.is_batchedtensor(x)
 
 
 def beneath(x: torch.Tensor) -> torch.Tensor:
-    """The tensor without vmap's levels, whose dims it shows."""
+    """Return the tensor beneath all vmap levels: vmap's dims become ordinary dims."""
     while _functorch.is_batchedtensor(x):
         x = _functorch.get_unwrapped(x)
     return x

@@ -1,8 +1,9 @@
-"""Transform: an (init, update) pair that knows the ranks; and chains of pairs.
+"""Transform: an ``(init, update)`` pair of functions that get the Comm; and chains of pairs.
 
-A pair is all that :func:`~fsharp.update` asks for, so optimizers of other libraries work as they are. They see a tree whose
-leaves are flat shards, which is the same to an elementwise rule; others are refused when their state is made. A
-:class:`Transform` is also told which ranks there are, so that norms are right, and may have a fused kernel update parameters.
+:func:`~fsharp.update` takes any pair, so optimizers of other libraries work unchanged. They get a tree whose leaves are flat
+shards. For a rule that treats each element by itself this makes no difference; other rules are refused when their state is
+made. A :class:`Transform` also gets the Comm, so that it can compute norms over all ranks, and may update parameters by a fused
+kernel.
 """
 
 import inspect
@@ -97,7 +98,7 @@ def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
 
 
 def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that may be given keywords that ``fn`` does not name."""
+    """Return ``fn`` wrapped so that keywords which ``fn`` does not name are dropped."""
     kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return fn
@@ -110,7 +111,7 @@ def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_values(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``init`` with a check that refuses parameters stored in a format."""
+    """Wrap ``init`` with a check: parameters stored in a format are an error."""
 
     @wraps(init)
     def call(params: Any, *args: Any, **keywords: Any) -> Any:
@@ -121,7 +122,7 @@ def _of_values(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_transform(tx: Any) -> Transform:
-    """Return a Transform; an ``(init, update)`` pair becomes one whose ``init`` tries it with :func:`try_pair`."""
+    """Return a Transform: the argument, or a wrapper of an ``(init, update)`` pair that tries the pair by :func:`try_pair`."""
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):
@@ -157,7 +158,7 @@ def as_transform(tx: Any) -> Transform:
 
 
 class ByLeaf(NamedTuple):
-    """A list that a pair keeps, of one tensor for each leaf of the parameters, as a tree like the parameters."""
+    """A list of one tensor for each leaf of the parameters, in the state of a pair, stored as a tree like the parameters."""
 
     leaves: Any
 
@@ -206,9 +207,9 @@ Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 
 
 def around(step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``update`` and ``apply`` of a transformation around others, both from one step.
+    """Return ``update`` and ``apply`` of a wrapper of transformations, both made from one function ``step``.
 
-    ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the transformations within. It returns updates and
+    ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the wrapped transformations. It returns updates and
     a state if ``donate`` is None, and else parameters and a state.
     """
 
@@ -260,12 +261,12 @@ def chain(*transforms: Any) -> Transform:
 
 
 def named(outer: str, *inner: str) -> str:
-    """Return the name of a transformation around others; empty if one of them has none."""
+    """Return the name of a wrapper of transformations; empty if one of them has no name."""
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
 def settings_of(tx: Transform) -> str:
-    """Return the settings of a transformation on which ranks have to agree, a line for each field."""
+    """Return the settings of a transformation that have to be equal on all ranks, as text with a line for each field."""
 
     def lines(config: Mapping[str, Any], within: str) -> Iterator[str]:
         for name, value in config.items():
@@ -278,7 +279,7 @@ def settings_of(tx: Transform) -> str:
 
 
 def config_of(**values: Any) -> dict[str, str]:
-    """Return settings by name, as ranks compare them."""
+    """Return settings by name, as texts that ranks compare."""
     return {name: exact_text(value) for name, value in values.items()}
 
 
@@ -293,7 +294,7 @@ def per_leaf(
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
-    """Refuse gradients whose units, places, groups, sizes or dtypes are not those of the parameters; names the first."""
+    """Raise an error for the first gradient whose unit, place, groups, sizes or dtypes differ from the parameters'."""
     (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
     if structure != expected:
         raise TreeError(
@@ -315,7 +316,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
 
 
 def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what of a unit's gradients is not as its parameters are, what it is, and what is expected; the first one counts."""
+    """Yield the differences between a unit's gradients and its parameters, as triples of property, value and expected value."""
     if g.unit is not p.unit and g.unit != p.unit:
         yield (
             "layout of unit",
@@ -335,7 +336,7 @@ def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_shared(where: str, grads: Sharded) -> None:
-    """Refuse gradients with respect to gathered parameters: ranks have not summed them, though their place does not say so."""
+    """Raise an error for gradients with respect to gathered parameters: they are not summed over ranks yet."""
     if grads.is_gathered:
         raise TreeError(
             f"{where}: the gradient of unit {grads.unit.shown} is this rank's summand, as it is with respect to "

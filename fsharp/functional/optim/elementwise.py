@@ -267,8 +267,8 @@ def _rule(
 ) -> Transform:
     """Return a transform from a step that changes parameters in place.
 
-    The update alone is that of parameters which are zero: a difference of parameters would have lost its digits. Weight decay
-    is added to it, times the learning ``rate``; or to the gradients, if there is no rate.
+    ``update`` runs the step on parameters that are zero, as a difference of parameters would lose digits. Weight decay is added
+    to the update, times the learning ``rate``; without a rate it is added to the gradients.
     """
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
@@ -311,7 +311,7 @@ def _each_run(
     lr_scale: PerPath,
     weight_decay: PerPath,
 ) -> None:
-    """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of the buffers that have it.
+    """Call ``kernel(lists, scale, decay)`` once for each pair of hyper-parameters, on the runs of buffers with this pair.
 
     ``trees`` are parameters, gradients and state; all but the second are written in place. Raises TreeError if their buffers do
     not correspond: torch's fused kernels would read and write beyond them.
@@ -361,7 +361,7 @@ def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str
 
 
 def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
-    """Run an in-place kernel so that no tensor it sees on a CPU ends within a vector; see [Note: whole vectors]."""
+    """Run an in-place kernel on whole SIMD vectors alone, where tensors are on a CPU; see [Note: whole vectors]."""
     vector = _VECTOR_NBYTES // lists[0][0].itemsize
     rests = [x.numel() % vector for x in lists[0]]
     if lists[0][0].device.type != "cpu" or not any(rests):

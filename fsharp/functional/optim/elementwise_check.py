@@ -1,4 +1,4 @@
-"""check_elementwise: a comparison of updates of shards with updates of whole leaves, for pairs of other libraries."""
+"""check_elementwise: compare updates of shards with updates of whole leaves, for pairs of other libraries."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

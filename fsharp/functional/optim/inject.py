@@ -1,4 +1,4 @@
-"""Hyper-parameters that are numbers in the state, where they may be read and set between steps."""
+"""inject_hyperparams: keep hyper-parameters as numbers in the state, to read and set them between steps."""
 
 import inspect
 import numbers
@@ -116,7 +116,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return a number as Python has it, from a number or from a tensor or array with one element."""
+    """Return a Python number from a number, or from a tensor or array with one element."""
     plain = value.item() if hasattr(value, "item") else value
     if not _is_number(plain):
         raise TreeError(f"inject_hyperparams(): hyperparams[{name!r}] is {value!r}, expected a number.")

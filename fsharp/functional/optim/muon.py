@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised, each on the rank that holds it whole."""
+"""Muon: an optimizer that orthogonalises the momentum of each matrix, on the rank that holds the whole matrix."""
 
 import math
 from typing import Any

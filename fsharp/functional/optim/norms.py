@@ -1,4 +1,4 @@
-"""Norms over sharded trees, and clipping by them."""
+"""Global norms of sharded trees, and gradient clipping."""
 
 import math
 from collections.abc import Iterable

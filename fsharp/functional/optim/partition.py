@@ -1,4 +1,4 @@
-"""partition and masked: transformations that are each for some of the leaves."""
+"""partition and masked: apply transformations to some of the leaves."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,9 +1,9 @@
-"""Whether an (init, update) pair of another library does on flat shards what it does on the user's tree, found by running it.
+"""Find out, by a trial, whether a pair of another library gives equal updates for flat shards and for the user's tree.
 
-A pair sees flat buffers, which join leaves and are cut between ranks. That is right for rules that look at each element alone.
-A rule that looks at more, such as a norm, would silently be another rule. So a pair is run on a small tree of the user's
-structure, and on the same elements in flat buffers, cut if ranks have them cut. If the updates are equal, it looks at nothing
-that differs.
+A pair sees flat buffers, which join leaves and are cut between ranks. The updates are right if the rule treats each element by
+itself. A rule that uses other elements, such as a norm, would silently compute something else. So a pair is run on a small tree
+of the user's structure, and on the same elements in flat buffers, cut if ranks have them cut. If the updates are equal, the
+pair is accepted.
 """
 
 import math
@@ -27,16 +27,16 @@ Vectors = list[torch.Tensor]
 
 
 def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
-    """Run a pair on small tensors, and refuse it if its updates depend on how ``params`` join and cut leaves.
+    """Run a pair on small tensors, and raise an error if its updates depend on how ``params`` join and cut leaves.
 
     Args:
         where: the pair, for messages.
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``.
-        params: a tree of :class:`~fsharp.Sharded`. Only its structure, layout, dtypes and device are looked at.
+        params: a tree of :class:`~fsharp.Sharded`. Only its structure, layout, dtypes and device are read.
 
     Returns:
-        The sum of the sizes of its updates, in four digits: it differs between ranks whose pairs have other numbers in them.
+        A fingerprint of the updates, for ranks to compare: the sum of their magnitudes, in four digits.
 
     Raises:
         TreeError: updates that differ, that change from run to run, or that cannot be computed.
@@ -83,7 +83,7 @@ def _untried(where: str, on: str, error: Exception) -> TreeError:
 
 
 class _Group(NamedTuple):
-    """The leaves of a group in the trial: their units and paths within these, their shapes and sizes."""
+    """The leaves of a group in the trial: units, paths within the units, shapes and sizes."""
 
     keys: list[tuple[str, str]]
     paths: list[str]
@@ -92,11 +92,11 @@ class _Group(NamedTuple):
 
 
 class _Trial:
-    """Some updates of a small tree with the structure of a tree of shards.
+    """A trial of a pair: some updates of a small tree with the structure of a tree of shards.
 
     Attributes:
-        pieces: into which flat buffers are cut, as for ranks; one if ranks have the same.
-        cuda_devices: on which there are buffers.
+        pieces: number of pieces into which flat buffers are cut, as between ranks; one if buffers are replicated.
+        cuda_devices: CUDA devices of the buffers.
     """
 
     def __init__(self, params: Any) -> None:
@@ -128,7 +128,7 @@ class _Trial:
     def run(self, init: Init, update: Update, piece: int | None = None, num_steps: int | None = None) -> list[Vectors]:
         """Return the updates of each step: of whole leaves, or of a piece of the flat buffers.
 
-        If the last step alone raises, those before it: an error at a NaN is not silent.
+        If only the last step raises an error, return the updates of the steps before it: an error at a NaN is not silent.
         """
         params = self._tree(self._start, piece)
         state, result = init(params), list[Vectors]()
@@ -145,7 +145,7 @@ class _Trial:
         return result
 
     def difference(self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None) -> str | None:
-        """Return the path of a leaf of which ``found`` has other updates; None if there is none."""
+        """Return the path of a leaf whose updates differ in ``found``; None if no leaf differs."""
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
@@ -160,7 +160,7 @@ class _Trial:
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
     def _tree(self, vectors: Vectors, piece: int | None) -> Any:
-        """Return the elements in a tree like the user's, or in one of shards, with padding."""
+        """Return the elements as a tree like the user's, or as a tree of shards with padding."""
         if piece is not None:
             flat = (
                 torch.cat([part := self._part(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])

@@ -1,8 +1,8 @@
 """Schedules with the names, arguments and values of optax: functions of the number of updates so far.
 
 A schedule is an object whose repr shows its numbers, so that ranks can compare them. It takes a number, or a scalar tensor from
-:func:`~fsharp.optim.adamw` with ``capturable=True``. Schedules of optax work as well: they take numbers alone, and ranks
-compare them by name alone.
+:func:`~fsharp.optim.adamw` with ``capturable=True``. Schedules of optax work as well. They take only numbers, and ranks compare
+only their names.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Wrappers that decide in which steps a transformation updates, with finite gradients or every few steps, and what."""
+"""Wrappers that choose the steps in which a transformation updates, and the leaves that it updates."""
 
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -166,7 +166,7 @@ _Rest = Callable[[Any], tuple[Any, Any]]  # of the inner state: the update that 
 
 
 def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
-    """Return a transformation from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
+    """Return a transformation made from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
 
     def either(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
         def rest(same: Any) -> tuple[Any, Any]:
@@ -179,7 +179,7 @@ def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any],
 
 
 def _kept(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
-    """Return parameters and state, or copies: a new state shares no memory with an old one that somebody may donate."""
+    """Return parameters and state for a step without an update: copies, unless donated, so that states share no memory."""
 
     def copied(tree: Any) -> Any:
         return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
@@ -188,9 +188,9 @@ def _kept(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
 
 
 def without_updates(tx: Transform, paths: Container[str]) -> Transform:
-    """Return ``tx`` without updates of the parameters at ``paths``, and of the state for each of their elements.
+    """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, are not updated.
 
-    State that is not by element, such as a number of steps, is updated. Memory: a copy of these elements and their state.
+    Other state, such as a step count, is updated. Memory: a copy of these elements and their state.
     """
 
     def of(node: Sharded, comm: Comm) -> dict[str, Any]:

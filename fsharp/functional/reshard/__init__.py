@@ -1,1 +1,1 @@
-"""A tree of shards under another layout: other places, units, or ranks."""
+"""Move a tree of shards to another layout: other places, units, or ranks."""

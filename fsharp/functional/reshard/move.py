@@ -1,4 +1,4 @@
-"""Moving the elements of one slot from old buffers to new ones, a unit and a bounded number of bytes at a time."""
+"""Move the elements of one slot from old buffers to new ones, one unit and a bounded number of bytes at a time."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from fsharp.functional.reshard.slots import Slot
 def move_slot(
     slot: Slot, old: list[list[torch.Tensor]], layout: Layout, ranks: Ranks, comm: Comm, *, limit: int, donate: bool
 ) -> list[Sharded]:
-    """A slot's nodes in a new layout, in order of its units; without buffers on ranks outside of the new mesh.
+    """Return a slot's nodes in a new layout, in order of its units; ranks outside of the new mesh get nodes without buffers.
 
     Args:
-        slot: as it rests now.
-        old: this rank's buffers, by node; none for each node on a rank outside of the old mesh.
-        layout: the new one.
-        ranks: of the old and of the new mesh.
-        comm: all of them.
-        limit: the most bytes that travel from one rank to another at a time.
-        donate: take buffers out of ``old`` as soon as all of their leaves have moved.
+        slot: the slot in the old layout.
+        old: this rank's old buffers, by node; empty lists on a rank outside of the old mesh.
+        layout: the new layout.
+        ranks: ranks of the old and of the new mesh.
+        comm: a Comm of all these ranks.
+        limit: most bytes that one rank sends to another at a time.
+        donate: remove buffers from ``old`` as soon as all of their leaves have moved.
 
     Cost: see :func:`~fsharp.reshard`.
     """
@@ -69,7 +69,7 @@ def move_slot(
 
 
 def _between(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
-    """What one rank of the Comm takes from another one, or from itself."""
+    """Return the pieces that one rank of the Comm takes from another rank, or from itself."""
     if source not in ranks.old or target not in ranks.new:
         return []
     return list(pieces(slot, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
@@ -86,7 +86,7 @@ def _target(new: list[torch.Tensor], piece: Piece) -> torch.Tensor:
 def _packed(
     send: Sequence[Sequence[Piece]], old: list[list[torch.Tensor]], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> torch.Tensor:
-    """Bytes for all ranks, in their order; beside them no more than one piece has memory at a time."""
+    """Pack the pieces for all ranks into one buffer of bytes, in order of rank, with at most one more piece in memory."""
     x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
     end = 0
     for each in send:

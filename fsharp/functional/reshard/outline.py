@@ -1,4 +1,4 @@
-"""Outlines: a tree as bytes for ranks that join, with its structure, units and unsharded leaves, and without its buffers.
+"""Outlines: trees as bytes, with structure, units and unsharded leaves, but without buffers, for ranks that join.
 
 Nothing is pickled: a rank that reads an outline makes known containers, and namedtuples of modules that it has imported itself.
 """

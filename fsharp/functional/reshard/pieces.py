@@ -1,7 +1,7 @@
-"""Pieces: which elements go from which buffer of which rank to which buffer of which other one. Integers only.
+"""Pieces: runs of elements that move from a buffer of one rank to a buffer of another. Integers only.
 
-What a rank holds of a leaf is one run of the flattened leaf, in any place of any layout. So what one rank needs of another
-is the intersection of two runs, and both compute it, in the same order.
+In any place of any layout a rank holds one run of each flattened leaf. So the elements that one rank needs from another are the
+intersection of two runs. Both ranks compute these intersections, in the same order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,11 +16,11 @@ from fsharp.functional.reshard.slots import Slot
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which rank of the old and of the new mesh a rank of the Comm is.
+    """The old and the new mesh, each with the ranks of the Comm that form it.
 
     Attributes:
-        old_mesh: before.
-        new_mesh: after.
+        old_mesh: the mesh of the old layout.
+        new_mesh: the mesh of the new layout.
         old: ranks of the Comm, by rank in the old mesh.
         new: ranks of the Comm, by rank in the new mesh.
     """
@@ -31,10 +31,10 @@ class Ranks:
     new: tuple[int, ...]
 
     def serves(self, source: int, target: int, place: Place) -> bool:
-        """Whether ``target``, a rank of the new mesh, takes what rests in ``place`` from ``source``, one of the old mesh.
+        """Return whether ``target``, a rank of the new mesh, takes values in ``place`` from ``source``, a rank of the old mesh.
 
-        Of several ranks with the same values it is the one at the target's own coordinates: so nothing travels that a rank
-        has already, and newcomers spread over all copies.
+        If several ranks have the same values, the target takes them from the rank at its own coordinates. So values that a rank
+        has already do not travel, and new ranks spread over all copies.
         """
         mesh, rank = self.old_mesh, self.new[target]
         near = self.old.index(rank) if rank in self.old else target % mesh.size
@@ -44,16 +44,16 @@ class Ranks:
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of one leaf.
+    """A run of elements of one leaf that moves from one buffer to another.
 
     Attributes:
         node: position of the old unit's node in the slot.
-        buffer: position of the buffer in that node.
-        start: first element there.
+        buffer: position of the buffer in the old node.
+        start: index of the first element in the old buffer.
         new_buffer: position of the buffer in the new node.
-        to: first element there.
-        numel: how many.
-        itemsize: bytes of one, as it travels.
+        to: index of the first element in the new buffer.
+        numel: number of elements.
+        itemsize: bytes of an element on the wire.
     """
 
     node: int
@@ -66,12 +66,12 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes of the piece on the wire."""
         return self.numel * self.itemsize
 
 
 def pieces(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> Iterator[Piece]:
-    """What ``target``, a rank of the new mesh, takes of a new unit from ``source``, a rank of the old mesh."""
+    """Yield the pieces of a new unit that rank ``target`` of the new mesh takes from rank ``source`` of the old mesh."""
     serves: dict[int, bool] = {}
     for position, group in enumerate(slot.groups(unit)):
         itemsize = slot.dtype(unit, group).itemsize
@@ -92,7 +92,7 @@ def pieces(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int)
 
 
 def in_rounds(todo: Iterable[Piece], limit: int) -> list[list[Piece]]:
-    """Pieces in order, cut so that those of one round are no more than ``limit`` bytes, which has to hold one element."""
+    """Return rounds of pieces in order. Pieces are cut so that a round has at most ``limit`` bytes."""
     rounds: list[list[Piece]] = []
     left = 0
     for piece in todo:

@@ -1,4 +1,4 @@
-"""reshard: a tree of shards, or a whole state, under another layout, without a checkpoint."""
+"""reshard: move a tree of shards, or a whole state, to another layout, without a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -134,7 +134,7 @@ def reshard(
 
 
 def _with_residuals(tree: Any, residuals: Any) -> Any:
-    """A tree whose states have these residuals."""
+    """Return the tree with these residuals in its states."""
 
     def one(node: Any) -> Any:
         return node._replace(residuals=residuals) if isinstance(node, TrainState) else node
@@ -143,7 +143,7 @@ def _with_residuals(tree: Any, residuals: Any) -> Any:
 
 
 def _resting(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
-    """Parameters as they rest in their layout: in a format, or in the compute dtype if they have been in a format before."""
+    """Return parameters as they rest in the new layout: encoded, or in the compute dtype if they were encoded before."""
 
     def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]
@@ -230,7 +230,7 @@ def _check_all(
 
 
 def _about(slot: Slot) -> str:
-    """What ranks compare of a slot besides its units."""
+    """Return the facts of a slot, besides its units, that ranks compare."""
     return "\n".join(
         f"{slot} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"
         for node in slot.nodes
@@ -239,7 +239,7 @@ def _about(slot: Slot) -> str:
 
 
 def _hand_out(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
-    """On ranks without a tree that of the first rank that has one, its buffers on the meta device."""
+    """Return this rank's tree; on a rank without a tree, the first other rank's tree with buffers on the meta device."""
     first = has_tree.index(True)
     data = together("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
     sizes = [int.from_bytes(each, "little") for each in gather_bytes(len(data).to_bytes(8, "little"), comm)]

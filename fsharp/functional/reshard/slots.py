@@ -1,4 +1,4 @@
-"""Slots: the trees of parameters, or of one buffer per parameter, that a state is made of."""
+"""Slots: the trees of parameters, or of one value for each parameter, in a state."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ Path = tuple[str, ...]
 
 
 class Held(NamedTuple):
-    """Where the elements of a leaf are.
+    """The position of a leaf's elements in a slot.
 
     Attributes:
         node: position of its unit's node in the slot.
         buffer: position of the buffer in the node.
-        leaf: the leaf, as that unit has it.
+        leaf: the leaf in its unit.
     """
 
     node: int
@@ -39,11 +39,11 @@ class Slot:
     """One tree of :class:`~fsharp.Sharded` in a state: parameters, main copies, a moment.
 
     Attributes:
-        path: where it is in the state.
-        name: the same for people, with names of fields.
-        kind: where it rests in the new layout.
-        nodes: in tree order.
-        is_cast: whether its buffers get the compute dtype of the new layout.
+        path: path of the slot in the state.
+        name: the path with names of fields, for messages.
+        kind: name of the place in which the slot rests in the new layout.
+        nodes: nodes of the slot, in tree order.
+        is_cast: whether buffers are cast to the compute dtype of the new layout.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class Slot:
 
     @cached_property
     def held(self) -> dict[str, Held]:
-        """The leaves that it has buffers of, by path; tied ones are not among them."""
+        """Positions of the leaves of which the slot has elements, by path; tied leaves are left out."""
         return {
             node.unit.full_path(leaf): Held(n, i, leaf)
             for n, node in enumerate(self.nodes)
@@ -64,26 +64,26 @@ class Slot:
 
     @property
     def scale(self) -> Literal["sum", "mean"] | None:
-        """Of gradients: see :class:`~fsharp.Sharded`."""
+        """Attribute ``scale`` of the nodes, for gradients; see :class:`~fsharp.Sharded`."""
         return self.nodes[0].scale
 
     def groups(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Those groups of a new unit of whose leaves it has buffers."""
+        """Return the groups of a new unit with leaves of which the slot has elements."""
         return tuple(g for g in unit.all_groups if unit.full_path(unit.leaves_of(g)[0]) in self.held)
 
     def place(self, unit: UnitLayout) -> Place:
-        """Where it rests in a new unit."""
+        """Return the place in which the slot rests in a new unit."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
     def dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
-        """Of a buffer of a new unit."""
+        """Return the dtype of a buffer of a new unit."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
             return dtypes.compute if dtypes.format is None else dtypes.main  # from which it is encoded
         return self.source_dtype(unit.full_path(unit.leaves_of(group)[0]))
 
     def source_dtype(self, path: str) -> torch.dtype:
-        """Of the buffer that holds a leaf."""
+        """Return the dtype of the old buffer that holds a leaf."""
         held = self.held[path]
         return self.nodes[held.node].raw_buffers[held.buffer].dtype  # type: ignore[no-any-return]
 
@@ -92,15 +92,15 @@ class Slot:
 
 
 def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
-    """The slots of a tree, in tree order.
+    """Return the slots of a tree, in tree order.
 
     Args:
-        tree: any pytree of :class:`~fsharp.Sharded`; a :class:`~fsharp.TrainState` in it says itself where its parts rest.
-        kind: where nodes outside of a :class:`~fsharp.TrainState` rest.
-        cast: whether those get the compute dtype of the new layout.
+        tree: any pytree of :class:`~fsharp.Sharded`. Trees in a :class:`~fsharp.TrainState` have known places.
+        kind: name of the place of nodes outside of a :class:`~fsharp.TrainState`.
+        cast: whether nodes outside of a :class:`~fsharp.TrainState` are cast to the compute dtype of the new layout.
 
     Raises:
-        TreeError: no node, or one that is not where a tree of parameters has its unit.
+        TreeError: the tree has no node, or a node is not at the path of its unit in a tree of parameters.
     """
     found: dict[Path, list[Sharded]] = {}
     kinds: dict[Path, tuple[Kind, bool]] = {}
@@ -138,7 +138,7 @@ def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
 
 
 def _walk(node: Any, path: Path, kind: Kind, cast: bool) -> Iterator[tuple[Path, Any, Kind, bool]]:
-    """Nodes, and what else is a leaf, with their paths."""
+    """Yield nodes and all other leaves of a tree, with their paths."""
     if is_sharded(node) or optree.tree_is_leaf(node):
         yield path, node, kind, cast
         return
@@ -150,7 +150,7 @@ def _walk(node: Any, path: Path, kind: Kind, cast: bool) -> Iterator[tuple[Path,
 
 
 def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
-    """The tree with other values where slots are; the rest of it as it is."""
+    """Return the tree with new values in place of slots; all other leaves are unchanged."""
     if path in new:
         return new[path]
     if optree.tree_is_leaf(tree):
@@ -162,11 +162,11 @@ def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def check_slot(slot: Slot, layout: Layout) -> None:
-    """Refuse a slot that does not rest, or that cannot rest as ``layout`` says.
+    """Raise an error if a slot is not at rest, or cannot rest as ``layout`` says.
 
     Raises:
-        TreeError: a node that is partial, gathered or donated, or a buffer that has not one element for each of its unit's.
-        LayoutError: leaves that the layout has otherwise; up to eight of them are named.
+        TreeError: a node is partial, gathered or donated, or a buffer does not have one element for each element of its unit.
+        LayoutError: leaves differ from those of the layout; up to eight of them are named.
     """
     for node in slot.nodes:
         _check_rests(slot, node)
@@ -214,7 +214,7 @@ def _check_rests(slot: Slot, node: Sharded) -> None:
 
 
 def _facts(slot: Slot, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What has to be the same of each leaf before and after."""
+    """Return the facts of each leaf that must be equal in the old and the new layout."""
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
         facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"
