@@ -1,4 +1,4 @@
-"""The command ``fsharp``. Each subcommand is a function, which returns the text that the command prints.
+"""The command ``fsharp``. Each subcommand is a function that returns the text to print.
 
 The command needs no process group, and of other packages tyro: ``pip install 'fsharp[cli]'``.
 """
@@ -37,7 +37,7 @@ PACKAGES = (
 
 
 def list_checkpoints(root: str, /) -> str:
-    """List the complete checkpoints in a folder, the newest first, and problems with others.
+    """List the complete checkpoints in a folder, the newest first, and the problems of all other checkpoints.
 
     Args:
         root: folder of the checkpoints.
@@ -111,7 +111,7 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes."""
+    """Return whether two tensors of one shape and dtype have equal bytes."""
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (x, y)))
 
 

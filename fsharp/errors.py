@@ -1,4 +1,7 @@
-"""Every error that a caller can cause. A call checks trees, layouts, places and meshes before its first collective."""
+"""The classes of all errors that a caller can cause.
+
+A call checks trees, layouts, places and meshes before its first collective.
+"""
 
 from collections.abc import Iterable
 
@@ -44,7 +47,7 @@ class AgreementError(FsharpError, RuntimeError):
 
 
 class CommError(FsharpError, RuntimeError):
-    """Ranks called different collectives, or a rank did not call a collective that the others wait in."""
+    """Ranks called different collectives, or a rank did not call a collective in which other ranks wait."""
 
 
 class CheckpointError(FsharpError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Boundaries of torch.compile: the user's functions are compiled, and this library's functions around them are not.
+"""Boundaries of torch.compile: the user's functions are compiled, the functions of this library are not.
 
 A graph must not contain a collective, or memory that this library releases. So a graph ends where a function of this library
 is called, and another graph may begin where this library calls a function of the user.
@@ -41,7 +41,7 @@ def _end_uncompiled(token: Token[Any]) -> None:
 
 
 def uncompiled(function: F) -> F:
-    """Return ``function``, marked as not to be compiled: a graph ends before a call of it, and another begins behind it.
+    """Mark a function so that torch.compile does not compile it: a graph ends before each call, and another begins after it.
 
     An error of the function names an argument of the wrong type, if there is one, and shows the user's frames alone.
     """
@@ -71,7 +71,7 @@ def uncompiled(function: F) -> F:
 
 
 def compiled_by_caller(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, compiled if the innermost function of :func:`uncompiled` was called by compiled code."""
+    """Call the user's ``function``. Compile it if compiled code has called the innermost function of :func:`uncompiled`."""
     compiler = _compiler.get()
     if compiler is None:
         return function(*args, **kwargs)
@@ -89,7 +89,7 @@ skip_frame(compiled_by_caller)
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Have :func:`compiled_by_caller` compile nothing in this context."""
+    """Return a context in which :func:`compiled_by_caller` compiles nothing."""
     token = _compiler.set(None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks of values against type annotations, and the words in which an error says what was expected."""
+"""Compare values with type annotations, and say in words what an annotation expects."""
 
 import inspect
 import numbers
@@ -20,7 +20,7 @@ _WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False
 
 @cache
 def fits(hint: Any) -> Callable[[Any], bool]:
-    """Return a function that tells whether a value fits a type annotation.
+    """Return a predicate: whether a value fits a type annotation.
 
     A bool does not fit a number, and a str does not fit a sequence. Items of mappings are not checked.
     A value with the properties of a protocol fits the protocol.
@@ -86,7 +86,7 @@ def wrong_field(row: Any) -> str:
 
 
 def check_fields(row: Any) -> None:
-    """Refuse a dataclass with a field that does not fit its annotation.
+    """Raise an error if a field of a dataclass does not fit its annotation.
 
     Raises:
         OptionError: the first such field, its value, and what was expected.
@@ -106,7 +106,7 @@ def _wrong(name: str, value: Any, hint: Any) -> str:
 
 
 def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that do not fit the annotations of a function.
+    """Raise an error if arguments do not fit the annotations of a function.
 
     Raises:
         OptionError: the first such argument, its value, and what was expected.
@@ -130,7 +130,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def options_checked(target: F) -> F:
-    """Return a function, or a class, that refuses arguments that do not fit its annotations.
+    """Wrap a function, or a class: a call with arguments that do not fit the annotations raises an error.
 
     Raises:
         OptionError: as :func:`check_arguments`.
@@ -144,9 +144,9 @@ def options_checked(target: F) -> F:
 
 
 def options_explained(target: F) -> F:
-    """Return a function, or a class, that calls ``target``, and has :func:`explain` look at errors of the call.
+    """Wrap a function, or a class: if a call fails, :func:`explain` looks for an argument of the wrong type.
 
-    For functions that refuse some arguments in words of their own, on all ranks alike.
+    For functions that check some arguments by themselves, with one error for all ranks.
     """
 
     def after(fn: Any, args: Any, kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def options_explained(target: F) -> F:
 
 
 def explain(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of the wrong type after an error of a call, unless it is one of this library about something else.
+    """After an error of a call, raise an error about an argument of the wrong type, unless this library raised the first error.
 
     For functions that a step calls often: a call without an error costs nothing.
 

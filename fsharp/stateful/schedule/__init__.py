@@ -1,1 +1,1 @@
-"""What happens when, as data: programs, policies, schedules, their compiler and their verifier. Reads no other folder here."""
+"""Programs, policies and schedules as plain data, and the compiler of schedules. Imports no other folder of ``stateful``."""

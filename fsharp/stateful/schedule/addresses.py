@@ -1,6 +1,6 @@
-"""Where in one arena each buffer goes, planned over a whole step.
+"""Assign addresses in one arena to the buffers of a whole step.
 
-A buffer keeps one address over all the times that it is live: tensors saved in the forward point at it. The smallest
+A buffer keeps one address for all of its live spans, as tensors saved in the forward point at it. The smallest
 arena is hard to find in general (dynamic storage allocation), and easy for buffers of a step.
 
 Many buffers are live for a long time, and their spans nest: gradients rest up to the end, and parameters that stay for their
@@ -36,8 +36,8 @@ class ArenaItem:
     """A buffer that keeps one address.
 
     Attributes:
-        nbytes: its size, a multiple of the alignment.
-        spans: ``(first, last)`` positions, both inclusive, between which it is live; they do not overlap.
+        nbytes: size of the buffer, a multiple of the alignment.
+        spans: pairs ``(first, last)`` of positions, both inclusive, between which the buffer is live. Spans do not overlap.
     """
 
     nbytes: int
@@ -45,7 +45,7 @@ class ArenaItem:
 
 
 def lower_bound(items: Sequence[ArenaItem]) -> int:
-    """Return the bytes that are live at once at most."""
+    """Return the largest number of bytes that are live at once."""
     changes = sorted(change for item in items for a, b in item.spans for change in ((a, item.nbytes), (b + 1, -item.nbytes)))
     most = live = 0
     for _, nbytes in changes:  # at one position what ends sorts before what begins
@@ -57,11 +57,11 @@ def lower_bound(items: Sequence[ArenaItem]) -> int:
 def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int] | None:
     """Return the first byte of each item, such that items that are live at once share no byte.
 
-    Starts are multiples of what all sizes are multiples of. The same items get the same answer.
+    Starts are multiples of the greatest common divisor of all sizes. Equal items get equal addresses.
 
     Args:
-        items: what to place.
-        within: bytes that may be taken; None if there is no place within them, or none is found soon.
+        items: the buffers to place.
+        within: limit of bytes. The result is None if no placement within the limit is found soon.
 
     Cost: as ``n log n`` in the number of spans, as long as those that begin within most of them are few. For each of the
         others a copy of as many integers as there are positions.
@@ -73,12 +73,12 @@ def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -
 
 
 class _Packing:
-    """Stacks of what lives long, and all other items, which are searched places between the two.
+    """A placement: two stacks of long-lived items, and a search for places of all other items between the stacks.
 
     Attributes:
-        stacked: by item that stands in a stack, how far from the arena's first byte it starts, or from its last one it ends.
-        low: how many bytes the stack at the arena's first byte takes, at each position.
-        high: how many bytes the stack at the arena's last byte takes, at each position.
+        stacked: for each item in a stack, its distance from the arena's first byte, or from its last byte.
+        low: at each position, bytes of the stack at the arena's first byte.
+        high: at each position, bytes of the stack at the arena's last byte.
     """
 
     def __init__(self, items: Sequence[ArenaItem]) -> None:
@@ -110,7 +110,7 @@ class _Packing:
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
     def place(self, least: int, within: int | None) -> list[int] | None:
-        """Return the first byte of each item, or None if there is no place within so many bytes, or none is found soon."""
+        """Return the first byte of each item in an arena of at most ``within`` bytes; None if no placement is found soon."""
         stacks = max(map(add, self.low, self.high))
         least = max(least, stacks, _clique(self.items, self.short, self.neighbours))
         orders = _orders(self.items, self.short, self.neighbours)  # made as they are needed: mostly the first will do
@@ -137,7 +137,7 @@ class _Packing:
         return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
     def _search(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> tuple[list[int], int]:
-        """Return the places of all items below ``target``, or none, and how many items were placed to find out.
+        """Search places for all items below ``target``. Return the places, or none, and the number of items tried.
 
         At a dead end the latest choice is taken back first.
         """
@@ -151,7 +151,7 @@ class _Packing:
             return starts, 0
 
         def places(i: int) -> list[int]:
-            """Return either end of each gap that is large enough, the one to try first at the end."""
+            """Return both ends of each gap that is large enough. The last one is tried first."""
             nbytes, top, stop, found = sizes[i], self.floors[i], target - self.ceilings[i], set()
             taken = [(starts[j], starts[j] + sizes[j]) for j in before[i]]
             taken.sort()
@@ -177,12 +177,12 @@ class _Packing:
 
 
 def _top(stack: Sequence[int], item: ArenaItem) -> int:
-    """Return the bytes that a stack takes where it takes most, while an item is live."""
+    """Return the largest number of bytes that a stack takes while an item is live."""
     return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
 
 def _clique(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
-    """Return bytes of buffers of which each two are live together at some time: with one address each, they share no byte."""
+    """Return a lower bound: bytes of buffers of which any two are live together at some time, so that they share no byte."""
     near = {i: set(neighbours[i]) for i in which}
     load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in which}
     most = 0
@@ -196,7 +196,7 @@ def _clique(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[i
 
 
 def _neighbours(items: Sequence[ArenaItem], which: Sequence[int]) -> dict[int, list[int]]:
-    """Return for each item the items that are live at a time when it is."""
+    """Return for each item the items that are live at some time together with it."""
     spans = sorted((a, b, i) for i in which if items[i].nbytes for a, b in items[i].spans)
     result: dict[int, set[int]] = {i: set() for i in which}
     live: list[tuple[int, int]] = []
@@ -229,7 +229,10 @@ def _orders(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[i
 
 
 def _spreading(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
-    """Return an order from ``seed`` on: always the item that meets the most bytes before it (maximum cardinality search)."""
+    """Return an order from ``seed`` on.
+
+    Next comes the item that overlaps the most bytes so far (maximum cardinality search).
+    """
     met = dict.fromkeys(which, 0)
     order: dict[int, None] = {}
     heap = [(1, 0, i) for i in which]

@@ -1,4 +1,4 @@
-"""compile_schedule: from the order in which a program uses units to when their data move, and in which memory."""
+"""compile_schedule: decide when the data of a program's units move, and in which memory."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ Placed = tuple[list[Op], int, int]
 
 
 def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_late: bool) -> Placed:
-    """Return ops, arena and lower bound, with units kept for their backward as the policy says."""
+    """Return ops, arena and lower bound. Units stay resident until their backward as far as the policy says."""
     buckets = Buckets(program, policy)
     first, *later = returns(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []
@@ -89,7 +89,7 @@ def _bound(unplaced: Sequence[UnplacedOp], program: Program) -> int:
 
 
 def _live(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
-    """Return the bytes that are live at each op."""
+    """Return the number of live bytes at each op."""
     change = [0] * (len(unplaced) + 1)
     for item in items.values():
         for first, last in item.spans:
@@ -99,7 +99,7 @@ def _live(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
 
 
 def place(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | None = None) -> Placed | None:
-    """Give every buffer an address, and every op the ops that have to come before it; None if not ``within`` as many bytes."""
+    """Give each buffer an address, and each op the ops it waits for. Return None if more than ``within`` bytes are needed."""
     position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marks is None)}
     if _open_early(unplaced, items := _items(unplaced, program)):
         items = _items(unplaced, program)
@@ -128,7 +128,7 @@ def place(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | Non
 
 
 def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
-    """Let reductions leave their results where they rest, which saves a copy, wherever that takes no more memory."""
+    """Let reductions write results to the memory of gradients at rest where this takes no more memory. It saves a copy."""
     live = _live(unplaced, dict(items))
     bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
     found = False
@@ -145,7 +145,7 @@ def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaI
 
 
 def _liveness(unplaced: Sequence[UnplacedOp]) -> dict[BufferKey, tuple[tuple[int, int], ...]]:
-    """Return the spans of positions between which each buffer is live; one that a step hands to the next is so at both ends."""
+    """Return the live spans of each buffer. A buffer that a step hands to the next one is live at both ends of the step."""
     spans: dict[BufferKey, list[tuple[int, int]]] = {}
     since: dict[BufferKey, int] = {}
     for i, op in enumerate(unplaced):

@@ -1,4 +1,4 @@
-"""Costs of collectives, as far as they decide what is sent together: latency against bandwidth.
+"""Choose which units share a collective, by latency and bandwidth.
 
 [Note: buckets pay]
 Joining two units in one collective saves a latency. What it costs is overlap: the first of them is there only when both
@@ -19,7 +19,7 @@ _BUCKETS = 4  # into which all that is sent is cut at least
 
 
 def bucket_limit(sent: Iterable[int]) -> int:
-    """Return the bytes that a rank sends in one bucket at most, from those of each unit. See [Note: buckets pay]."""
+    """Return the most bytes that a rank sends in one bucket, from the bytes of each unit. See [Note: buckets pay]."""
     return min(_MOST_NBYTES, sum(sent) // _BUCKETS)
 
 
@@ -32,10 +32,10 @@ Bundles = Mapping[str, Bundle]
 def bundles(
     order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int, groups: Mapping[str, int] = {}
 ) -> Bundles:
-    """Return neighbours in bundles: units that share a channel, for which a rank sends no more than ``most`` bytes.
+    """Group neighbouring units into bundles: units of one channel, for which a rank sends at most ``most`` bytes.
 
-    A unit that sends nothing, or has the channel None, is alone. Units of a group, whose number ``groups`` has, are joined
-    whatever they send, and only with units of the same group.
+    A unit that sends nothing, or has the channel None, is alone. Units of a group in ``groups`` are joined whatever they send,
+    and only with units of the same group.
     """
     found: list[list[str]] = []
     last, filled = "", 0

@@ -1,4 +1,4 @@
-"""The ops of a step, written along the events of its program. They do not know yet where in memory they are."""
+"""Emit the ops of a step along the events of its program. The ops have no addresses yet."""
 
 from collections.abc import Collection, Iterable
 
@@ -13,7 +13,7 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
 class Buckets:
-    """Which units move as one, by what moves: their parameters, gradients, sums of gradients, updated parameters."""
+    """The bundles of units that move as one, for each kind of data: parameters, gradients, sums, updated parameters."""
 
     def __init__(self, program: Program, policy: SchedulePolicy) -> None:
         self._policy, self._facts, names = policy, program.facts, [unit.name for unit in program.units]
@@ -80,7 +80,7 @@ def emitted(
 
 
 def _in_order_of_gradients(program: Program) -> list[str]:
-    """Return the units in the order in which their gradient of a microbatch is complete, in the first that they have one in."""
+    """Return the units in the order in which their gradients are complete, in the first microbatch that has a gradient."""
     here, result = dict[str, None](), dict[str, None]()
     for event in program.events:
         if event.kind == "microbatch_end":

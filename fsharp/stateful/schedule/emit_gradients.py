@@ -1,4 +1,4 @@
-"""When gradients are collected, reduced, added up, and sent to the optimizer's place."""
+"""Emit the ops that collect, reduce and add gradients, and send them to the optimizer's place."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from fsharp.stateful.schedule.unplaced import BufferKey, OpList, UnplacedOp
 
 
 class GradientOps:
-    """Writes the ops of gradients. Units of a bundle are reduced as one, once all of those that have a gradient have it.
+    """Emitter of the ops of gradients. Units of a bundle are reduced as one, once all their gradients are complete.
 
     Args:
         reduces: units whose gradients of a microbatch are reduced as one.
         finishes: units whose gradients go to the optimizer's place as one.
-        num_finishes: reductions to the optimizer's place under way at most.
-        sum_late: whether results are added when their memory is wanted. Else sums follow at once, and only their memory is
-            spoken for longer.
+        num_finishes: most reductions to the optimizer's place that are under way at once.
+        sum_late: whether a result is added only when its memory is needed. Else it is added at once, and its memory stays
+            reserved until then.
     """
 
     def __init__(self, ops: OpList, reduces: Bundles, finishes: Bundles, num_finishes: int, *, sum_late: bool) -> None:
@@ -32,13 +32,16 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin to collect gradients, so many of each unit. After the last microbatch they go to the optimizer's place."""
+        """Begin a microbatch, with the number of gradients of each unit.
+
+        After the last one gradients go to the optimizer's place.
+        """
         self._due, self._to_come, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._unfinished = {unit: True for unit, each in facts if FINISH.is_for(each) and each.trainable}
 
     def cast(self, event: Event, i: int) -> None:
-        """Collect the gradient of a use whose backward ends, and reduce what is complete with it."""
+        """Collect the gradient of a use whose backward ends, and reduce the bundles that are now complete."""
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
@@ -52,14 +55,14 @@ class GradientOps:
             self._reduce(bundle, i)
 
     def end_microbatch(self, i: int) -> None:
-        """Have all gradients of the microbatch reduced, and at rest or on their way to the optimizer's place."""
+        """End a microbatch: reduce all gradients that are left, to where they rest or to the optimizer's place."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._land(i)
         for unit in [unit for unit, is_waiting in self._unfinished.items() if is_waiting]:
             self._finish(unit, i)
 
     def end(self, i: int) -> None:
-        """Have all gradients at the optimizer's place."""
+        """Bring all gradients to the optimizer's place."""
         while self._under_way:
             self._land(i)
 
@@ -79,7 +82,10 @@ class GradientOps:
         self._finish(unit, i)
 
     def _finish(self, unit: str, i: int) -> None:
-        """Note that a unit's gradient may go to the optimizer's place, and send its bundle once all its units may go."""
+        """Note that a unit's gradient is ready for the optimizer's place.
+
+        Send its bundle once all units of the bundle are ready.
+        """
         if not self._unfinished.get(unit):
             return
         self._unfinished[unit] = False
@@ -91,7 +97,7 @@ class GradientOps:
         self._launch(self._ops.add_as_one(FINISH, units, "finish", i, after=after))
 
     def _open(self, unit: str) -> BufferKey | None:
-        """Return the buffer where a unit's gradient rests, for the first op that puts something there."""
+        """Return the buffer of a unit's gradient at rest, for the first op that writes there."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
         self._opened.add(unit)
@@ -113,7 +119,7 @@ class GradientOps:
             self._land(i)
 
     def _land(self, i: int) -> None:
-        """Be done with the reductions that began first: their results are added up, and their memory is free."""
+        """End the oldest reductions: add their results, and free their memory."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, LAND):
             for op in ops:
@@ -122,7 +128,7 @@ class GradientOps:
             self._finish_sums(self._add_up(ops, i, is_last=True))
 
     def _add_up(self, ops: Sequence[UnplacedOp], i: int, *, is_last: bool) -> list[UnplacedOp]:
-        """Add the results of reductions where they are wanted. ``is_last``: their memory is free after that."""
+        """Add the results of reductions to the gradients. ``is_last``: the memory of the results is free afterwards."""
         sums = []
         for op in ops:
             spec = ACCUMULATE if op.spec is REDUCE else LAND
@@ -140,7 +146,7 @@ class GradientOps:
 
 
 def last_microbatches(events: Sequence[Event]) -> set[int]:
-    """Return the microbatches at whose end gradients are wanted at the optimizer's place: the last before each ``reduce``."""
+    """Return the microbatches at whose end gradients go to the optimizer's place: the last one before each ``reduce``."""
     number, result = 0, set()
     for event in events:
         if event.kind == "microbatch_end":

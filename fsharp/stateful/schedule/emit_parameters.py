@@ -1,4 +1,4 @@
-"""When parameters are gathered, waited for and released, and when updated ones go to where they rest."""
+"""Emit the ops that gather, wait for and release parameters, and those that gather updated parameters."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,10 +11,10 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
 class ParameterOps:
-    """Writes the ops of parameters and of what an update changes.
+    """Emitter of the ops of parameters and of updates.
 
-    Units of a bundle of ``gathers`` are gathered as one; updated parameters of one of ``spreads`` move as one. Parameters of
-    uses ``kept`` stay from their forward to the end of their backward.
+    Units of a bundle of ``gathers`` are gathered as one; updated parameters of a bundle of ``spreads`` move as one. Parameters
+    of uses ``kept`` stay from their forward to the end of their backward.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class ParameterOps:
         self._settled: set[str] = set()  # units whose updated parameters are waited for
 
     def move(self, i: int, phase: Phase) -> None:
-        """Release and gather what is to be resident from an event on."""
+        """Release and gather units so that the residency is as planned from an event on."""
         self.release(i, phase)
         self.gather(i, phase)
 
     def release(self, i: int, phase: Phase) -> None:
-        """Release what is not to be resident from an event on."""
+        """Release the units that the plan releases at an event."""
         for unit in (unit for bundle in self._changes[i].released for unit in bundle):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # nobody has waited for it
@@ -46,7 +46,7 @@ class ParameterOps:
             self._ready.discard(unit)
 
     def gather(self, i: int, phase: Phase) -> None:
-        """Gather what is to be resident from an event on."""
+        """Gather the units that the plan gathers at an event."""
         self._gather(self._changes[i].gathered, phase, i, self._updated)
 
     def _gather(self, bundles: Iterable[Bundle], phase: Phase, i: int, after: tuple[UnplacedOp, ...]) -> None:
@@ -55,7 +55,7 @@ class ParameterOps:
             self._gathers |= zip(units, ops, strict=True)
 
     def use(self, event: Event, i: int) -> None:
-        """Wait for the unit of an event, and have it compute."""
+        """Emit the wait for the unit of an event, and the unit's compute op."""
         unit, facts = event.unit, self._ops.facts[event.unit]
         phase: Phase = "forward" if event.kind == "forward" else "backward"
         if SETTLE.is_for(facts) and self._carries and unit not in self._settled:
@@ -70,18 +70,19 @@ class ParameterOps:
         self._ops.add(COMPUTE, unit, phase, i, use=event.use)
 
     def _settle(self, unit: str, i: int) -> None:
-        """Wait for what the update of the step before has sent."""
+        """Emit the waits for the gathers of the previous step's update."""
         self._settled.add(unit)
         self._arriving.append(self._ops.add(SETTLE, unit, "update", i))
 
     def fetch(self, unit: str, i: int) -> None:
-        """Bring a unit's state to the device, into memory that what was computed before may have had."""
+        """Emit the copy of a unit's state to the device."""
         self._fetched.append(self._ops.add(FETCH, unit, "update", i, after=self._ops.last("compute")))
 
     def update(self, i: int, *, is_last: bool) -> None:
-        """Update, and send what is new to where it rests.
+        """Emit the update, and the gathers of updated parameters.
 
-        At the end of a step (``is_last``) the next one may join what is sent, and find its first units gathered.
+        At the end of a step (``is_last``) the waits for these gathers are left to the next step, and the next step's first
+        units are gathered.
         """
         self.release(i, "update")
         reduced, facts = self._ops.last("reduce"), self._ops.facts

@@ -1,4 +1,4 @@
-"""The kinds of ops, one record each: all that the emitter, the verifier, estimates, traces and pictures know of a kind.
+"""The kinds of ops: one record for each kind, which the emitter, the verifier, estimates, traces and pictures read.
 
 [Note: ops]
 Ops are in the order in which the host issues them. An op starts when the ops in ``after`` have finished and the ops
@@ -8,9 +8,10 @@ before it on its stream have; the host waits for nothing else.
 - ``wait``: the compute stream (on CPUs the host) waits for a gather.
 - ``compute``: the caller's own code, from entering the unit to the next op on this stream.
 - ``release``: ``memory`` of a gathered unit is free from here on.
-- ``cast``: gradients of a use, when its backward ends, into ``memory`` (the first copies, others add), or where they rest.
-- ``reduce``: the reduction of a microbatch, from ``memory``; in phase ``finish``: to the optimizer's place.
-- ``accumulate``: its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free.
+- ``cast``: write gradients of a use, when its backward ends, to ``memory`` (the first use copies, later uses add), or where
+  gradients rest.
+- ``reduce``: begin to reduce the gradient of a microbatch, from ``memory``; in phase ``finish``: to the optimizer's place.
+- ``accumulate``: add the result of the reduction (or ``memory`` itself) to the gradient at rest; ``memory`` is free afterwards.
 - ``fetch``, ``offload``: copy a unit's optimizer state and main copies from host memory to the device, and back.
 - ``update``: the caller's optimizer step.
 
@@ -44,13 +45,13 @@ Look = Literal["unit", "dark", "grey", "faint", "hatched"]
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """Where something of a unit is while a step runs. Each unit has one buffer of each kind.
+    """A kind of buffer of a unit in a step, such as full parameters. Each unit has one buffer of each kind.
 
     Attributes:
-        words: what is in it, for errors.
-        fact: field of :class:`UnitFacts` that has its bytes in the arena; empty: it is not in the arena.
-        is_pinned: whether it keeps one address for a whole step, as tensors that autograd has saved point there.
-        is_opened: whether ``opens`` of an op, and not ``memory``, says where it is, from that op on to the end of the step.
+        words: description of the contents, for errors.
+        fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
+        is_pinned: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
+        is_opened: whether the address is in ``opens`` of an op, and not in ``memory``, and holds to the end of the step.
     """
 
     words: str
@@ -74,25 +75,25 @@ BUFFERS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpSpec:
-    """What there is to know of ops of one kind in some phases. Buffers are keys of :data:`BUFFERS`, of the op's unit.
+    """The properties of ops of one kind in some phases. Buffers are keys of :data:`BUFFERS`, and belong to the op's unit.
 
     Attributes:
-        kind: its name.
-        phases: of a step, in which there are such ops.
-        stream: on which they run.
+        kind: name of the kind.
+        phases: phases of a step with such ops.
+        stream: stream on which the ops run.
         when: fields of :class:`UnitFacts`: a unit has such ops if one of these fields is not empty. None: every unit may.
-        events: kinds of events of the program, with each of which exactly one such op begins. None: nothing says so.
-        behind: kind of ops behind each of which such an op is emitted. Empty: the emitter says when.
-        reads: buffers that have to be there.
-        joins: buffer that compute may use from here on, as it waits for what fills the buffer.
-        fills: buffer in which something is from its end on.
-        changes: buffer that it computes with in place.
-        frees: buffer in which nothing is from here on.
-        opens: whether it may be the first to put a gradient where it rests.
-        calls: field of :class:`UnitFacts` that has its collectives.
-        cost: what its time depends on.
-        may_wait: whether the host may stand still in it.
-        look: how pictures show it.
+        events: kinds of events of the program at which exactly one such op begins. None: no such rule.
+        behind: kind of ops after each of which such an op is emitted. Empty: the emitter decides.
+        reads: buffers that have to be filled before the op.
+        joins: buffer that compute may use after the op, as the op waits for the fill of the buffer.
+        fills: buffer that is filled when the op ends.
+        changes: buffer that the op changes in place.
+        frees: buffer that is free after the op.
+        opens: whether the op may be the first to write a gradient at rest.
+        calls: field of :class:`UnitFacts` with the op's collectives.
+        cost: the quantity on which the op's time depends.
+        may_wait: whether the host may block in the op.
+        look: name and colour in pictures.
     """
 
     kind: str
@@ -114,36 +115,36 @@ class OpSpec:
 
     @property
     def has_unit(self) -> bool:
-        """Whether such ops are about a unit each, as the ops that they are behind."""
+        """Whether each op of this kind belongs to a unit."""
         leaders = [each for each in OPS.values() if each.kind == self.behind]
         return not any(event in ABOUT_NO_UNIT for event in self.events) and all(each.has_unit for each in leaders)
 
     def is_for(self, facts: UnitFacts) -> bool:
-        """Return whether a unit has such ops."""
+        """Return whether a unit has ops of this kind."""
         return not self.when or any(getattr(facts, name) for name in self.when)
 
     def collectives(self, facts: UnitFacts) -> tuple[Call, ...]:
-        """Return the collectives of such an op of a unit."""
+        """Return the collectives of a unit's op of this kind."""
         return getattr(facts, self.calls) if self.calls else ()
 
     @property
     @cache  # noqa: B019  # records are there as long as the process
     def memory(self) -> str:
-        """The buffer that ``memory`` of such an op is; empty if it has none."""
+        """The kind of buffer in ``memory`` of an op of this kind; empty if the op has no memory."""
         used = (each for each in (self.frees, self.changes, self.fills) if each)
         return next((each for each in used if BUFFERS[each].fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
-        """Return the bytes of ``memory`` of such an op of a unit."""
+        """Return the bytes of ``memory`` of a unit's op of this kind."""
         return buffer_nbytes(self.memory, facts) if self.memory else 0
 
     def puts_into(self, facts: UnitFacts) -> str:
-        """Return the buffer that such an op of a unit fills: where gradients rest, if it has no memory to collect them in."""
+        """Return the buffer that a unit's op of this kind fills. Without memory for it, this is the gradient at rest."""
         return REST if self.opens and self.fills == self.memory and not self.nbytes(facts) else self.fills
 
 
 def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
-    """Return the bytes of a unit's buffer in the arena; 0 if it is not there."""
+    """Return the bytes of a unit's buffer in the arena; 0 if the buffer is not in the arena."""
     return int(getattr(facts, BUFFERS[buffer].fact)) if BUFFERS[buffer].fact else 0
 
 
@@ -170,21 +171,21 @@ OPS: dict[tuple[str, Phase], OpSpec] = {}
 
 
 def kinds(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
-    """Return the kinds of ops that have a record of which ``chosen`` is true, in the order of declaration."""
+    """Return the kinds of ops with a record for which ``chosen`` is true, in the order of declaration."""
     return tuple(dict.fromkeys(spec.kind for spec in OPS.values() if chosen(spec)))
 
 
 def expected_phases(kind: str) -> str:
-    """Return, for an error, the phases in which a kind has ops, or that the kind is to be declared."""
+    """Return text for an error: the phases in which a kind has ops, or the advice to declare the kind."""
     phases = [phase for each, phase in OPS if each == kind]
     return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare()` the OpSpec of {kind!r} first"
 
 
 def declare(spec: OpSpec) -> None:
-    """Add a kind of ops, or phases to one. See [Note: a new kind].
+    """Declare a new kind of ops, or new phases of a kind. See [Note: a new kind].
 
     Raises:
-        ScheduleError: a field has a value that it cannot have, or the kind has one of these phases already.
+        ScheduleError: a field has an impossible value, or the kind has a record for one of these phases already.
     """
     if why := wrong_field(spec) or _unknown_name(spec):
         raise ScheduleError(f"declare(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
@@ -196,7 +197,7 @@ def declare(spec: OpSpec) -> None:
 
 
 def _unknown_name(spec: OpSpec) -> str:
-    """Return a text about the first field that is empty and must not be, or names what there is not; empty if none does."""
+    """Return text about the first field that is empty but required, or names something unknown; empty if all are right."""
     for field in ("kind", "phases"):
         if not getattr(spec, field):
             return f"{field} is {getattr(spec, field)!r}, expected one that is not empty"

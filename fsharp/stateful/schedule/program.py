@@ -1,4 +1,4 @@
-"""Program: the order in which a step uses, differentiates, reduces and updates its units.
+"""Program: the order in which a step uses its units, runs their backwards, and reduces and updates them.
 
 A program is recorded, or written by hand. It does not say when data move: a schedule does.
 """

@@ -20,12 +20,12 @@ class ResidencyChange(NamedTuple):
 def residency(
     program: Program, policy: SchedulePolicy, bundles: Bundles, kept: Collection[int], carried: Sequence[Bundle]
 ) -> tuple[list[ResidencyChange], tuple[Bundle, ...]]:
-    """Return for each event how the resident bundles change, and those of ``carried`` that the first event wants.
+    """Return for each event the bundles to release and to gather, and the bundles of ``carried`` that the first event needs.
 
-    Bundles in use are always resident. Beside them are the next ``policy.prefetch`` different bundles that the program uses
-    before its parameters are updated. There is room for these and for one bundle in use. If none in use is gathered, a bundle
-    stays that is resident and will be used again. Uses around the innermost one take up no room: a root that is in use all
-    the time would leave none to look ahead. Uses in ``kept`` take up no room from their forward to the end of their backward.
+    Bundles in use are always resident. So are the next ``policy.prefetch`` different bundles that the program uses before its
+    parameters are updated. There is room for these and for one bundle in use. If no bundle in use is gathered, a resident
+    bundle that will be used again stays. Uses around the innermost one take up no room: a root that is in use all the time
+    would leave none to look ahead. Uses in ``kept`` take up no room from their forward to the end of their backward.
 
     ``carried`` are the bundles that the step before may have gathered.
     """
@@ -89,7 +89,7 @@ def _wanted(
     in_use: Sequence[tuple[Bundle, ...]],
     staying: Sequence[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]],
 ) -> list[tuple[Bundle, ...] | None]:
-    """Return for each beginning of a use the bundles to have resident, without those that stay; None for other events."""
+    """Return for each beginning of a use the bundles to have resident, except those that stay; None for other events."""
     upcoming = _upcoming(events, bundles, policy.prefetch + 1 + max(map(len, in_use), default=0))
     wanted: list[tuple[Bundle, ...] | None] = []
     before: tuple[Bundle, ...] = ()
@@ -111,7 +111,7 @@ def _wanted(
 
 
 def _after(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | None]) -> list[tuple[Bundle, ...]]:
-    """Return for each event what is wanted at the next beginning of a use; nothing if an update comes before it."""
+    """Return for each event the bundles that the next beginning of a use needs; none if an update comes before it."""
     after: list[tuple[Bundle, ...]] = []
     following: tuple[Bundle, ...] = ()
     for event, here in zip(reversed(events), reversed(wanted), strict=True):

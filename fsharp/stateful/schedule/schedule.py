@@ -44,7 +44,7 @@ class Memory:
         return self.start + self.nbytes
 
     def overlaps(self, other: "Memory") -> bool:
-        """Return whether the two share a byte."""
+        """Return whether two runs share a byte."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -184,7 +184,7 @@ class Schedule:
 
 
 def issue_positions(ops: Sequence[Op]) -> list[range]:
-    """Return the positions of ops that are issued as one: of those of a bucket together, of each other one alone."""
+    """Return groups of positions of ops that are issued as one: the ops of a bucket together, each other op alone."""
     found: list[range] = []
     for i, op in enumerate(ops):
         if i and op.bucket != -1 and (op.kind, op.bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
@@ -195,12 +195,12 @@ def issue_positions(ops: Sequence[Op]) -> list[range]:
 
 
 def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """Return the ops that are issued as one, as :func:`issue_positions` does."""
+    """Return groups of ops that are issued as one, as :func:`issue_positions` groups positions."""
     return [tuple(ops[i] for i in run) for run in issue_positions(ops)]
 
 
 def lives(ops: Sequence[Op]) -> Iterator[tuple[int | None, int | None, int]]:
-    """Yield ``(op that fills it, op that frees it, bytes)`` of each life of a buffer; None for an op of another step."""
+    """Yield ``(filling op, freeing op, bytes)`` for each live span of a buffer; None stands for an op of another step."""
     live: dict[tuple[str, str], tuple[int, int]] = {}
     for i, op in enumerate(ops):
         if op.opens is not None:
@@ -219,7 +219,7 @@ def lives(ops: Sequence[Op]) -> Iterator[tuple[int | None, int | None, int]]:
 
 
 def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
-    """Return the collectives of ops that are issued as one: of a bucket one of each kind along each axis, with all bytes.
+    """Return the collectives of ops that are issued as one: for a bucket one of each kind along each axis, with all bytes.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
     >>> joint_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
@@ -238,7 +238,7 @@ def sent_over(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
 
 
 def channel(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
-    """Return what ops of one bucket have in common: what is sent, by which collectives, along which axes. None: no bucket."""
+    """Return the coalescing key of an op: dtypes, collectives and axes, equal for ops of one bucket. None: no bucket."""
     stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
     return (facts.wire, *stages) if stages and facts.wire is not None else None
 

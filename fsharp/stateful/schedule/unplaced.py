@@ -1,4 +1,4 @@
-"""OpList: the ops of a step as they are written one after another, which do not know yet where in memory they are."""
+"""OpList: the ops of a step in the order in which they are emitted, without addresses yet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ BufferKey = tuple[str, str]
 
 @dataclass(eq=False)
 class UnplacedOp:
-    """An op that knows which buffer it uses, and not yet where that is.
+    """An op whose buffer has no address yet.
 
     Attributes:
-        at: position of its event.
-        fills: whether it is the first to use its buffer.
-        frees: whether it is the last to use its buffer.
-        use: the use of its unit that it is about, -1 if it is about none.
-        after: ops that have to be over before it starts.
-        bucket: number that the ops of one collective share, -1 if it is in none.
-        opens: the buffer where a gradient rests, if it is the first to put something there.
-        reduction: of one that opens, and adds the result of a reduction: that, which may open instead.
-        marks: None for an op. Else this is no op: up to here nothing may use the buffer that op ``marks`` has used.
+        at: position of the op's event.
+        fills: whether the op is the first to use its buffer.
+        frees: whether the op is the last to use its buffer.
+        use: number of the unit's use; -1 for an op without a use.
+        after: ops that have to be over before this op starts.
+        bucket: number that the ops of one collective share; -1 for an op that shares none.
+        opens: the buffer of a gradient at rest, if this op is the first to write there.
+        reduction: if this op opens a buffer and adds the result of a reduction: the reduction, which may open the buffer
+            instead.
+        marks: None for an op. Else this entry is a mark: until here no other op may use the buffer of op ``marks``.
     """
 
     spec: OpSpec
@@ -44,16 +45,16 @@ class UnplacedOp:
     marks: "UnplacedOp | None" = None
 
     def run_after(self, *ops: "UnplacedOp") -> None:
-        """Have it start after these ops alone."""
+        """Replace the ops for which this op waits."""
         self.after = ops
 
     def open(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
-        """Have it be the first to put a gradient where the gradient rests; with ``buffer`` None have another op be that."""
+        """Make this op the first to write a gradient at rest; ``buffer=None`` undoes that."""
         self.opens, self.reduction = buffer, reduction
 
 
 class OpList:
-    """The ops so far, in the order of issue, and how one more is written."""
+    """The ops emitted so far, in the order of issue."""
 
     def __init__(self, program: Program) -> None:
         self.facts = program.facts
@@ -64,9 +65,9 @@ class OpList:
     def add(
         self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
     ) -> UnplacedOp:
-        """Write one more op, and what its kind has behind it.
+        """Add an op, and the ops that its kind has behind it.
 
-        If such ops fill a buffer, it may be the first to use the buffer; if they free one, the last.
+        An op whose kind fills a buffer is its first user, unless told otherwise; an op whose kind frees a buffer is its last.
         """
         op = self._write(spec, unit, phase, at, is_first=is_first, is_last=is_last, **fields)
         self._write_behind(op)
@@ -75,7 +76,7 @@ class OpList:
     def add_as_one(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
-        """Write an op for each unit, all of them one collective, and what their kind has behind it."""
+        """Add an op for each unit, in one bucket, and the ops that their kind has behind it."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._write(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
@@ -106,7 +107,7 @@ class OpList:
                 self.add(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
 
     def mark(self, op: UnplacedOp, at: int) -> None:
-        """Have nothing use the buffer of an op before here, though the op is the last to use it."""
+        """Reserve the buffer of an op until here, though the op is the last to use it."""
         self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marks=op))
 
     def last(self, stream: Stream) -> tuple[UnplacedOp, ...]:
@@ -115,5 +116,5 @@ class OpList:
 
 
 def behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """Return the kinds of ops that are written behind each op of a kind in a phase, for the units that have such ops."""
+    """Return the kinds of ops that are emitted after each op of a kind in a phase."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

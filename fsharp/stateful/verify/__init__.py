@@ -1,1 +1,1 @@
-"""What makes a schedule wrong. Knows what ops do to buffers, from their records, and nothing of how schedules are made."""
+"""The verifier of schedules. It reads the records of ops, and does not depend on the compiler."""

@@ -1,4 +1,4 @@
-"""Check: one pass of :func:`~fsharp.stateful.verify.verify.verify` over all ops; and which of them are over before which."""
+"""Check: one pass of :func:`~fsharp.stateful.verify.verify.verify` over all ops; HappensBefore: the order of ops in time."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
 
 class HappensBefore:
-    """Which ops are over when another one starts, by vector clocks. Positions of the step before are negative.
+    """The happens-before relation of ops, by vector clocks. Positions of ops of the previous step are negative.
 
-    Ops of one bucket are one: nothing of it starts before all that any of them waits for is over, and whoever waits for one
-    of them waits for all.
+    Ops of one bucket count as one op: it starts when all ops that any of them waits for are over, and an op that waits for one
+        of them waits for all.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
@@ -27,9 +27,9 @@ class HappensBefore:
         self._over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
 
     def _run(self, landed: int) -> tuple[list[list[int]], int]:
-        """Return for each op the last op of each stream that is over when it ends; and the last gather that compute knows of.
+        """Return for each op the last op of each stream that is over when the op ends, and the last gather awaited by compute.
 
-        ``landed`` is the last gather of the step before that is over when this step starts.
+        ``landed`` is the last gather of the previous step that is over when this step starts.
         """
         num, over = len(self.ops), list[list[int]]()
         on = [[landed if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
@@ -53,15 +53,15 @@ class HappensBefore:
         return over, on[_COMPUTE][_GATHER]
 
     def before(self, i: int, j: int) -> bool:
-        """Return whether op ``i``, of this step or the one before, is over when op ``j`` starts."""
+        """Return whether op ``i``, of this or the previous step, is over when op ``j`` starts."""
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
     def tail(self) -> list[int]:
-        """Return gathers of the step before that follow its last update, as positions before 0."""
+        """Return the gathers of the previous step after its last update, as negative positions."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried(self) -> dict[str, int]:
-        """Return the gather of the step before whose copy this step finds, by unit."""
+        """Return, by unit, the gather of the previous step whose full parameters this step uses."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:
@@ -77,7 +77,7 @@ def refusal(i: int, op: Op, what: str, expected: str, remedy: str = UNDO) -> Sch
 
 
 class Check:
-    """One pass over all ops; each sees what the ones before it have passed."""
+    """Base class of one pass over all ops. A pass runs only if earlier passes have found no error."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         self.order, self.policy, self.events = order, schedule.policy, schedule.program.events
@@ -85,18 +85,18 @@ class Check:
         self.facts = schedule.program.facts
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Check the next op, whose record is ``spec``, against what came before it."""
+        """Check the next op, whose record is ``spec``, against all earlier ops."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Check what has to hold after the last op."""
+        """Check the conditions that hold after the last op."""
 
     def position(self, i: int) -> int:
-        """Return the position of an op in the schedule; ops of the step before have negative numbers."""
+        """Return the position of an op in the schedule; ops of the previous step have negative numbers."""
         return i % len(self.order.ops)
 
     def unordered(self, i: int, op: Op, what: str, j: int) -> ScheduleError:
-        """Return the refusal of an op that has to be behind op ``j``, and is not."""
+        """Return the error for an op that has to come after op ``j``, but is not ordered."""
         j = self.position(j)
         what = f"{what} op {j}, {self.order.ops[j]}: nothing orders it after that."
         return refusal(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")

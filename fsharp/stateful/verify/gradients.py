@@ -1,4 +1,4 @@
-"""What :func:`~fsharp.stateful.verify.verify.verify` checks of gradients."""
+"""The checks of :func:`~fsharp.stateful.verify.verify.verify` that concern gradients."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from fsharp.stateful.verify.check import Check, HappensBefore, refusal
 
 
 class GradientCheck(Check):
-    """Each gradient is collected, reduced, added up and sent to the optimizer's place once, in this order."""
+    """Check that each gradient is collected, reduced, added and sent to the optimizer's place once, in this order."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -69,7 +69,7 @@ class GradientCheck(Check):
             self.waiting[op.unit] = i
 
     def _write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
-        """Note a change of a unit's gradient, unless what it should have been part of has left already."""
+        """Note a change of a unit's gradient. It is an error if the sum that should include the change was sent already."""
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
         for done in (*later, *sent):
             if done in self.done:
@@ -100,11 +100,11 @@ class GradientCheck(Check):
             self.waiting.pop(op.unit, None)
 
     def _reductions(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the ops that make the sum in the buffer that an op of ``spec`` frees."""
+        """Return the ops that compute the sum in the buffer that an op of ``spec`` frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return, in words, what is wrong with an op that takes a gradient away; empty if nothing is."""
+        """Return text about an error of an op that takes a gradient away; empty if there is no error."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
@@ -123,7 +123,7 @@ class GradientCheck(Check):
         return f"comes before the cast of use {due[min(missing)]}" if missing else ""
 
     def end(self) -> None:
-        """Check that all gradients have come to where they are wanted."""
+        """Check that all gradients have reached their places."""
         for (unit, number), due in self.due.items():
             for at in sorted(due.keys() - self.cast.get((unit, number), set())):
                 raise self._lost(at, unit, f"the gradient of use {due[at]} of {unit!r} is never cast.", "one cast of it")

@@ -11,7 +11,7 @@ from fsharp.stateful.verify.check import Check, HappensBefore, refusal
 
 
 class StateCheck(Check):
-    """Optimizer state that rests in host memory: on the device for its update, and back once after that."""
+    """Check that offloaded optimizer state is on the device for its update, and is copied back once afterwards."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -22,7 +22,7 @@ class StateCheck(Check):
         self.computed = -1  # the last op of compute
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow state to the device and back."""
+        """Follow the copies of state to the device and back."""
         if op.stream == "compute":
             self.computed = i
         if spec.fills == STATE:
@@ -63,7 +63,7 @@ class StateCheck(Check):
 
 
 class MemoryCheck(Check):
-    """No byte of the arena has two owners at a time. That each is filled, and freed, once was seen before."""
+    """Check that no byte of the arena has two owners at a time. Earlier checks have seen each buffer filled and freed once."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -88,7 +88,7 @@ class MemoryCheck(Check):
             self.owners.put(memory.start, memory.stop, (key, i))
 
     def _see_rest(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow where gradients rest: opened once, at the latest by the first op that puts something there, up to the end."""
+        """Check that the memory of each gradient at rest is opened once, at the latest by the first op that writes there."""
         facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
             if key in self.live:
@@ -101,7 +101,7 @@ class MemoryCheck(Check):
             raise refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
 
     def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Refuse an op that reads a buffer which nothing has filled. Gradients at rest are checked by ``GradientCheck``."""
+        """Raise an error for an op that reads an unfilled buffer. Gradients at rest are checked by ``GradientCheck``."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
             key, words = (buffer, op.unit), BUFFERS[buffer].words
@@ -149,7 +149,7 @@ class MemoryCheck(Check):
 
 
 class Limits(Check):
-    """What the policy allows: units that are resident, and reductions under way. A bucket counts as one."""
+    """Check the policy's limits of resident units and of reductions under way. A bucket counts as one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -160,7 +160,8 @@ class Limits(Check):
         self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
 
     def _changes(self) -> list[list[tuple[str, bool, int]]]:
-        """Return for each event ``(unit, is_use, change)``: of uses, or of what keeps the unit for its backward."""
+        """Return for each event triples ``(unit, is_use, change)``: the change of the unit's uses, or of its stays for a
+        backward."""
         result: list[list[tuple[str, bool, int]]] = [[] for _ in self.events]
         for unit, first, last in self.program.spans():
             result[first].append((unit, True, 1))

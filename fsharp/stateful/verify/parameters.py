@@ -1,4 +1,4 @@
-"""What :func:`~fsharp.stateful.verify.verify.verify` checks of parameters."""
+"""The checks of :func:`~fsharp.stateful.verify.verify.verify` that concern parameters."""
 
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
@@ -6,7 +6,7 @@ from fsharp.stateful.verify.check import Check, HappensBefore, refusal
 
 
 class ParameterCheck(Check):
-    """Full copies and updated parameters: there before they are used, of this step's values, gone after."""
+    """Check that full parameters are gathered before their use, have this step's values, and are released afterwards."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -116,7 +116,7 @@ class ParameterCheck(Check):
             raise refusal(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
 
     def end(self) -> None:
-        """Check that updated parameters are where they rest, and that no op follows a gather for the next step."""
+        """Check that updated parameters have reached their place, and that no op follows a gather for the next step."""
         self._check_spread()
         first = len(self.order.ops) + min(self.carried.values(), default=0)
         for i, op in enumerate(self.order.ops[first:], first):

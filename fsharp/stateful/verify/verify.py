@@ -1,7 +1,7 @@
-"""verify: refuse a schedule that would read too early, overwrite, leak, lose a gradient or count it twice.
+"""verify: find schedules that would read too early, overwrite, leak, lose a gradient or count it twice.
 
-It knows what ops do to buffers, from :mod:`fsharp.stateful.schedule.ops`, and nothing of how schedules are made. So a schedule
-that a person edited, or that a compiler with a bug wrote, is refused before it touches data.
+The verifier reads the effects of ops on buffers from :mod:`fsharp.stateful.schedule.ops`, and does not depend on the compiler.
+So a wrong schedule, edited by a person or written by a compiler with a bug, is refused before it touches data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,7 +116,7 @@ def _check_form(schedule: Schedule) -> None:
 
 
 def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:
-    """Check the ops of one collective: neighbours, at one event, along the same axes, of which none waits for another."""
+    """Check that the ops of a bucket are neighbours, at one event, with equal collectives, and do not wait for each other."""
     op, before = ops[i], ops[i - 1] if i else None
     mine = channel(op.spec, facts[op.unit])
     if mine is None:
