@@ -160,8 +160,7 @@ class Limits(Check):
         self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
 
     def _changes(self) -> list[list[tuple[str, bool, int]]]:
-        """Return for each event triples ``(unit, is_use, change)``: the change of the unit's uses, or of its stays for a
-        backward."""
+        """Return for each event triples ``(unit, is_use, change)``: a change of uses, or of stays for a backward."""
         result: list[list[tuple[str, bool, int]]] = [[] for _ in self.events]
         for unit, first, last in self.program.spans():
             result[first].append((unit, True, 1))
