@@ -1,11 +1,11 @@
-"""Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns.
+"""Transport: asynchronous collectives along one axis, into memory that the caller owns.
 
 [Note: packing]
-A *coalesced* collective is one of several buffers at once, each as if it had gone alone. The parts that go to one rank are
-copied next to each other, travel as one message, and are copied to where they belong when they are waited for. So every
-element is summed over the same ranks in the same order as alone, and any transport will do. The copies take a few microseconds
-a buffer, a collective some hundreds. What is packed lives until it is waited for: a gather takes what it fills once more, a
-reduction twice what it sends and scratch. A transport of messages need not pack: it sends one for each buffer.
+A *coalesced* collective moves several buffers at once. The parts for one rank are copied next to each other, travel as one
+message, and are copied to their places in the wait. So each element is summed over the same ranks in the same order as in a
+collective of its own, over any transport. The copies take a few microseconds for each buffer, a collective some hundreds.
+Packed memory lives until the wait: as many bytes as a gather fills, or twice the bytes that a reduction sends, and scratch. A
+transport of messages need not pack: it sends a message for each buffer.
 """
 
 from abc import ABC, abstractmethod
@@ -31,8 +31,8 @@ class Work:
     """A collective under way.
 
     Args:
-        then: waits for it, and does what is left to do; its result is the Work's.
-        result: that of a collective that is done.
+        then: function that waits for the collective and completes it; its result is the result of the Work.
+        result: the result of a collective that is done already.
     """
 
     __slots__ = ("_result", "_then")
@@ -41,7 +41,7 @@ class Work:
         self._then, self._result = then, result
 
     def wait(self) -> Any:
-        """Block until it is done, and finish it. Nothing to do after that; one that has failed fails again."""
+        """Block until the collective is done, and return its result. A failed collective raises its error again."""
         if self._then is not None:
             self._result = self._then()
             self._then = None
@@ -49,11 +49,11 @@ class Work:
 
 
 class SharedWork(Work):
-    """A Work that several threads may wait for: who comes second waits until the first has finished it.
+    """A Work for which several threads may wait: the first one completes it, all others wait for the first.
 
     Args:
-        first: what is under way.
-        then: finishes it, given its result.
+        first: the collective under way.
+        then: function that completes the collective, given its result.
     """
 
     __slots__ = ("_lock",)
@@ -63,23 +63,24 @@ class SharedWork(Work):
         self._lock = Lock()
 
     def wait(self) -> Any:
-        """Block until all of it is done."""
+        """Block until the collective is done and completed."""
         with self._lock:
             return super().wait()
 
     def each(self, num: int) -> list[Work]:
-        """A Work for each, of a result that is a list."""
+        """Return ``count`` Works, one for each item of the result, which is a list."""
         return [Work(lambda i=i: self.wait()[i]) for i in range(num)]  # type: ignore[misc]
 
 
 class Summand(NamedTuple):
-    """One buffer of this rank's that is summed over ranks.
+    """A buffer of this rank that is summed over ranks.
 
     Attributes:
         x: the buffer. A reduce_scatter along an axis of ``n`` ranks cuts ``x`` into ``n`` equal parts.
-        out: where the sum goes. None, for a reduce_scatter alone, leaves the sum where the transport has computed it.
-        scratch: as many bytes as :meth:`Transport.scratch_nbytes` says.
-        residual: what a format has lost of earlier summands, which is added to this one; overwritten. None: nothing is added.
+        out: memory for the sum. None, for a reduce_scatter only, leaves the sum in the memory in which the transport computes
+            it.
+        scratch: memory of :meth:`Transport.scratch_nbytes` bytes.
+        residual: encoding errors of earlier summands, which are added to this summand; overwritten. None: nothing is added.
     """
 
     x: torch.Tensor
@@ -89,15 +90,15 @@ class Summand(NamedTuple):
 
     @property
     def place(self) -> torch.Tensor:
-        """``out``, which an all_reduce has to have."""
+        """``out``, which an all_reduce requires."""
         assert self.out is not None, "an all_reduce needs a place for its result"
         return self.out
 
 
 class Transport(ABC):
-    """Collectives along an axis. Results are bit for bit those of the :class:`~fsharp.Comm` it is made from.
+    """Asynchronous collectives along an axis. Results have the bits of the :class:`~fsharp.Comm` from which it is made.
 
-    Several buffers that are given together, all of one dtype, are one collective: packed, unless :meth:`packs` says otherwise.
+    Several buffers of one dtype in one call are one collective: packed, unless :meth:`packs` returns False.
     """
 
     is_async = False
@@ -107,7 +108,7 @@ class Transport(ABC):
     groups: "ProcessGroups | None" = None
 
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
+        """Gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
         self._count("all_gather", axis, sum([x.nbytes for x in xs]))
         if len(xs) == 1 or not self.packs("all_gather", xs, 1):
             return self.gather_each(xs, outs, axis, label)
@@ -123,10 +124,11 @@ class Transport(ABC):
     def reduce_scatter(
         self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
     ) -> list[Work]:
-        """The sums over ranks of this rank's parts in ``dtype``, along an axis of ``n`` ranks, in one reduce_scatter.
+        """Sum this rank's part of each buffer over the ``n`` ranks along an axis, in ``dtype``, in one reduce_scatter.
 
         Returns:
-            A Work for each. Its result is the sum: ``out``, or a tensor that is valid until ``x`` or ``scratch`` is written to.
+            A Work for each summand. Its result is the sum: ``out``, or a tensor that is valid until a write to ``x`` or
+            ``scratch``.
         """
         xs = [each.x for each in summands]
         if self.counters:
@@ -148,12 +150,13 @@ class Transport(ABC):
         return self._shared(work, unpack).each(len(xs))
 
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
-        """The sums over ranks along an axis of ``n`` into ``out``, all of one dtype, in one all_reduce.
+        """Sum buffers of one dtype over the ``n`` ranks along an axis, into ``out``, in one all_reduce.
 
-        Packed, each takes a multiple of ``n`` elements of what travels, so as many bytes are sent as by each alone.
+        Packed buffers are padded to a multiple of ``n`` elements, so as many bytes are sent as by a collective for each buffer.
 
         Returns:
-            A Work for each, whose result is one more Work, for what is left to do once ``x`` and ``scratch`` are free.
+            A Work for each summand. Once it is done, ``x`` and ``scratch`` are free; its result is a second Work, which
+            completes ``out``.
         """
         xs, outs = [each.x for each in summands], [each.place for each in summands]
         sizes = [-(-x.numel() // n) * n for x in xs]
@@ -174,20 +177,20 @@ class Transport(ABC):
         return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
 
     def packs(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Whether several buffers, of which ``n`` parts are sent, are packed: alike on all ranks."""
+        """Return whether several buffers, each sent in ``n`` parts, are packed; the same answer on all ranks."""
         return True
 
     @abstractmethod
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Do :meth:`gather` without packing buffers. Each of ``xs`` may be this rank's part of its ``out``."""
+        """Run :meth:`gather` without packing. Each of ``xs`` may be this rank's part of its ``out``."""
 
     @abstractmethod
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Do :meth:`reduce_scatter` without packing buffers. Without ``out`` the buffer may be overwritten."""
+        """Run :meth:`reduce_scatter` without packing. Without ``out`` the buffer may be overwritten."""
 
     @abstractmethod
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Do :meth:`all_reduce` without packing buffers. ``out`` is other memory."""
+        """Run :meth:`all_reduce` without packing. ``out`` shares no memory with ``x``."""
 
     @abstractmethod
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
@@ -196,7 +199,7 @@ class Transport(ABC):
     def reduce_scatter_encoded(
         self, summands: Sequence[Summand], axis: str, n: int, wire: Format, facts: Sequence[Facts], *, label: str = ""
     ) -> list[Work]:
-        """Do :meth:`reduce_scatter` in one exchange of encoded parts. This rank decodes and adds the parts that it receives.
+        """Run :meth:`reduce_scatter` as one exchange of encoded parts. This rank decodes and adds the parts that it receives.
 
         Buffers are cut into ``n`` parts in whole blocks of ``wire``. The last parts are shorter if the split is uneven. ``out``
         has a full part; without ``out`` the sum replaces the first part of ``x``. Errors of the format have the buffer's facts.
@@ -220,7 +223,10 @@ class Transport(ABC):
         return self._shared(self.exchange(sent.view(-1), received.view(-1), axis, label), add).each(len(xs))
 
     def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
-        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather. What ``outs[i]`` is too short for is padding."""
+        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather.
+
+        Padding beyond the end of ``outs[i]`` is dropped.
+        """
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         cut = [(out, room[: len(out)]) for out, room in zip(outs, rooms, strict=True) if room is not out]
         work = self.gather(xs, rooms, axis, label)
@@ -241,29 +247,32 @@ class Transport(ABC):
         return shared
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``x``; ``apart``: ``out`` will have its dtype."""
+        """Return the bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``x``.
+
+        ``apart``: ``out`` has its dtype.
+        """
         return 0
 
     def make(self) -> None:
-        """Make the process groups, which all ranks do together."""
+        """Make the process groups. All ranks have to call this method together."""
         if self.groups is not None:
             self.groups.make()
 
     def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
-        """Call ``on_flight`` with each collective that begins in a thread of its own, from here on; None: nobody."""
+        """Call ``on_flight`` with each later collective that runs in a thread of its own; None ends that."""
 
 
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
-    """Fill what a message would: no version counter says that somebody has written there."""
+    """Copy into memory as a message would: without a change of version counters."""
     if outs:
         with _unsafe_preserve_version_counter(tuple([out for out in outs if not out.is_inference()])):
             torch._foreach_copy_(list(outs), list(xs))
 
 
 class ProcessGroups:
-    """Process groups of a scheduler's own, so that its gathers and its reductions do not wait for each other.
+    """The process groups of one scheduler, so that its gathers and its reductions do not wait for each other.
 
-    With ``separate=False`` they are the groups of the Comm.
+    With ``separate=False`` these are the groups of the Comm.
     """
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
@@ -271,7 +280,7 @@ class ProcessGroups:
         self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
 
     def make(self) -> None:
-        """Make those along all axes. Every rank has to, at one point; a rank that comes alone waits up to the limit."""
+        """Make the groups along all axes. All ranks have to call this; a rank that is alone waits up to the limit."""
         if self.separate:
             self.comm.watch.aborts.append(WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:
@@ -279,7 +288,7 @@ class ProcessGroups:
                     self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
-        """The group along an axis for one kind of collective.
+        """Return the group along an axis for one kind of collective.
 
         Raises:
             AgreementError: another rank has failed.
@@ -292,5 +301,5 @@ class ProcessGroups:
         return self._made[kind, axis]
 
     def abort(self) -> None:
-        """Have whatever is under way in them end in an error."""
+        """End all collectives under way in these groups with an error."""
         abort(list(self._made.values()), is_native=self.comm.is_native)

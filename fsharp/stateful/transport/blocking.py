@@ -1,4 +1,4 @@
-"""BlockingTransport: over any Comm. Collectives are done when the call returns."""
+"""BlockingTransport: collectives over any Comm, which are done when the call returns."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from fsharp.stateful.transport.base import Summand, Transport, Work
 
 
 class BlockingTransport(Transport):
-    """Any Comm, which counts and labels calls itself."""
+    """A Transport over any Comm. The Comm itself counts and labels calls."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm

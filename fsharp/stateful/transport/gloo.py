@@ -1,12 +1,12 @@
-"""GlooTransport: collectives over gloo, as asynchronous sends and receives from and to memory, with sums in order of rank.
+"""GlooTransport: collectives over gloo as asynchronous sends and receives, with sums in order of rank.
 
-Workers stand where a GPU has streams: one posts sends and receives, which may take as long as gloo is busy with earlier ones;
-one for each kind of collective waits for them and takes the sums. Every collective has a tag of its own, so it does not matter
-in which order their parts are posted; tags count alike on all ranks, which begin the same collectives in the same order.
+Workers take the place of streams. One worker posts sends and receives, which may block while gloo is busy with earlier ones.
+One worker for each kind of collective waits for messages and adds them. Every collective has a tag of its own, so its parts may
+be posted in any order. Tags are equal on all ranks, as all ranks begin the same collectives in the same order.
 
-What is to be summed arrives in chunks that fit a core's cache, two at a time: it is added while it is there, and takes little
-memory. Buffers that go together travel as a message each, all under one tag, unless they are so small that packing them costs
-less than messages do.
+Summands arrive in chunks that fit a core's cache, two at a time. A chunk is added while it is in the cache, and takes little
+memory. Buffers of one collective travel as a message each, all under one tag, unless they are so small that packing costs less
+than messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +29,12 @@ _WORTH_A_MESSAGE = 1 << 17
 
 
 class GlooTransport(Transport):
-    """Each rank sends every other its part and adds what arrives. All is asynchronous.
+    """A Transport over gloo: each rank sends every other rank its part, and adds the parts that arrive, asynchronously.
 
     Args:
         comm: the ranks.
-        groups: to send in.
-        counters: count collectives.
+        groups: process groups for the messages.
+        counters: counters of collectives.
     """
 
     is_async = True
@@ -46,22 +46,22 @@ class GlooTransport(Transport):
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
     def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
-        """Call ``on_flight`` with each collective that begins from here on; None: nobody."""
+        """Call ``on_flight`` with each later collective; None ends that."""
         self._on_flight = on_flight
 
     def packs(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Whether parts of buffers are not worth messages of their own."""
+        """Return whether parts of buffers are too small for messages of their own."""
         return op == "all_reduce" or sum([x.nbytes for x in xs]) < _WORTH_A_MESSAGE * n * len(xs)
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """The parts land in ``outs``."""
+        """Gather by messages straight into ``outs``."""
         rows = [self._parts_around(x, out, axis) for x, out in zip(xs, outs, strict=True)]
         mine, call = self.comm.mesh.coord(axis, self.comm.rank), self._begin(label, "all_gather", xs, axis)
         work = self._swap("gather", [[row[mine]] * len(row) for row in rows], rows, axis, call)
         return self._shared(work, _same) if len(xs) > 1 else work
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Without ``out`` the result is where this rank's part was, if that has the dtype."""
+        """Sum by messages. Without ``out`` the sum replaces this rank's part, if the part has the dtype of the sum."""
         rows, results = zip(*[self._parts_to(each, axis, dtype) for each in summands], strict=True)
         call = self._begin(label, "reduce_scatter", [each.x for each in summands], axis)
         if len(summands) == 1:
@@ -69,7 +69,7 @@ class GlooTransport(Transport):
         return self._shared(self._reduce(rows, results, axis, summands, call, lambda: results), _same).each(len(summands))
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Reduces each rank's part, then gathers the parts, of which the last ones may be shorter."""
+        """Reduce each rank's part, then gather the parts; the last parts may be shorter."""
         x, out = summands[0].x, summands[0].place
         call = self._begin(label, "all_reduce", [x], axis)
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
@@ -80,7 +80,7 @@ class GlooTransport(Transport):
         return [self._reduce([parts], [results[mine]], axis, summands, call, share)]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """The parts of others land in ``out``."""
+        """Exchange parts by messages, straight into ``out``."""
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
@@ -91,7 +91,7 @@ class GlooTransport(Transport):
         return self.comm.watch.begin(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
 
     def _parts_around(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> list[torch.Tensor]:
-        """Each rank's part of what is gathered, this rank's filled."""
+        """Return each rank's part of the gathered buffers, with this rank's part filled."""
         parts = list(out.view(self.comm.mesh.axis_size(axis), -1))
         mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
         if x.data_ptr() != mine.data_ptr():
@@ -99,7 +99,7 @@ class GlooTransport(Transport):
         return parts
 
     def _parts_to(self, one: Summand, axis: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Each rank's part of what is reduced, and where this rank's sum goes."""
+        """Return each rank's part of the reduced buffers, and the memory for this rank's sum."""
         parts = list(one.x.view(self.comm.mesh.axis_size(axis), -1))
         if one.out is not None:
             return parts, one.out
@@ -180,7 +180,7 @@ class GlooTransport(Transport):
         return self._fly("reduce", post, finish, call)
 
     def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: WatchedCall) -> Work:
-        """Have one worker post, and hand what it has posted to another one that finishes."""
+        """Run a collective on two workers: one posts the messages, and hands them to another one, which completes them."""
         flight, poster, finisher = InFlight(call), self._crew["posts"], self._crew[kind]
         if self._on_flight is not None:
             self._on_flight(flight)
@@ -197,7 +197,7 @@ class GlooTransport(Transport):
         return Work(then=flight.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """Two chunks from each of the others, or all of a part that is no larger than one."""
+        """Return the bytes of two chunks from each other rank, or of the whole part if it is no larger than a chunk."""
         n = self.comm.mesh.axis_size(axis)
         part, chunk = -(-numel // n), _CHUNK // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
@@ -208,12 +208,12 @@ def _same(result: Any) -> Any:
 
 
 def _chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
-    """In chunks of as many elements as ``like`` has in its own."""
+    """Cut a tensor into chunks with as many elements as ``like`` has in a chunk."""
     return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
 
 
 def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:
-    """Whom to send to and whom to receive from, each round another pair."""
+    """Yield ``(receiver, sender)``: in each round the rank to send to, and the rank to receive from."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
 
@@ -227,7 +227,7 @@ def _receive(messages: Messages, x: torch.Tensor, source: int) -> list[Any]:
 
 
 def add(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """``((s0 + s1) + s2) + ...`` in the dtype of ``out``, which may be one of them."""
+    """Write ``((s0 + s1) + s2) + ...`` to ``out``, in its dtype. ``out`` may be one of the summands."""
     if summands[0].dtype == out.dtype and len(summands) == 2:
         torch.add(summands[0], summands[1], out=out)
         return

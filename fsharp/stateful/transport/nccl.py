@@ -1,4 +1,4 @@
-"""NcclTransport: a backend's own collectives, on CUDA streams."""
+"""NcclTransport: the collectives of NCCL, or of another device backend, on CUDA streams."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class NcclTransport(Transport):
-    """A backend's own collectives, issued on the current CUDA stream: a Work is done as far as the host is concerned.
+    """A Transport that issues a backend's collectives on the current CUDA stream. The host never blocks for a Work.
 
     The backend sums in the dtype that travels.
     """
@@ -25,12 +25,12 @@ class NcclTransport(Transport):
         self.comm, self.groups, self.counters = comm, groups, counters
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """In place if ``x`` is part of ``out``."""
+        """Gather, in place if ``x`` is part of ``out``."""
         _all_gather(outs[0].view(torch.uint8), xs[0].view(torch.uint8), group=self.groups("gather", axis))
         return Work()
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Cast sums to ``dtype``."""
+        """Sum by the backend, and cast sums to ``dtype``."""
         x, out = summands[0].x, summands[0].out
         part = x.view(self.comm.mesh.axis_size(axis), -1)[self.comm.mesh.coord(axis, self.comm.rank)]
         target = out if out is not None and out.dtype == x.dtype else part
@@ -40,7 +40,7 @@ class NcclTransport(Transport):
         return [Work(result=out if target is out else out.copy_(target))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Cast sums to the dtype of ``out``."""
+        """Sum by the backend, and cast sums to the dtype of ``out``."""
         x, out = summands[0].x, summands[0].place
         target = out if out.dtype == x.dtype else summands[0].scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))

@@ -1,4 +1,4 @@
-"""Lanes: the streams beside compute: for gathers, for reductions, and to and from the host; on a CPU, none."""
+"""Lanes: the streams beside compute, for gathers, reductions and host copies. A CPU has no lanes."""
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -13,62 +13,62 @@ _HERE = nullcontext()
 
 
 class LaneRecorder(Protocol):
-    """Who wants to know when an op ran on a lane."""
+    """Protocol of an object that measures when ops run on lanes."""
 
     lane_marks: list[tuple[Any, Any]]
 
     def mark(self) -> Any:
-        """Now, on the current stream."""
+        """Return a mark of the present time on the current stream."""
 
 
 class Lanes:
-    """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
+    """The lanes of a host without streams, which do nothing: the host orders ops by waiting for asynchronous collectives."""
 
     _recorder: "LaneRecorder | None" = None
     has_streams = False
 
     def tell(self, recorder: "LaneRecorder | None") -> None:
-        """Tell a recorder when ops run on lanes, from here on; None: nobody."""
+        """Tell a recorder when later ops run on lanes; None ends that."""
         self._recorder = recorder
 
     def current(self) -> Hashable:
-        """The stream that the caller is on."""
+        """Return the current stream of the caller."""
         return None
 
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
         """Run an op on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after other ops.
 
-        It ``begins`` with what compute has made until now, or reads nothing of that.
+        With ``begins`` the op also waits for all work of compute so far.
         """
         return _HERE
 
     def join(self, after: Sequence[Key]) -> None:
-        """Compute waits for ops on other lanes."""
+        """Make compute wait for ops on other lanes."""
 
     def join_all(self, *names: str) -> None:
-        """Compute waits for all that the lanes of these names have been given."""
+        """Make compute wait for all work on the lanes of these names."""
 
     def synchronize(self, op: Key) -> None:
-        """The host waits for an op."""
+        """Block the host until an op is over."""
 
     def keep(self, x: torch.Tensor) -> None:
-        """Nobody gets the memory of a tensor that is freed, before what this lane has been given so far is over."""
+        """Keep the memory of a freed tensor until all present work of this lane is over (``record_stream``)."""
 
     def follow(self, plan: Any, number: int) -> None:
-        """Keep the events of a plan's ops, whose keys begin with ``number``, as long as the plan lives."""
+        """Keep the events of a plan's ops, whose keys begin with ``number``, while the plan lives."""
 
     def forget(self) -> None:
-        """Wait from here on for nothing that lanes have been given so far: it is over, or belongs to a captured graph."""
+        """Drop all events of lanes: their work is over, or belongs to a captured graph."""
 
 
 class DeviceLanes(Lanes):
-    """Streams of one scheduler on an accelerator, which all its units share. Ordered by events: the host waits for none.
+    """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for them.
 
-    Most memory on a lane is the scheduler's own and outlives the lane's work. Of memory that a user may free while a lane works
-    on it, as that of a state, :meth:`keep` tells the allocator.
+    Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as a state,
+    while a lane works on it: :meth:`keep` tells the allocator.
 
     Args:
-        device: of the streams.
+        device: device of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class DeviceLanes(Lanes):
     has_streams = True
 
     def current(self) -> Hashable:
-        """The device's current stream."""
+        """Return the device's current stream."""
         return torch.accelerator.current_stream(self.device)
 
     def _wait_for(self, stream: torch.Stream, ops: Sequence[Key]) -> None:
@@ -91,7 +91,7 @@ class DeviceLanes(Lanes):
 
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
-        """On the lane's stream, after what compute has been given so far if it reads that, and after the given ops."""
+        """Run an op on the lane's stream, after the given ops, and with ``begins`` after all work of compute so far."""
         if name not in self.streams:
             # What ranks wait for goes first: the kernel of a collective is small, and would queue behind those of compute.
             self.streams[name] = torch.Stream(self.device, priority=0 if name == "host" else -1)
@@ -109,12 +109,12 @@ class DeviceLanes(Lanes):
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 
     def join(self, after: Sequence[Key]) -> None:
-        """The current stream waits for the events of these ops."""
+        """Make the current stream wait for the events of these ops."""
         if after:
             self._wait_for(torch.accelerator.current_stream(self.device), after)
 
     def join_all(self, *names: str) -> None:
-        """The current stream waits for those that have been given something: no other may be a part of a capture."""
+        """Make the current stream wait for all lanes with work. Lanes without work may not become part of a capture."""
         for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
@@ -126,20 +126,20 @@ class DeviceLanes(Lanes):
             each.synchronize()
 
     def follow(self, plan: Any, number: int) -> None:
-        """Drop its events with it: an eager step has a plan of its own."""
+        """Drop the events of a plan with the plan, as each eager step has a plan of its own."""
         weakref.finalize(plan, self._events.pop, number, None).atexit = False
 
     def forget(self) -> None:
-        """Drop all events, and what was noted of lanes."""
+        """Drop all events, and all notes about lanes."""
         self._events.clear()
         self._given.clear()
 
     def keep(self, x: torch.Tensor) -> None:
-        """Of device memory the allocator is told; pinned memory's own looks at what copies it."""
+        """Call ``record_stream`` for device memory. The allocator of pinned memory tracks copies by itself."""
         if x.device.type != "cpu":
             x.record_stream(torch.accelerator.current_stream(self.device))
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    """Return streams where the device of the buffers has them; on a CPU, a host without."""
+    """Return the lanes for the device of the buffers: streams, or on a CPU lanes that do nothing."""
     return Lanes() if device.type == "cpu" else DeviceLanes(device)

@@ -1,4 +1,4 @@
-"""One unit in a step: its full parameters, its gradient, its update, its state in host memory, and the memory of each.
+"""One unit in a step: its full parameters, gradient, update, state in host memory, and the memory of each.
 
-Reads ``schedule`` and ``transport``; knows no events and no autograd.
+Imports ``schedule`` and ``transport``; has no code for events and autograd.
 """

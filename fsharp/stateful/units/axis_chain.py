@@ -1,4 +1,4 @@
-"""AxisChain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
+"""AxisChain: the collectives, along one axis after another, that reduce a flat gradient from one place to the next."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,10 +16,10 @@ Pieces = list[tuple[int, torch.dtype]]
 
 
 class AxisCollective(NamedTuple):
-    """One collective.
+    """A collective of a chain.
 
     Attributes:
-        op: ``"reduce_scatter"`` or ``"all_reduce"``; where summands are encoded ``"all_to_all"`` and ``"all_gather"``.
+        op: ``"reduce_scatter"`` or ``"all_reduce"``; for encoded summands ``"all_to_all"`` or ``"all_gather"``.
     """
 
     op: str
@@ -28,15 +28,15 @@ class AxisCollective(NamedTuple):
 
 
 class AxisChain:
-    """Take a buffer of ``size`` elements through collectives, stage by stage.
+    """A chain of collectives that reduces a buffer of ``size`` elements, stage by stage.
 
     Data travel in the wire's format; results have the accumulation dtype. On a host without streams every stage but the last
     blocks. The Work of the last stage is returned. With an encoded wire an ``all_to_all`` stands for a ``reduce_scatter``:
     each rank decodes and adds the parts it receives. An ``all_to_all``, then an ``all_gather`` of sums, is an ``all_reduce``.
 
     Attributes:
-        has_target: whether the result always goes to a place of its own.
-        sent: for each stage, the dtype of what goes in.
+        has_target: whether the result always goes to memory of its own.
+        sent: for each stage, the dtype of its input.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AxisChain:
         self.sent = [dtypes.sent_along(each.axis) if is_summing else dtypes.accumulate for each, is_summing in pairs]
 
     def sizes(self) -> list[int]:
-        """Elements that come out of each stage."""
+        """Number of elements in the output of each stage."""
         result, size, whole = [], self.size, self.size
         for stage in self.stages:
             if stage.op == "reduce_scatter":
@@ -70,7 +70,7 @@ class AxisChain:
         return result
 
     def pieces(self) -> Pieces:
-        """The memory it works in: scratch of each stage, and what lies between two of them."""
+        """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
         result: Pieces = []
         size = self.size
         accumulate = self.dtypes.accumulate
@@ -87,17 +87,17 @@ class AxisChain:
 
     @property
     def first(self) -> torch.dtype:
-        """The dtype of what goes in; of a chain without stages that of what comes out."""
+        """The dtype of the chain's input; for a chain without stages the dtype of its output."""
         return self.sent[0] if self.sent else self.dtypes.accumulate
 
     @property
     def casts_first(self) -> bool:
-        """Whether what goes in is of another dtype than what comes out."""
+        """Whether the dtypes of the chain's input and output differ."""
         return self.first != self.dtypes.accumulate
 
     @property
     def casts_last(self) -> bool:
-        """Whether the last stage gets another dtype than comes out of it."""
+        """Whether the dtypes of the last stage's input and output differ."""
         return bool(self.sent) and self.sent[-1] != self.dtypes.accumulate
 
 
@@ -109,13 +109,13 @@ def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
 
 
 class ChainInput(NamedTuple):
-    """A buffer that is about to go through a chain.
+    """A buffer to reduce by a chain.
 
     Attributes:
         x: the buffer, in the dtype :attr:`AxisChain.first`.
-        out: where the result goes; None leaves it in the memory of the last stage.
-        memory: tensors for :meth:`AxisChain.pieces`.
-        residuals: by axis, what formats have lost of earlier buffers; overwritten.
+        out: memory for the result; None leaves the result in the memory of the last stage.
+        memory: the tensors that :meth:`AxisChain.pieces` asks for.
+        residuals: by axis, encoding errors of earlier buffers; overwritten.
     """
 
     chain: AxisChain
@@ -126,7 +126,7 @@ class ChainInput(NamedTuple):
 
 
 def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
-    """Begin to reduce each by itself, or all in the same collectives, if stages and dtypes agree. Return the last Works."""
+    """Begin to reduce buffers, in the same collectives if stages and dtypes are equal. Return the Works of the last stage."""
     if as_one:
         return _reduce(legs, transport, label)
     works = []
@@ -175,9 +175,9 @@ Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
 def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
-    """Gather along one axis after another, each buffer by itself, or all, of one dtype, in the same collectives.
+    """Begin to gather buffers along one axis after another; buffers of one dtype share collectives.
 
-    All collectives but the last block on a host without streams. All buffers have to wait for the Works that are returned.
+    All collectives but the last block on a host without streams. The buffers are filled once the returned Works are done.
     """
     together = [(moves, label)] if as_one and moves else [([move], f"{label} group {i}") for i, move in enumerate(moves)]
     works = []
@@ -194,5 +194,5 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
 
 
 def nbytes_of(pieces: Pieces) -> int:
-    """Bytes of a run of memory that holds the pieces, each on an aligned boundary."""
+    """Return the bytes of memory for the pieces, each on an aligned boundary."""
     return sum(aligned(numel * dtype.itemsize) for numel, dtype in pieces)

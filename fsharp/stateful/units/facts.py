@@ -1,4 +1,4 @@
-"""The facts of a unit that a schedule has to know, from its layout."""
+"""The facts of a unit that a schedule needs, from the unit's layout."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,10 +16,11 @@ from fsharp.stateful.units.unit_state import UnitState
 def facts_of(
     unit: UnitState, policy: SchedulePolicy, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool
 ) -> UnitFacts:
-    """Return the bytes that a unit's copy and gradient take in a schedule, and the collectives of each move.
+    """Return the bytes of a unit's full parameters and gradient in a schedule, and the collectives of each move.
 
-    Whether it is ``trained``, the step says: of two trees of one layout one may be evaluated alone. ``several_uses``: in some
-    microbatch, each with a gradient. ``several_microbatches``: their gradients are added.
+    ``trained``: whether the step has a gradient of the unit; a second tree of the layout may be evaluated without gradients.
+    ``several_uses``: whether some microbatch has several uses with gradients. ``several_microbatches``: whether gradients of
+    microbatches are added.
     """
     layout = unit.layout
     params = layout.strategy.params
@@ -44,7 +45,7 @@ def facts_of(
 
 
 def _wire(unit: UnitLayout) -> str | None:
-    """The dtypes that all groups of a unit have in common; None if they differ."""
+    """Return the dtypes on the wire that all groups of a unit share; None if they differ."""
     found = {group.dtypes for group in unit.groups}
     return " ".join(found.pop().names) if len(found) == 1 else None
 

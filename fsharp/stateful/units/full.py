@@ -1,4 +1,4 @@
-"""A unit's full parameters at one address, and the leaves that functions get of them.
+"""A unit's full parameters at one address, and the leaves that functions get.
 
 [Note: aliases]
 Autograd saves the leaves that a function used, and compares their version counters in the backward. Between forward and
@@ -22,12 +22,12 @@ from fsharp.stateful.units.handed_out import HandedOut
 
 
 class LeafIndex:
-    """Where each leaf of a unit's subtree is found.
+    """The positions of the leaves of a unit's subtree.
 
     Attributes:
         stored: leaves that this unit stores, in tree order.
-        trainable: positions in ``stored`` of those that have gradients.
-        position: path to position in ``stored``.
+        trainable: positions in ``stored`` of the leaves with gradients.
+        position: positions in ``stored``, by path.
     """
 
     def __init__(self, unit: UnitLayout) -> None:
@@ -38,14 +38,14 @@ class LeafIndex:
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def tree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]) -> Any:
-        """The unit's subtree.
+        """Return the unit's subtree.
 
         Args:
-            own: the tensors of its stored leaves.
+            own: the tensors of the unit's stored leaves.
             leaves: for each unit of the call, its index and the tensors of its stored leaves.
 
         Raises:
-            TreeError: a leaf is tied to one of a unit that is not in the call.
+            TreeError: a leaf is tied to a leaf of a unit that is not in the call.
         """
         if self._is_untied:
             return self.unit.spec.unflatten(own)
@@ -59,7 +59,7 @@ class LeafIndex:
         return own if self._is_untied else optree.tree_leaves(self.tree(own, leaves))
 
     def views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
-        """The given leaves in full flat buffers, by group.
+        """Return leaves as views of full flat buffers, which are given by group.
 
         Raises:
             TreeError: a buffer is not contiguous.
@@ -73,7 +73,7 @@ class LeafIndex:
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
 
     def gaps(self, group: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a full flat buffer that belong to no leaf."""
+        """Return the parts of a full flat buffer that belong to no leaf: padding."""
         result, end = [], 0
         for leaf in self.unit.leaves_of(group):
             if leaf.offset > end:
@@ -84,7 +84,7 @@ class LeafIndex:
 
 @cache
 def leaf_index(unit: UnitLayout) -> LeafIndex:
-    """The index of a unit; made once."""
+    """Return the index of a unit, which is made once."""
     return LeafIndex(unit)
 
 
@@ -95,7 +95,7 @@ Planes = tuple[Sequence[torch.Tensor], torch.Tensor]
 
 
 def alias(flat: torch.Tensor) -> torch.Tensor:
-    """A tensor with the memory of ``flat`` and a version counter of its own; see [Note: aliases]."""
+    """Return a tensor with the memory of ``flat`` and a version counter of its own; see [Note: aliases]."""
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return empty.set_(flat.untyped_storage(), flat.storage_offset(), flat.size(), flat.stride())
 
@@ -105,12 +105,13 @@ RELEASED = 2**31
 
 
 class FullUnit:
-    """Full parameters of a unit at one address.
+    """The full parameters of a unit at one address.
 
     Args:
         unit: the layout.
         flats: one full buffer for each group.
-        stored: by group whose leaves are of a class of their own, the planes of the full buffer and the scales of leaves.
+        stored: for each group whose leaves have a tensor class of their own, the planes of the full buffer and the scales of
+            leaves.
     """
 
     __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "index")
@@ -129,7 +130,7 @@ class FullUnit:
         self._version = 0
 
     def leaves(self) -> list[torch.Tensor]:
-        """The stored leaves, new aliases each time."""
+        """Return the stored leaves, as new aliases in each call."""
         found = list(map(torch.Tensor.detach, self._leaves))
         for position in self._classed:
             found.insert(position, self.hand_out(position))
@@ -137,20 +138,20 @@ class FullUnit:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The memory of all leaves, where these are not at rest."""
+        """The memory of all leaves, if they are not at rest."""
         scales = [part.scales for _, part in self._classed.values()]
         return (scales or self.flats)[0].untyped_storage()
 
     @torch.inference_mode(False)  # what inference makes may not be emptied later
     def hand_out(self, position: int) -> torch.Tensor:
-        """Return a new tensor of the stored leaf at a position, whose class is its own."""
+        """Return a new tensor for the stored leaf at a position, in the leaf's own tensor class."""
         cls, part = self._classed[position]
         tensor = cls.make(part)
         self._handed_out.append(HandedOut(tensor, part.path, cls, self.storage.data_ptr()))
         return tensor
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Take the memory of a leaf from this alias, too, whenever :meth:`withdraw` is called."""
+        """Register another alias of a leaf, so that :meth:`withdraw` takes the memory from it as well."""
         plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
         paths = {leaf.data_ptr(): path for leaf, path in zip(self._leaves, plain, strict=True)}
         path = paths.get(tensor.data_ptr(), self.index.unit.name)
@@ -158,22 +159,22 @@ class FullUnit:
 
     @property
     def has_classes(self) -> bool:
-        """Whether leaves are of a class of their own."""
+        """Whether leaves have a tensor class of their own."""
         return bool(self._classed)
 
     def has_handed_out(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a leaf of a class of its own that was handed out, or an alias of one."""
+        """Return whether a tensor is a handed-out leaf with a tensor class of its own, or an alias of such a leaf."""
         return self.has_classes and any(each.is_inside(tensor) for each in self._handed_out)
 
     def withdraw(self) -> list[HandedOut]:
-        """Take the memory from what was handed out, and return what somebody holds of it."""
+        """Take the memory from all handed-out leaves, and return the leaves that callers still hold."""
         alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
         for each in alive:
             each.empty()
         return alive
 
     def take_over(self, handed_out: list[HandedOut]) -> None:
-        """Give memory to what was handed out for the same values in other memory."""
+        """Give memory to leaves that were handed out for the same values at another address."""
         self._handed_out = handed_out
         for each in handed_out:
             each.give(self.storage)
@@ -183,20 +184,20 @@ class FullUnit:
         return self.leaves()[self.index.position[path]]
 
     def versions(self) -> list[int]:
-        """Return the numbers of writes: to leaves of each plain group, then to each handed-out leaf of a class of its own."""
+        """Return version counters: of each plain group's leaves, then of handed-out leaves with a tensor class of their own."""
         found = list(map(_version_of, self._aliases))
         return [*found, *(each.version for each in self._handed_out)] if self._classed else found
 
     def is_written_since(self, versions: list[int]) -> bool:
-        """Whether leaves have been written to since they had these versions."""
+        """Return whether leaves were written to since they had these versions."""
         now = self.versions()
         return now != versions and any(a != b and -1 not in (a, b) for a, b in zip(now, versions, strict=False))
 
     def set_version(self, version: int) -> None:
-        """Set the version of all leaves that were handed out. Autograd refuses a leaf that it saved at another version.
+        """Set the version counter of all handed-out leaves. Autograd refuses leaves that it saved at another version.
 
-        Autograd knows no version of leaves of a class of their own. Their memory is taken from them and from their aliases;
-        :meth:`attach` gives it back to those of the same version.
+        Leaves with a tensor class of their own have no version that autograd checks. So their memory is taken from them and
+        from their aliases. :meth:`attach` gives the memory back to leaves of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
@@ -208,14 +209,14 @@ class FullUnit:
             self._version = version
 
     def attach(self) -> None:
-        """Give leaves of a class of their own their memory back, which is filled."""
+        """Give the filled memory back to leaves with a tensor class of their own."""
         for each in self._handed_out:
             each.give(self.storage)
             each.derive()
 
 
 def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Flat tensors of the given numbers of elements and dtypes, one behind the other in a run of bytes."""
+    """Return flat tensors of the given sizes and dtypes, one after another in a run of bytes."""
     result, start = [], 0
     for numel, dtype in sizes:
         piece = memory[start : start + numel * dtype.itemsize]
@@ -229,12 +230,12 @@ ALIGNMENT = 128
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment."""
+    """Return ``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Elements and dtype of each group's full buffer as functions use it."""
+    """Return number of elements and dtype of each group's full buffer, as functions use it."""
     return [
         (group.size, group.dtypes.compute) if i not in unit.leaf_classes else (planes_nbytes(unit, i), torch.uint8)
         for i, group in enumerate(unit.groups)
@@ -242,7 +243,7 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 
 def planes_nbytes(unit: UnitLayout, group: int) -> int:
-    """Bytes of the planes of a full buffer, one behind the other; 0 if one plane is used where it is gathered."""
+    """Return the bytes of the planes of a full buffer; 0 if its only plane is used where it is gathered."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]
@@ -271,13 +272,13 @@ def full_unit(unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[
 
 
 def decode_unit(unit: UnitLayout, full: FullUnit, stored: Sequence[torch.Tensor], rank: int) -> None:
-    """Decode what was gathered of groups whose format is not plain, to where functions use it.
+    """Decode the gathered buffers of groups with a format, into the buffers that functions use.
 
     Args:
         unit: the layout.
-        full: its full parameters.
+        full: the unit's full parameters.
         stored: for each group the full buffer as it is gathered.
-        rank: of this process.
+        rank: rank of this process.
     """
     for g, flat, data in zip(unit.all_groups, full.flats, stored, strict=True):
         if g not in unit.leaf_classes and data is not flat:
@@ -293,18 +294,18 @@ def decode_unit(unit: UnitLayout, full: FullUnit, stored: Sequence[torch.Tensor]
 
 
 def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Numbers and dtype of each group's full buffer as it is stored, of groups whose format is not plain."""
+    """Return number of elements and dtype of each stored full buffer, for groups whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
     return [(unit.stored_size(i, unit.strategy.full), each.dtype) for i, each in enumerate(formats) if each is not None]
 
 
 def full_nbytes(unit: UnitLayout) -> int:
-    """Bytes of a unit's full parameters, stored and as functions use them, each group on an aligned boundary."""
+    """Return the bytes of a unit's full parameters, stored and decoded, each group on an aligned boundary."""
     return sum(aligned(numel * dtype.itemsize) for numel, dtype in (*full_sizes(unit), *stored_sizes(unit)))
 
 
 def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:
-    """What each gather along ``axes`` fills: the whole buffer last, before it this rank's part of that, and so on."""
+    """Return the buffer that each gather along ``axes`` fills: the last fills the whole buffer, earlier ones parts of it."""
     outs = [buffer]
     for axis in reversed(axes[1:]):
         part = len(outs[0]) // unit.mesh.axis_size(axis)

@@ -1,4 +1,4 @@
-"""The gradient of one unit: how far it has come in this step on its way to the optimizer's place."""
+"""GradientBuffer: the gradient of one unit in a step, from its backward to the optimizer's place."""
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
 
 class GradientPhase(IntEnum):
-    """How far a gradient has come in a step."""
+    """The phases of a gradient in a step."""
 
     NONE = auto()
     COLLECTING = auto()
@@ -41,12 +41,12 @@ class GradientBuffer:
     """The gradient of one unit in the step that is under way.
 
     Attributes:
-        route: what is the same in every step.
-        rest: where it rests between microbatches.
-        num_added: gradients of microbatches that have been added where it rests.
-        found: a bit for each leaf, whether a backward of this step has come to it on this rank.
-        block: what is collected in this microbatch, if that is not added at once where it rests.
-        is_under_way: whether :meth:`join` has something to wait for.
+        route: stages and memory, which are equal in every step.
+        rest: the buffers in which the gradient rests between microbatches.
+        num_added: number of microbatches whose gradients were added at rest.
+        found: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
+        block: the gradient collected in this microbatch; None if it is added at rest directly.
+        is_under_way: whether :meth:`join` has to wait.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -72,11 +72,11 @@ class GradientBuffer:
         self.phase = phase
 
     def begin_step(self) -> None:
-        """A new step: the place in the arena is not the gradient's yet."""
+        """Begin a step, without memory in the arena yet."""
         self._is_open = False
 
     def renew(self, place: RestingGradient | None) -> None:
-        """A new gradient: whatever rests is of the one before. The schedule has room for it at ``place``, once it is opened."""
+        """Begin a new gradient, and disregard the old one. The schedule has memory for it at ``place``, after :meth:`open`."""
         if self.is_under_way:
             self.join()
         if self.rest.shown:
@@ -94,13 +94,13 @@ class GradientBuffer:
         self._tails.clear()
 
     def open(self) -> None:
-        """From here on it rests where the schedule has room for it."""
+        """Let the gradient rest in its memory of the schedule from now on."""
         assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
         if self._place is not None:
             self.rest, self._is_open = self._place, True
 
     def leave_arena(self) -> bool:
-        """The arena is wanted for something else: have memory of its own. False if somebody has a view, which has to stay."""
+        """Move the gradient out of the arena, into memory of its own. Return False if a caller's view prevents this."""
         self._place, self._is_open = None, False
         if self.rest.in_arena:
             if not self.rest.move_to(self._own):
@@ -109,12 +109,12 @@ class GradientBuffer:
         return True
 
     def go_home(self) -> None:
-        """Have nothing in the arena any more: the step is over."""
+        """Leave the arena at the end of the step."""
         self.copy_out()
         self.rest, self._place, self._is_open = self._own, None, False
 
     def copy_out(self) -> None:
-        """Give what callers hold of the arena memory of its own."""
+        """Give tensors in the arena that callers hold memory of their own."""
         if not self.rest.in_arena or not self.rest.shown:
             return
         if not self.rest.is_held:
@@ -128,31 +128,34 @@ class GradientBuffer:
                 )
 
     def abandon(self, refuse: Callable[[], None]) -> None:
-        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed."""
+        """Abandon work under way after the scheduler was closed.
+
+        The memory stays reserved, as collectives may still write to it.
+        """
         self._deferred = refuse if self.is_under_way else None
         self._works, self._tails, self.block = [], [], None
         self.rest = self._own
 
     def ignore(self, paths: Collection[str]) -> None:
-        """Count later contributions to the leaves at these paths in the user's tree as zero."""
+        """Treat later gradients of the leaves at these paths in the user's tree as zero."""
         self._ignored.clear()
         if paths:
             leaves = enumerate(self.route.leaves)
             self._ignored |= {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
 
     def feed_back(self, residuals: Mapping[int, ByAxis]) -> None:
-        """Have reductions add to gradients what formats have lost of earlier ones, by group and axis, and overwrite that."""
+        """Pass residuals to reductions, by group and axis: they are added to gradients, and overwritten."""
         self._residuals = residuals
 
     def collect_in(self, block: OutgoingBlock) -> None:
-        """Go on with what was collected so far in another block."""
+        """Continue to collect in another block, to which the collected gradient is moved."""
         if self.block is not None:
             for target, source in zip(block.collected, self.block.collected, strict=True):
                 target.copy_(source)
         self.block = block
 
     def cast(self, grads: Grads, block: OutgoingBlock | None, *, first: bool) -> None:
-        """Put what a use contributes into a block, or where the gradient rests. ``first``: of this microbatch, to the block."""
+        """Write a use's gradients to a block, or to the gradient at rest. ``first``: the first write of this microbatch."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         is_complete = True
@@ -199,9 +202,9 @@ class GradientBuffer:
         )
 
     def reduce(self, block: OutgoingBlock, *, direct: bool) -> list[ChainInput]:
-        """Begin the reduction of a microbatch's gradient in ``block``; return a chain's input and output for each group.
+        """Return the chain inputs that reduce a microbatch's gradient in ``block``, one for each group.
 
-        With ``direct`` the sums go to where the gradient rests, else into memory of the block.
+        With ``direct`` the sums go to the gradient at rest, else to memory of the block.
         """
         self._move(GradientPhase.REDUCING)
         self.block = None
@@ -214,11 +217,11 @@ class GradientBuffer:
         return legs
 
     def send(self, works: Sequence[Work]) -> None:
-        """What :meth:`reduce` or :meth:`finish` has told of is on its way."""
+        """Note the Works of the collectives of :meth:`reduce` or :meth:`finish`."""
         self._works += works
 
     def accumulate(self, block: OutgoingBlock) -> None:
-        """The sum is where the gradient rests, or is added to it."""
+        """Wait for the sum of a microbatch, and add it to the gradient at rest if it is not there already."""
         self._move(GradientPhase.RESTING)
         targets, works, self.block = self.rest.tensors, self._works, None
         for i, target in enumerate(targets):
@@ -231,18 +234,18 @@ class GradientBuffer:
 
     @property
     def is_fed(self) -> bool:
-        """Whether this step has given the unit a gradient, though it may still be on its way."""
+        """Whether the unit has got a gradient in this step, which may still be under way."""
         return self.num_added > 0 or self.phase in (GradientPhase.COLLECTING, GradientPhase.REDUCING)
 
     def settle(self) -> None:
-        """Fill the gradient at rest with zeros if no backward pass has come to the unit yet. A later one overwrites them."""
+        """Fill the gradient at rest with zeros if no backward has reached the unit yet. A later backward overwrites them."""
         if self.phase is GradientPhase.NONE:
             self._move(GradientPhase.RESTING)
             for buffer in self.rest.tensors:
                 buffer.zero_()
 
     def reopen(self, factor: int) -> None:
-        """Make ready for another backward pass of the same step, after the mean gradients were handed out.
+        """Prepare for another backward pass of the same step, after the mean gradients were handed out.
 
         The gradient at the optimizer's place is out of date from here on: the next reduction makes it anew, of all that
         rests. A gradient that rests at the optimizer's place is multiplied by ``factor``, by which the mean was divided.
@@ -254,7 +257,7 @@ class GradientBuffer:
             self._move(GradientPhase.RESTING)
 
     def add(self, grads: Grads) -> None:
-        """Add what has come some other way: flat, at rest, None for zero."""
+        """Add gradients that came on another way: flat buffers at rest; None stands for zero."""
         self.join()
         self.settle()
         self._move(GradientPhase.RESTING)
@@ -265,7 +268,7 @@ class GradientBuffer:
                 buffer.add_(grad)
 
     def finish(self, pieces: list[list[torch.Tensor]]) -> list[ChainInput]:
-        """What is about to go to the optimizer's place. The gradient at rest stays as it is."""
+        """Return the chain inputs that reduce the gradient at rest to the optimizer's place. The gradient at rest is kept."""
         self.join()
         self.settle()
         self._move(GradientPhase.FINISHING)
@@ -281,7 +284,7 @@ class GradientBuffer:
         ]
 
     def end_finish(self) -> None:
-        """What :meth:`finish` works in is free from here on; :meth:`join` waits for what is left."""
+        """End :meth:`finish`: its memory is free from now on, and :meth:`join` waits for the rest."""
         for _ in self.route.finishes:
             tail = self._works.pop(0).wait()
             if isinstance(tail, Work):
@@ -290,12 +293,12 @@ class GradientBuffer:
         self._move(GradientPhase.FINISHED)
 
     def defer(self, end: Callable[[], None]) -> None:
-        """Leave the end of a reduction to whoever looks at the gradient next."""
+        """Postpone the end of a reduction to the next read of the gradient."""
         self.join()
         self._deferred, self.is_under_way = end, True
 
     def join(self) -> None:
-        """Wait until the gradient is where it was sent last."""
+        """Block until the gradient has reached the place to which it was sent last."""
         if self._deferred is not None:
             self._deferred()
             self._deferred = None

@@ -1,4 +1,4 @@
-"""HandedOut: a leaf that others hold when its memory is released, so that the memory is taken from it."""
+"""HandedOut: a leaf that callers may hold when its memory is released. The release takes the memory from the leaf."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from fsharp.functional.release import inner_tensors
 
 
 class HandedOut:
-    """A leaf, or an alias of one, whose memory is taken from it when it is released, and given back when it is gathered again.
+    """A leaf, or an alias, that loses its memory at a release and gets it back when the unit is gathered again.
 
     Args:
         tensor: the leaf.
         path: path of the leaf, for errors.
-        cls: the leaf's class, if that is one of its own.
-        place: address of the storage that the leaf lies in.
+        cls: the leaf's tensor class, if it has a class of its own.
+        place: address of the leaf's storage.
     """
 
     __slots__ = ("_cls", "_inner", "_path", "_place", "_tensor")
@@ -29,24 +29,24 @@ class HandedOut:
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody holds the leaf, or an alias, which has the same inner tensors."""
+        """Whether a caller holds the leaf, or an alias with the same inner tensors."""
         return any(ref() is not None for ref, *_ in self._inner)
 
     @property
     def version(self) -> int:
-        """Number of writes to the leaf so far; -1 if nobody holds it."""
+        """Version counter of the leaf; -1 if no caller holds it."""
         tensors = [ref() for ref in (self._tensor, *(ref for ref, *_ in self._inner))]
         return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
 
     def is_inside(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the leaf or an alias, and has no other tensors in the leaf's memory."""
+        """Return whether a tensor is the leaf or an alias, without other tensors in the leaf's memory."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
         here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._place]
         return bool(here) and all(id(x) in mine for x in here)
 
     @torch.no_grad()
     def empty(self) -> None:
-        """Take the memory."""
+        """Take the memory from the leaf."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.forget(tensor)
         for ref, *_ in self._inner:
@@ -56,20 +56,20 @@ class HandedOut:
 
     @torch.no_grad()
     def give(self, storage: torch.UntypedStorage) -> None:
-        """Give memory at the same place in a storage, which need not be filled yet."""
+        """Give the leaf memory at the same position in a storage, which may be filled later."""
         for ref, *where in self._inner:
             if (inner := ref()) is not None:
                 inner.__class__ = torch.Tensor
                 inner.set_(storage, *where)
 
     def derive(self) -> None:
-        """Derive what a backward reads, if the leaf's class is its own: the memory is filled."""
+        """Compute the derived values that a backward reads, for a leaf with a class of its own, after its memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.derive(tensor)
 
 
 class _Released(torch.Tensor):
-    """An inner tensor of a leaf whose memory is released: functions refuse it."""
+    """Stands for an inner tensor of a leaf whose memory is released: any function of it raises an error."""
 
     path: str
 

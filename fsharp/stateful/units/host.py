@@ -1,4 +1,4 @@
-"""Copies of optimizer state and main copies between host memory, where they rest between updates, and the device.
+"""Copy optimizer state and main copies between the device and host memory, where they rest between updates.
 
 The arena is reserved for the whole step, so fetched tensors are not in the arena. Torch's allocator has their memory, which
 forwards and backwards can use after the update. On a CPU too, tensors that rest in host memory are :class:`HostBuffers`.
@@ -15,7 +15,7 @@ from fsharp.stateful.units.pending import PendingBuffers
 
 
 class HostBuffers(PendingBuffers):
-    """Tensors in host memory, there once ``move`` is over."""
+    """Tensors in host memory that are filled once ``move`` is over."""
 
     def __init__(self, raw: list[Any], move: "HostCopies") -> None:
         super().__init__(raw, move.wait)
@@ -27,7 +27,7 @@ class HostCopies:
 
     Attributes:
         copies: target and source of each tensor.
-        nbytes: of all its tensors, those included that are there already.
+        nbytes: bytes of all tensors, also of those that need no copy.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -36,13 +36,13 @@ class HostCopies:
         self._began: Key | None = None
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Have a tensor copied, if it is not there already."""
+        """Add the copy of a tensor to its target, unless the tensor is the target."""
         self.nbytes += source.nbytes
         if target is not source:
             self.copies.append((target, source))
 
     def run(self, lanes: Lanes, op: Key) -> int:
-        """Copy; returns the number of bytes. The lane is the current one, and ``op`` what it runs."""
+        """Copy all tensors on the current lane, as op ``op``, and return the number of bytes."""
         nbytes = 0
         for target, source in self.copies:
             target.copy_(source, non_blocking=True)
@@ -54,18 +54,18 @@ class HostCopies:
         return nbytes
 
     def wait(self) -> None:
-        """The host waits until all is copied."""
+        """Block the host until all tensors are copied."""
         if self._began is not None:
             self.lanes.synchronize(self._began)
 
 
 class Offload:
-    """The state of one update: brought up before it, down after it. A tensor that occurs twice is copied once.
+    """The offloaded state of one update: copied to the device before, and to the host after. Each tensor is copied once.
 
     Args:
-        names: the units whose state this is.
-        grads: what shares memory with gradients stays where it is, as they are another's in the next step.
-        donate: whether host memory that was fetched from may be filled again.
+        names: the units of the state.
+        grads: gradients. Tensors that share memory with gradients are not copied, as the memory is reused in the next step.
+        donate: whether host memory may be filled again after its fetch.
     """
 
     def __init__(self, names: Container[str], grads: Any, lanes: Lanes, device: torch.device, *, donate: bool) -> None:
@@ -74,9 +74,10 @@ class Offload:
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, HostCopies]]:
-        """The state on the device, or in host memory; and by unit what has to run before it is there.
+        """Return the state as on the device, or in host memory; and by unit the copies that fill it.
 
-        What shares memory with ``params``, after an update the new ones, stays where it is: copying it would free nothing.
+        Tensors that share memory with ``params`` (after an update: with the new parameters) are not copied, as this would free
+        nothing.
         """
         moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storages((params, self._grads))
 

@@ -1,4 +1,4 @@
-"""Buffers of a Sharded that are on their way: who looks at them waits, whichever thread it is."""
+"""PendingBuffers: buffers of a Sharded that are not filled yet. Any thread that reads them waits."""
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -9,13 +9,12 @@ from fsharp.stateful.transport.streams import Lanes
 
 
 class PendingBuffers(LazyBuffers):
-    """Tensors that are there once ``arrive`` has returned, which is called once, before anybody sees them.
+    """Tensors that are filled once ``arrive`` has returned. The first reader calls it, once.
 
     Args:
         raw: the tensors.
-        arrive: has the host wait as far as it has to.
-        lanes: whose gathers fill the tensors, if streams do: each stream that looks waits for the gathers, and not the first
-            one alone.
+        arrive: function that blocks the host as long as needed.
+        lanes: the lanes whose gathers fill the tensors. Each stream that reads the tensors waits for these gathers.
     """
 
     def __init__(self, raw: Sequence[Any], arrive: Callable[[], Any], lanes: Lanes | None = None) -> None:
@@ -26,7 +25,7 @@ class PendingBuffers(LazyBuffers):
 
     @property
     def is_pending(self) -> bool:
-        """Whether they may still be on their way."""
+        """Whether the tensors may not be filled yet."""
         return self._arrive is not None
 
     def wait(self) -> tuple[Any, ...]:
@@ -42,15 +41,15 @@ class PendingBuffers(LazyBuffers):
         return self.raw
 
     def aliased(self, buffers: Sequence[Any]) -> "PendingBuffers":
-        """Other tensors with the same memory."""
+        """Return pending buffers of new tensors with the same memory."""
         return PendingBuffers(buffers, self.wait, self._gathered_on)
 
 
 def pending(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
-    """The node with :class:`PendingBuffers`. To pytrees it is a Sharded like any other."""
+    """Return a node with :class:`PendingBuffers`. For pytrees it is a Sharded like any other."""
     return node.with_buffers(PendingBuffers(node.raw_buffers, arrive, lanes), scale=node.scale)
 
 
 def is_pending(node: Sharded) -> bool:
-    """Whether a node's buffers may still be on their way."""
+    """Return whether a node's buffers may not be filled yet."""
     return isinstance(node.lazy, PendingBuffers) and node.lazy.is_pending

@@ -1,4 +1,4 @@
-"""UnitRegistry: which unit a node is. Within a step by the memory it has, over all steps by its name and layout."""
+"""UnitRegistry: find the unit of a node: within a step by the node's memory, over steps by name and layout."""
 
 from collections.abc import Container
 from itertools import count
@@ -16,7 +16,7 @@ class UnitRegistry:
     """The units of all trees that a scheduler has seen.
 
     Attributes:
-        units: by key, which is the name, with a number if several trees have it.
+        units: units by key. A key is the unit's path, with a number if several trees have a unit of this path.
     """
 
     def __init__(self, *, trivial: bool) -> None:
@@ -25,19 +25,19 @@ class UnitRegistry:
         self._by_memory: dict[Signature, UnitState] = {}
 
     def begin_step(self) -> None:
-        """A new step: addresses may be others' by now."""
+        """Begin a step: forget the addresses of the previous step, which may be reused."""
         self._by_memory.clear()
         for unit in self.units.values():
             unit.begin_step()
 
     def unbind(self) -> None:
-        """Have units hold nobody's nodes: what comes next is no part of a step, and has no part in a schedule's memory."""
+        """Unbind all units from their nodes, for calls outside of a step, which do not use a schedule's memory."""
         self._by_memory.clear()
         for unit in self.units.values():
             unit.unbind()
 
     def expect(self, key: str, node: Sharded) -> None:
-        """This node is the unit with that key, if there is such a one and the node is not known yet."""
+        """Bind a node to the unit with this key, if the unit exists and the node has no unit yet."""
         known = self.units.get(key)
         if known is None or (node.unit is not known.layout and node.unit != known.layout):
             return
@@ -45,18 +45,18 @@ class UnitRegistry:
             known.bind(node)
 
     def enter(self, unit: UnitState, node: Sharded, *, instead: Sharded | None = None) -> None:
-        """This node is that unit; who still has the node ``instead`` has another unit from here on."""
+        """Bind a node to a unit. The node ``instead`` is unbound, and gets another unit when it is used again."""
         if instead is not None:
             self._by_memory.pop(_signature(instead), None)
         self._by_memory[_signature(node)] = unit
         unit.bind(node)
 
     def find(self, node: Sharded) -> UnitState | None:
-        """The unit that a node is in this step, if it is known."""
+        """Return the unit of a node in this step; None if it has no unit yet."""
         return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # as _signature, without a call
 
     def add(self, node: Sharded) -> UnitState:
-        """The unit that a node is from here on, of an earlier step or a new one."""
+        """Bind a node to a unit of an earlier step, or to a new unit, and return the unit."""
         name, taken = node.name or "(root)", {unit.key for unit in self._by_memory.values()}
         keys = (f"{name}#{number}" if number else name for number in count())
         key = next(k for k in keys if k not in taken and (k not in self.units or self.units[k].layout == node.unit))
@@ -66,7 +66,7 @@ class UnitRegistry:
         return self.units[key]
 
     def prune(self, used: Container[str]) -> None:
-        """Remove units that are neither used nor of this step."""
+        """Remove units that belong neither to ``used`` nor to this step."""
         now = {unit.key for unit in self._by_memory.values()}
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
 

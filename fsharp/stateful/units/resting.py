@@ -1,4 +1,4 @@
-"""RestingGradient: flat buffers in which a unit's gradient stays until the step is over, and who else holds them."""
+"""RestingGradient: the flat buffers of a unit's gradient at rest, with a count of callers that hold them."""
 
 import ctypes
 import weakref
@@ -12,13 +12,13 @@ from fsharp.stateful.units.full import LeafIndex, carve
 
 
 class RestingGradient:
-    """Flat buffers, one for each group: in the arena, or in memory of their own, taken when it is first needed.
+    """The flat buffers of a gradient at rest, one for each group: in the arena, or in memory of their own, allocated on use.
 
-    What callers see of them has a storage of its own over the same bytes, which counts its holders. Memory of its own is used
-    again in the next step if nobody holds it then; from the arena, what somebody still holds is copied out.
+    Callers get tensors with a storage of its own over the same bytes, which counts references. Memory of its own is used again
+    in the next step if no caller holds it then. From the arena, tensors that callers still hold are copied out.
 
     Attributes:
-        shown: the tensors that callers were given and that were not copied out, and which of the buffers each is.
+        shown: the tensors that callers got and that were not copied out, each with the index of its buffer.
     """
 
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
@@ -27,7 +27,7 @@ class RestingGradient:
         self.release()
 
     def release(self) -> None:
-        """Release memory of its own, and hold no tensors. Callers keep what they hold."""
+        """Release memory of its own. Tensors that callers hold stay valid."""
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None
@@ -44,7 +44,7 @@ class RestingGradient:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The flat buffers, taken from memory when first asked for."""
+        """The flat buffers, allocated at the first read."""
         if self._tensors is None:
             with torch.inference_mode(False):
                 if self._memory is None:
@@ -53,7 +53,7 @@ class RestingGradient:
         return self._tensors
 
     def leaves(self, index: LeafIndex, groups: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The trained leaves in them, which rest in full, and the padding between."""
+        """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
         if self._leaves is None:
             flats = dict(zip(groups, self.tensors, strict=True))
             self._leaves = index.views(flats, [index.stored[i] for i in index.trainable])
@@ -61,7 +61,7 @@ class RestingGradient:
         return self._leaves, self._gaps
 
     def show(self) -> list[torch.Tensor]:
-        """The buffers, for a caller."""
+        """Return the buffers as tensors for a caller, and count them."""
         if self._views is None:
             with torch.inference_mode(False):
                 _ = self.tensors
@@ -78,10 +78,10 @@ class RestingGradient:
         return tensors
 
     def move_to(self, other: "RestingGradient") -> bool:
-        """Move values, and the tensors that callers hold, to the memory of another. Return whether that was possible.
+        """Move values, and the tensors that callers hold, to the memory of ``other``. Return whether this was possible.
 
-        The tensors are still the gradient at rest afterwards: what a caller writes to one of them counts. A view that a caller
-        has made of one cannot be moved. Then nothing is moved.
+        Afterwards the tensors are still the gradient at rest: a write of a caller changes the gradient. If a caller has made a
+            view of a tensor, nothing is moved.
         """
         held = [
             (tensor, i)
@@ -99,7 +99,7 @@ class RestingGradient:
         return True
 
     def copy_out(self) -> bool:
-        """Give the tensors that callers hold memory of their own; whether nobody holds these bytes after that.
+        """Give the tensors that callers hold memory of their own. Return whether no caller holds these bytes afterwards.
 
         A view that a caller has made of one cannot be moved.
         """
@@ -114,12 +114,12 @@ class RestingGradient:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody has what was shown."""
+        """Whether a caller holds one of the tensors."""
         return self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) != self._alone
 
 
 def storage_over(memory: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a tensor with a storage of its own, which keeps ``memory`` and counts its own holders."""
+    """Return a tensor over the same bytes, with a storage of its own that keeps ``memory`` alive and counts references."""
     if memory.device.type == "cuda":
         return torch.as_tensor(_CudaArray(memory), device=memory.device)
     array: Any = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
@@ -128,7 +128,7 @@ def storage_over(memory: torch.Tensor) -> torch.Tensor:
 
 
 class _CudaArray:
-    """Device memory as other libraries hand it over."""
+    """Device memory with the CUDA array interface."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory

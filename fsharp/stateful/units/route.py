@@ -1,4 +1,4 @@
-"""The way of a gradient from a backward to the optimizer: the same in every step, and so is the memory that it takes."""
+"""GradientRoute: the buffers and collectives of a unit's gradient from a backward to the optimizer, equal in every step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,15 +16,15 @@ Grads = Sequence[torch.Tensor | None]
 
 
 class OutgoingBlock(NamedTuple):
-    """Views of the memory that a unit's gradient is collected in and leaves from.
+    """Views of the memory in which a unit's gradient is collected, and from which it is sent.
 
     Attributes:
-        leaves: aliases of the trained leaves in it.
-        gaps: padding between them.
-        collected: for each group, the flat buffer that the leaves lie in.
-        sent: for each group, the buffer that travels; often the one collected in.
-        scratch: for each group, what its reduction works in.
-        received: for each group, where the sum goes before it is added; None leaves it where it is.
+        leaves: aliases of the trained leaves in the memory.
+        gaps: padding between leaves.
+        collected: for each group, the flat buffer of the leaves.
+        sent: for each group, the buffer that travels; often the buffer in ``collected``.
+        scratch: for each group, scratch of its reduction.
+        received: for each group, memory for the sum before it is added; None leaves the sum where the reduction computes it.
     """
 
     leaves: list[torch.Tensor]
@@ -36,12 +36,12 @@ class OutgoingBlock(NamedTuple):
 
 
 class GradientRoute:
-    """The way of a unit's gradient, and its memory on the way: the same in every step.
+    """The stages of a unit's gradient, and the memory of each stage: the same in every step.
 
     Attributes:
-        leaves: those that have a gradient, in tree order.
-        is_reduced: whether it is reduced after each microbatch.
-        is_finished: whether it is reduced once a step, from where gradients rest to the optimizer's place.
+        leaves: leaves with a gradient, in tree order.
+        is_reduced: whether the gradient is reduced after each microbatch.
+        is_finished: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -58,22 +58,22 @@ class GradientRoute:
         self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
 
     def sizes(self, place: Place) -> Pieces:
-        """Elements and dtype of each group's buffer in a place."""
+        """Return number of elements and dtype of each group's buffer in a place."""
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable]
 
     def resting(self, window: torch.Tensor | None = None) -> RestingGradient:
-        """Where it may rest: in bytes of the arena, as many as it takes, or in memory of its own."""
+        """Return the buffers of the gradient at rest: in these bytes of the arena, or in memory of its own."""
         return RestingGradient(self.sizes(self.unit.strategy.grads), self.device, window)
 
     def outgoing_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
-        """Bytes of the block of a microbatch; 0 if leaves are added where the gradient rests."""
+        """Return the bytes of the block of a microbatch; 0 if leaves are added to the gradient at rest directly."""
         if not self.is_reduced and not (several_uses and several_microbatches):
             return 0
         return sum(nbytes_of(self._pieces(i, several_uses)) for i in range(len(self.chains)))
 
     def _pieces(self, i: int, several_uses: bool) -> Pieces:
-        """What is collected, sent, worked in and received of one group."""
+        """Return the buffers of one group that are collected, sent, used as scratch, and received."""
         chain, dtypes = self.chains[i], self.chains[i].dtypes
         if not self.is_reduced:
             return [(chain.size, dtypes.accumulate)]
@@ -82,7 +82,7 @@ class GradientRoute:
         return [*collected, (chain.size, chain.first), *chain.pieces(), *received]
 
     def finishing_nbytes(self) -> int:
-        """Bytes of the block for the way to the optimizer's place."""
+        """Bytes of the block for the reduction to the optimizer's place."""
         return sum(nbytes_of(self._finish_pieces(i)) for i in range(len(self.finishes)))
 
     def _finish_pieces(self, i: int) -> Pieces:
@@ -91,7 +91,7 @@ class GradientRoute:
         return [*sent, *chain.pieces()] if self.is_finished else []
 
     def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
-        """Views of a run of :meth:`outgoing_nbytes` bytes."""
+        """Return views of a run of :meth:`outgoing_nbytes` bytes."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         scratch: list[list[torch.Tensor]] = []
@@ -108,14 +108,14 @@ class GradientRoute:
         return OutgoingBlock(self.index.views(flats, self.leaves), gaps, collected, sent, scratch, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Views of a run of :meth:`finishing_nbytes` bytes: for each group what is sent and what its reduction works in."""
+        """Return views of a run of :meth:`finishing_nbytes` bytes: for each group the sent buffer and the scratch."""
         pieces = [self._finish_pieces(i) for i in range(len(self.finishes))]
         tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
         return [[next(tensors) for _ in each] for each in pieces]
 
 
 def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[AxisCollective, ...], tuple[AxisCollective, ...]]:
-    """The collectives after each microbatch, and those once a step."""
+    """Return the collectives after each microbatch, and the collectives once a step."""
     strategy = unit.strategy
     full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
     sizes = {a: unit.mesh.axis_size(a) for a in strategy.order if trivial or unit.mesh.axis_size(a) > 1}

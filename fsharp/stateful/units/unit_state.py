@@ -1,4 +1,4 @@
-"""UnitState: what a scheduler knows of one unit of one tree. The one owner of its memory: others call its methods."""
+"""UnitState: the state of one unit of one tree in a scheduler, and the owner of the unit's memory."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,16 +24,16 @@ from fsharp.stateful.units.resting import RestingGradient
 
 
 class UnitState:
-    """One unit of one tree, as long as its scheduler lives.
+    """One unit of one tree, for the lifetime of the scheduler.
 
     Attributes:
-        key: its name in programs.
-        index: where its leaves are in its flat buffers.
-        axes: those to gather along before use; empty if it rests in full, or has no elements.
-        update_axes: those to gather updated parameters along, to bring them to where they rest.
-        node: where its parameters are in this step.
-        tree_label: what the label of a gather of its parameters begins with; None until somebody has asked for it.
-        host_nbytes: bytes of its state that the last update of this step has brought to host memory.
+        key: name of the unit in programs.
+        index: positions of the unit's leaves in its flat buffers.
+        axes: axes along which the unit is gathered before a use; empty if it rests in full, or has no elements.
+        update_axes: axes along which updated parameters are gathered to their place.
+        node: the unit's parameters in this step.
+        tree_label: beginning of the label of a gather of its parameters; None before the first gather.
+        host_nbytes: bytes of its state that the last update of this step has copied to host memory.
     """
 
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
@@ -53,18 +53,18 @@ class UnitState:
         return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
     def bind(self, node: Sharded) -> None:
-        """Have its parameters be those of a node from here on."""
+        """Make a node the unit's parameters from now on."""
         self.node, self.tree_label = node, None
 
     def label(self, comm: Comm) -> str:
-        """Return the name of the tree that the unit's parameters are of: labels of their gathers begin with it."""
+        """Return the name of the tree of the unit's parameters, with which labels of their gathers begin."""
         if self.tree_label is None:
             self.tree_label = "" if self.node is None else label_of(self.node, comm)
         return self.tree_label
 
     @torch.inference_mode(False)  # what is kept here will be trained as well
     def at_rest(self) -> FullUnit:
-        """The parameters where they rest in full."""
+        """Return the parameters of a unit that rests in full."""
         assert self.node is not None
         buffers = self.node.raw_buffers
         if self.layout.leaf_classes:
@@ -84,13 +84,13 @@ class UnitState:
         return self._at_rest[1]
 
     def begin_step(self) -> None:
-        """A new step: nothing of the unit is under way."""
+        """Begin a step, in which nothing of the unit is under way yet."""
         self.node, self.tree_label, self.host_nbytes = None, None, 0
         if self.gradient is not None:
             self.gradient.begin_step()
 
     def train(self, transport: Transport, place: RestingGradient | None) -> None:
-        """A new gradient, if the unit has one."""
+        """Begin a new gradient, if the unit is trained."""
         if not self.layout.trainable:
             return
         if self.gradient is None:
@@ -99,13 +99,13 @@ class UnitState:
         self.gradient.renew(place)
 
     def offload(self, nbytes: int) -> None:
-        """Note how many bytes of its state an update brings to host memory."""
+        """Note how many bytes of its state an update copies to host memory."""
         self.host_nbytes = nbytes
 
     def unbind(self) -> None:
-        """Hold no node."""
+        """Drop the reference to the node."""
         self.node = self.tree_label = None
 
     def release(self) -> None:
-        """Hold no node, and no tensors where parameters rest."""
+        """Drop the references to the node, and to tensors of parameters at rest."""
         self.node = self.tree_label = self._at_rest = None

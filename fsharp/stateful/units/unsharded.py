@@ -1,4 +1,4 @@
-"""UnshardedBuffer: the full parameters of a unit in one place, whether they are there at present or not."""
+"""UnshardedBuffer: memory for the full parameters of a unit, filled or released."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _VERSIONS_A_FILL = 1024
 
 
 def stamp(node: Sharded) -> Stamp:
-    """Which tensors a node's buffers are, and how often they have been written to."""
+    """Return the identities and version counters of a node's buffers."""
     found = []
     for b in node.raw_buffers:
         found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
@@ -39,28 +39,28 @@ def stamp(node: Sharded) -> Stamp:
 
 
 class UnshardedBuffer:
-    """Full parameters of a unit, whether they are there at present or not: in the arena, or in memory of their own.
+    """Memory for the full parameters of a unit, filled or released: in the arena, or memory of its own.
 
-    In the arena, tensors that autograd has saved point at this memory. While something else may be in it, their version
-    counters differ from what autograd has seen, so a backward that comes to them by a way that the scheduler does not know of
-    is refused. Memory of its own is new with each gather, and lives for as long as somebody holds a view of it.
+    Tensors that autograd has saved may point into the arena. While other data may be in this memory, the tensors' version
+    counters differ from those that autograd has seen. So autograd refuses a backward of which the scheduler does not know.
+    Memory of its own is new for each gather, and lives as long as a view of it.
 
     Args:
-        layout: of the unit.
-        axes: to gather along.
-        device: where memory of its own is made.
+        layout: layout of the unit.
+        axes: axes along which the unit is gathered.
+        device: device of memory of its own.
         rank: of this process.
         poison: fill memory with NaN when it is released.
         memory: a part of the arena; None for memory of its own.
-        where: that part.
+        where: the position of ``memory`` in the arena.
 
     Attributes:
-        full: the parameters; only while they are gathered, if they have memory of their own.
-        filled_from: the stamp of the node that it is filled from, or about to be; None while it is released.
-        works: of the gathers that fill it.
-        is_held: whether somebody still had memory of its own when it was released.
-        is_carried: whether it was gathered in the step before.
-        is_encoded: whether parameters in a format that is not plain are yet to be decoded.
+        full: the parameters; in memory of its own only while they are gathered.
+        filled_from: the stamp of the node from which the buffer is filled, or will be; None while it is released.
+        works: the Works of the gathers that fill the buffer.
+        is_held: whether a caller still held memory of its own at the release.
+        is_carried: whether the buffer was gathered in the previous step.
+        is_encoded: whether encoded parameters are not decoded yet.
     """
 
     def __init__(
@@ -101,23 +101,23 @@ class UnshardedBuffer:
         self._outs = [nested_parts(flat, layout, self.axes, self._rank) for flat in moving]
 
     def decode(self) -> None:
-        """Decode what was gathered of groups whose format is not plain. Once it is filled, and before it is used."""
+        """Decode the gathered groups with a format, after the buffer was filled and before it is used."""
         self.is_encoded = False
         assert self.full is not None
         decode_unit(self._layout, self.full, self._stored, self._rank)
 
     def begin_step(self, step: int) -> None:
-        """Serve the step of this number, with what the step before has gathered: a backward of that one is refused."""
+        """Begin the step of this number. Parameters gathered in the previous step are kept; its backwards are refused now."""
         self._withdrawn = []
         self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % RELEASED
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
 
     def fill(self, node: Sharded, step: int) -> list[Move]:
-        """Return what has to be gathered to fill it from where the unit's parameters rest. It counts as filled from here on.
+        """Return the gathers that fill the buffer from the unit's parameters at rest. From now on it counts as filled.
 
         Args:
-            node: where they rest.
+            node: the parameters at rest.
             step: number of the step.
         """
         if self.where is None:
@@ -143,26 +143,26 @@ class UnshardedBuffer:
         return moves
 
     def expect(self, works: Sequence[Work]) -> None:
-        """Be filled once these gathers are over."""
+        """Note the Works of the gathers that fill the buffer."""
         self.works += works
 
     def wait(self) -> None:
-        """Block until it is filled with the unit's parameters."""
+        """Block until the buffer is filled with the unit's parameters."""
         for work in self.works:
             work.wait()
         self.works.clear()
 
     def holds(self, seen: Stamp) -> bool:
-        """Whether it has, or is about to have, the values of these tensors."""
+        """Return whether the buffer is filled, or being filled, from these tensors."""
         return self.filled_from == seen and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry(self, node: Sharded | None) -> None:
-        """Have the next step find it filled. Nobody keeps the tensors that it is a copy of: others may get their addresses."""
+        """Keep the buffer filled for the next step. Its source tensors may be freed, and their addresses reused."""
         if node is not None:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
 
     def release(self) -> None:
-        """Its memory is free; what it held must not be used any more."""
+        """Release the memory; tensors in it must not be used any more."""
         if self.works:
             self.wait()
         was_filled, self.filled_from = self.filled_from is not None, None
@@ -191,7 +191,7 @@ class UnshardedBuffer:
 
 
 def _expires(storage: StorageWeakRef) -> bool:
-    """Whether nobody holds a storage; a thread that has just made a collective may be about to let it go."""
+    """Return whether no reference to a storage is left. A thread that ends a collective may hold one for a short while."""
     for _ in range(5):
         if storage.expired():
             return True

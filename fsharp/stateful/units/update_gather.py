@@ -1,4 +1,4 @@
-"""UpdateGather: updated parameters, or encoded differences, on their way from the optimizer's place to where they rest."""
+"""UpdateGather: gather updated parameters, or encoded differences, from the optimizer's place to where parameters rest."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from fsharp.stateful.units.unit_state import UnitState
 
 
 class Difference(NamedTuple):
-    """An encoded difference on its way: of which group, the parameters that it is added to, and the memory that it fills."""
+    """An encoded difference that is being gathered: its group, the parameters to which it is added, and its memory."""
 
     group: int
     params: torch.Tensor
@@ -24,20 +24,20 @@ class Difference(NamedTuple):
 
 
 class UpdateGather:
-    """One unit's updated parameters: in memory already as far as this rank has them.
+    """The gather of one unit's updated parameters. This rank's own part is in place already.
 
     Args:
-        unit: whose.
-        old: where its parameters rested before.
-        new: trained groups at the optimizer's place, as they travel: in the dtype they rest in, or encoded.
-        rank: of this process.
+        unit: the unit.
+        old: the parameters before the update, at rest.
+        new: trained groups at the optimizer's place, as they travel: in the dtype at rest, or encoded.
+        rank: rank of this process.
         donate: whether the buffers of ``old`` may be filled.
 
     Attributes:
-        axes: to gather along.
-        moves: parts that travel, and what each gather of theirs fills.
-        works: of the gathers that have begun.
-        differences: those that are to be added once they have been gathered.
+        axes: axes of the gathers.
+        moves: parts that travel, each with the buffers that its gathers fill.
+        works: the Works of the gathers that have begun.
+        differences: differences to add after the gathers.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:
@@ -73,7 +73,7 @@ class UpdateGather:
             self.differences.append(Difference(group, params, encoded))
 
     def expect(self, works: Sequence[Work]) -> None:
-        """Be over once these gathers are."""
+        """Note the Works of the gathers."""
         self.works += works
 
     def wait(self) -> None:
