@@ -1,1 +1,1 @@
-"""Running a step: what turns a function's events into ops, and what executes those. Reads all folders but ``modules``."""
+"""Run steps: turn a function's events into ops, and execute the ops. Imports all folders except ``modules``."""

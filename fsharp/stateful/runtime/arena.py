@@ -1,4 +1,4 @@
-"""Arena: the memory that schedules plan with, which one of them at a time has to itself."""
+"""Arena: the memory of schedules, which one schedule at a time owns."""
 
 from collections.abc import Iterable
 
@@ -15,10 +15,10 @@ from fsharp.stateful.units.unsharded import stamp
 
 
 class Arena:
-    """Bytes, as many as the largest schedule needs, and who has them.
+    """The memory of all schedules: as many bytes as the largest schedule needs.
 
     Attributes:
-        tenant: the schedule whose units may have something in them.
+        tenant: the schedule that owns the memory at present.
     """
 
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
@@ -28,10 +28,10 @@ class Arena:
 
     @torch.inference_mode(False)  # it outlives an evaluation
     def bind(self, scheduled: Scheduled, functions: Iterable[Scheduled]) -> Compiled | None:
-        """The schedule that the next step of a function is expected to follow, as the tenant; None if none fits.
+        """Make the schedule that a function's next step is expected to follow the tenant, and return it; None if none fits.
 
         Raises:
-            ScheduleError: somebody has said what to follow, and it does not fit.
+            ScheduleError: the user has chosen a schedule by ``follow()``, and it does not fit.
         """
         units, schedule = self._registry.units, scheduled.schedule
         bound = scheduled.programs.bound.get(id(schedule))
@@ -65,7 +65,7 @@ class Arena:
         return bound
 
     def _evict(self) -> None:
-        """No unit owns memory here any more."""
+        """Take the memory of the arena away from all units."""
         if self.tenant is not None:
             self._executor.lanes.join_all("gather", "reduce")
             for slot in self.tenant.slots.values():
@@ -73,13 +73,13 @@ class Arena:
         self.tenant = None
 
     def abandon(self) -> None:
-        """Abandon gathers into the arena that are under way: they may never end."""
+        """Abandon gathers into the arena that are under way, as they may never end."""
         if self.tenant is not None:
             for slot in self.tenant.slots.values():
                 slot.abandon()
 
     def carry(self, schedule: Compiled) -> None:
-        """What the step before has gathered for this one is there, or is gathered now."""
+        """Use the units that the previous step has gathered for this one, and gather those that are missing."""
         for bound in schedule.carried:
             slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members if each.unit is not None]
             if all(node is None or slot.holds(stamp(node)) for slot, node in slots):
@@ -91,7 +91,7 @@ class Arena:
                 self._executor.run(bound)
 
     def gather_ahead(self, scheduled: Scheduled, recorder: Recorder | None) -> None:
-        """Gather what the next step of a function begins with, at the end of the one before."""
+        """At the end of a step, gather the first units of the function's next step."""
         bound = scheduled.programs.bound.get(id(scheduled.schedule))
         if bound is None or not bound.carried or bound.arena is not self.memory or not bound.fits(self._registry.units):
             return

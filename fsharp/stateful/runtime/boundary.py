@@ -1,4 +1,4 @@
-"""The boundary of autograd and the scheduler: uses of units, leaves for functions, gradients that come back for leaves."""
+"""The boundary between autograd and the scheduler: it hands leaves to functions, and takes the leaves' gradients."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Receive = Callable[[Sequence[torch.Tensor | None]], None]
 
 
 class _Boundary(torch.autograd.Function):
-    """Leaves out, gradients in. They go to the scheduler and not to the sinks, which only make autograd come here.
+    """An autograd function: its outputs are leaves, and its backward hands the leaves' gradients to the scheduler.
 
     The engine runs what was made last first, and this was made before anything that the function did: when it is called
     the whole backward of this use is over, and nothing of what came earlier in the forward has begun.
@@ -51,7 +51,7 @@ _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function,
 
 
 def double_backward() -> ScheduleError:
-    """The error of a backward that is to be differentiated itself: what it saves would point at memory that is released."""
+    """Return the error for a double backward: its saved tensors would point at released memory."""
     return ScheduleError(
         "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
         "The blocking path can be differentiated again: of a ShardedModule take `fn, params = model.functional()`, and "
@@ -60,12 +60,12 @@ def double_backward() -> ScheduleError:
 
 
 def differentiable(receive: Receive, leaves: list[torch.Tensor], sinks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves as outputs of a node whose backward hands their gradients, None where there is none, to ``receive``."""
+    """Return leaves as outputs of one node. Its backward calls ``receive`` with their gradients; None for a missing one."""
     return list(_apply(receive, leaves, *sinks))
 
 
 def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[object], None]) -> None:
-    """Have ``call`` called with gradients when a backward comes to what made ``outputs``; once for each that it comes to."""
+    """Register ``call``, to run with gradients when a backward reaches a node that made one of ``outputs``."""
     mine = set(map(id, inputs))
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:
@@ -73,10 +73,11 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
 
 
 def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:
-    """Have autograd hold on to no memory of gathered parameters: it notes which part it needs, and asks for it in the backward.
+    """Replace gathered parameters that autograd has saved by notes, so that autograd holds none of their memory.
 
-    What it saved on other ways than to ``out`` it keeps. False if some of it cannot be looked into, such as a DTensor. The
-    function began at autograd's sequence number ``first``; ``fill`` gathers its parameters again, if they are not there.
+    In the backward autograd asks for the noted views. Tensors saved on the way to other results than ``out`` stay. Return False
+    if some saved tensor cannot be examined, such as a DTensor. The function began at autograd's sequence number ``first``;
+    ``fill`` gathers its parameters again, if they are not there.
     """
     assert copy.memory is not None
     assert copy.full is not None
@@ -116,7 +117,7 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside of a backward pass."""
+    """Return whether this thread is inside of a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -129,8 +130,8 @@ class UnitUse:
         copy: the buffer of the unit's full parameters; None if the unit rests in full.
 
     Attributes:
-        leaves: the tensors that the function gets; None once the function has them.
-        is_opaque: whether autograd has saved tensors that cannot be looked into.
+        leaves: the tensors for the function; None once the function has taken them.
+        is_opaque: whether autograd has saved tensors that cannot be examined.
     """
 
     def __init__(
@@ -146,40 +147,41 @@ class UnitUse:
         self.is_opaque = False
 
     def is_inside(self, other: "UnitUse") -> bool:
-        """Whether this use began inside of the other, or is the other."""
+        """Return whether this use began inside of ``other``, or is ``other``."""
         use: UnitUse | None = self
         while use is not None and use is not other:
             use = use.parent
         return use is not None
 
     def take_leaves(self) -> list[torch.Tensor]:
-        """Return the leaves, and hold them no longer: they are the caller's alone."""
+        """Return the leaves, and drop this object's reference to them."""
         leaves, self.leaves = self.leaves, None
         return leaves or []
 
     def check_unwritten(self) -> None:
-        """Refuse a function that has written to a leaf: a backward would see the new values, or nobody would."""
+        """Raise an error if the function has written to a leaf, as writes to gathered parameters would be lost."""
         if self._full is not None and self._full.is_written_since(self._versions):
             raise written_to(self.unit.key)
         self._full = None
 
     def pack(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
-        """Have autograd hold no memory of the parameters, if they have memory of their own; see :func:`pack_saved`."""
+        """Release the parameters from autograd, if they have memory of their own; see :func:`pack_saved`."""
         if self.copy is not None and self.copy.where is None:
             self.is_opaque = not pack_saved(out, self.copy, first, fill)
 
 
 class UsesUnderWay:
-    """The uses of a step that have begun, and what is to come of them.
+    """The uses of a step that have begun and are not over.
 
     Attributes:
         numbers: yields the number of the next use.
         forward: uses whose function is being called, the innermost last.
         backward: uses whose backward has begun, the innermost last.
-        pending: by unit, number of uses in this microbatch whose gradient is yet to come.
+        pending: by unit, number of uses in this microbatch whose gradient is still missing.
         awaited: uses whose backward may come; autograd's graph keeps them alive.
-        held: units whose parameters somebody holds beyond their use: a schedule would put something else in their memory.
-        recomputed: units that a checkpoint has used again and somebody holds, with no backward of theirs since.
+        held: units whose parameters a caller holds beyond their use. A schedule would reuse their memory, so it is not
+            compiled.
+        recomputed: units that a checkpoint has used again and a caller holds, without a backward since then.
     """
 
     def __init__(self) -> None:
@@ -192,10 +194,10 @@ class UsesUnderWay:
         self.recomputed: dict[str, None] = {}
 
     def are_in(self, copy: UnshardedBuffer) -> bool:
-        """Whether a use that is under way has its parameters in this buffer."""
+        """Return whether a use that is under way has its parameters in this buffer."""
         return any(use.copy is copy for each in (self.forward, self.backward) for use in each)
 
     def end_recomputation(self) -> None:
-        """Take units that a checkpoint has used again for held: no backward of theirs has come since."""
+        """Count units that a checkpoint has used again, without a backward since then, as held."""
         self.held |= self.recomputed
         self.recomputed.clear()

@@ -1,4 +1,4 @@
-"""Compiled: a schedule bound to units and to an arena. The other source of ops is ``Eager``."""
+"""Compiled: a schedule bound to units and to an arena, as the source of a step's ops. The other source is ``Eager``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,21 +24,21 @@ _numbers = count()
 
 
 class Compiled:
-    """A schedule with memory.
+    """A schedule bound to units and to memory in an arena.
 
     Args:
         arena: at least ``schedule.arena`` bytes.
 
     Attributes:
-        last_microbatches: numbers of those whose gradients are reduced for the optimizer as soon as they are there.
-        slots: by unit, where its full parameters are while they are gathered.
-        places: by unit, where its gradient rests from the op on that opens it.
-        ops: by event, the first op of each bucket, without those that are carried.
-        bound: by event, these ops, each with what to call.
-        actions: by event, what to call that does something.
-        carried: the gathers at the end of a step of what the next one begins with, if that follows the same schedule.
-        stranded: of a step that has left it, gradients that stay in the arena, as somebody has views of them.
-        number: names it in keys of ops.
+        last_microbatches: numbers of the microbatches whose gradients go to the optimizer's place at once.
+        slots: by unit, the memory of its full parameters.
+        places: by unit, the memory of its gradient at rest, from the op that opens it.
+        ops: by event, the first op of each bucket, without carried ops.
+        bound: by event, these ops, each with its action.
+        actions: by event, the actions that do something.
+        carried: the gathers at the end of a step for the next step, if the next step follows the same schedule.
+        stranded: gradients of a step that has left this schedule; they stay in the arena, as callers have views of them.
+        number: number of this object, in keys of ops.
     """
 
     def __init__(self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, executor: Executor) -> None:
@@ -68,12 +68,12 @@ class Compiled:
         self.bind(executor)
 
     def bind(self, executor: Executor) -> None:
-        """Have an executor run its ops from here on, on the lanes that the executor has now."""
+        """Bind all ops to an executor, and to the executor's present lanes."""
         self.bound = [[(bound, executor.bind(bound)) for bound in each] for each in self.ops]
         self.actions = [[action for _, action in each if action is not nothing] for each in self.bound]
 
     def _bound_ops(self) -> Iterator[BoundOp]:
-        """The first op of each bucket, bound with the others."""
+        """Return the first op of each bucket, bound together with the other ops of the bucket."""
         ops = self.schedule.ops
         runs = issue_positions(ops)
         leader = [run[0] for run in runs for _ in run]
@@ -118,11 +118,11 @@ class Compiled:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
 
     def fits(self, units: dict[str, UnitState]) -> bool:
-        """Whether these are still the units it was made for."""
+        """Return whether the schedule is still bound to these units."""
         return self.units.items() <= units.items()
 
     def outside(self, grads: Grads) -> Grads:
-        """Gradients of a use; if one is in the arena, because it is a parameter, copies: parameters are released first."""
+        """Return gradients of a use, as copies if they are parameters in the arena, which are released first."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:
@@ -130,7 +130,7 @@ class Compiled:
         return grads
 
     def leave(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
-        """The step goes on without this schedule: backwards where their forwards were, new uses in memory of their own."""
+        """Leave this schedule in a step. Backwards use the memory of their forwards, new uses get memory of their own."""
         self.stranded = {}
         for slot in self.slots.values():
             slot.wait()
@@ -146,7 +146,7 @@ class Compiled:
 
 
 def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
-    """Return why units cannot follow a schedule: the first fact of the schedule that is wrong. Empty if units can follow it.
+    """Return why units cannot follow a schedule: the first fact in the schedule that is wrong; empty if all are right.
 
     :meth:`~fsharp.stateful.runtime.step.Step.update` compares bytes in host memory, which are known only then. A block may be
     larger than necessary, as in steps without a schedule; and gradients may rest in the arena, or not, whatever the policy

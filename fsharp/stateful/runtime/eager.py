@@ -1,7 +1,7 @@
-"""Eager: ops made up as events come, where no schedule has foreseen them. Nothing ahead of time, one reduction at a time.
+"""Eager: emit ops event by event, for steps without a schedule. No prefetch; one reduction at a time.
 
-Each buffer has memory of its own, which is given back when nobody holds it. What it has emitted is a schedule like any other,
-at addresses that exist in that schedule alone.
+Each buffer has memory of its own, which is freed with its last reference. The emitted ops are a schedule like any other, with
+addresses that exist in this schedule only.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -32,15 +32,15 @@ _numbers = count()
 
 
 class Eager:
-    """The ops of one step, or of what is left of one.
+    """The source of ops for one step without a schedule, or for the rest of a step that has left its schedule.
 
     Args:
         is_in_use: whether a use that is under way has its parameters in a buffer.
         left: the schedule that the step has left, if it followed one.
-        left_at: what this schedule did not have, in words.
+        left_at: text: what this schedule did not contain.
 
     Attributes:
-        slots: by unit, where its full parameters were put last.
+        slots: by unit, the last memory of its full parameters.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Eager:
         *,
         has_pending: bool,
     ) -> Iterator[BoundOp]:
-        """The ops at an event, without their followers. Each is to be run before the next one is asked for.
+        """Yield the ops at an event, without their followers. Run each op before the next one is requested.
 
-        A backward finds its parameters ``wanted`` where the forward has had them. ``has_pending``: gradients of other uses of
-        the unit are yet to come in this microbatch.
+        ``wanted``: the buffer in which the forward had its parameters, for a backward. ``has_pending``: whether gradients of
+        other uses of the unit are still missing in this microbatch.
         """
         self._at = at
         phase: Phase = "backward" if event.kind.startswith("backward") else "forward"
@@ -115,7 +115,7 @@ class Eager:
                 yield from self.after_update(units)
 
     def with_followers(self, bounds: Iterable[BoundOp]) -> Iterator[BoundOp]:
-        """Return ops, each with the ops that are emitted behind it. Each is to be run before the next one is asked for."""
+        """Yield ops, each followed by the ops that its kind has behind it. Run each op before the next one is requested."""
         for bound in bounds:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
@@ -126,7 +126,7 @@ class Eager:
                     yield from self.with_followers([self._emit(spec, unit, op.phase, use=op.use, after=after)])
 
     def _fill(self, unit: UnitState, phase: Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        """Have the parameters there: where the forward had them, if this is its backward."""
+        """Yield the ops that fill the parameters; in a backward at the address of the forward."""
         assert unit.node is not None
         seen = stamp(unit.node)
         copy = wanted or self.slots.get(unit.key)
@@ -143,10 +143,10 @@ class Eager:
             yield self._of_copy(ops.WAIT, unit, phase, copy, self._last.get("gather"))
 
     def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
-        """Release buffers of other units, in the arena of a schedule that was left, that are where this one has to be filled.
+        """Release buffers of other units that overlap the buffer to fill, in the arena of a schedule that was left.
 
         Raises:
-            ScheduleError: one of them is in use, or a gradient is there that callers have views of.
+            ScheduleError: one of these buffers is in use, or a gradient is there of which callers have views.
         """
         if copy.where is None or self._left is None:
             return
@@ -174,7 +174,7 @@ class Eager:
         return self._emit(spec, unit, phase, where=copy.where, after=after, copy=copy)
 
     def _block_of(self, gradient: GradientBuffer) -> OutgoingBlock:
-        """Memory for a microbatch."""
+        """Return memory for the gradient of a microbatch."""
         nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return gradient.route.block(memory, several_uses=True)
@@ -200,7 +200,10 @@ class Eager:
             self._join()
 
     def _land(self) -> Iterator[BoundOp]:
-        """Take in what was sent last. It leaves its memory late: when the gradients that autograd had of it are gone."""
+        """Yield the op that adds the last reduction's result.
+
+        Its memory is freed later, after autograd's gradients are gone.
+        """
         while self._under_way:
             began = self._under_way.pop(0)
             assert began.unit is not None
@@ -211,7 +214,7 @@ class Eager:
             self._join()
 
     def _join(self) -> None:
-        """Compute waits for the reductions so far, whose memory is about to be given up."""
+        """Make compute wait for all reductions so far, before their memory is released."""
         last = self._last["reduce"]
         self._executor.lanes.join([(self._number, last)])
         self._joined.add(last)
@@ -223,7 +226,7 @@ class Eager:
         return self._emit(ops.ACCUMULATE, unit, "backward", after=after, opens=opens, block=block)
 
     def finish(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
-        """Bring gradients to the optimizer's place."""
+        """Yield the ops that bring gradients to the optimizer's place."""
         for unit in units:
             gradient = unit.gradient
             assert gradient is not None
@@ -234,7 +237,7 @@ class Eager:
             self._join()
 
     def after_update(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
-        """Bring updated parameters to where they rest, and the state of what was updated to host memory."""
+        """Yield the ops that gather updated parameters, and copy the state of updated units to host memory."""
         units = list(units)
         for unit in [each for each in units if each.key in self._executor.spreading]:
             gather = self._emit(ops.SPREAD, unit, "update")
@@ -255,10 +258,10 @@ class Eager:
         after: int | None = None,
         **bound: Any,
     ) -> BoundOp:
-        """One more op, in the memory ``where`` of the arena of a schedule that was left, or in memory of its own.
+        """Emit an op, with the memory ``where`` in the arena of a schedule that was left, or with memory of its own.
 
-        On another stream than compute it comes after all that compute was given, or after the op ``after``. ``bound`` is what
-        it works on, as :class:`BoundOp` takes it.
+        On another stream than compute the op waits for all work of compute so far, or for the op ``after``. ``bound``: fields
+        of :class:`BoundOp`.
         """
         stream, memory = spec.stream, where
         if memory is None and spec.memory and unit is not None:
@@ -280,7 +283,7 @@ class Eager:
         return BoundOp(op, (self._number, number), to_come, unit, **{"copy": self.slots.get(key), **bound})
 
     def _place(self, buffer: str, unit: UnitState) -> Memory | None:
-        """Return the memory of a buffer in the schedule that this step becomes, which no other buffer has; None for 0 bytes."""
+        """Return an address for a buffer in the schedule that this step becomes, used by no other buffer; None for 0 bytes."""
         if (buffer, unit.key) not in self._places:
             nbytes = buffer_nbytes(buffer, self._facts(unit))
             self._places[buffer, unit.key] = Memory(self._top, nbytes) if nbytes else None
@@ -288,7 +291,7 @@ class Eager:
         return self._places[buffer, unit.key]
 
     def _facts(self, unit: UnitState, **known: Any) -> UnitFacts:
-        """The facts of a unit, as if there were several uses and several microbatches, which nobody knows yet."""
+        """Return the facts of a unit as for several uses and several microbatches, whose numbers are unknown yet."""
         row = {"policy": SchedulePolicy(), "trained": True, "updated": True, **known}
         return facts_of(unit, **row, several_uses=True, several_microbatches=True)
 

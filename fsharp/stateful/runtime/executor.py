@@ -1,7 +1,7 @@
-"""Executor: does what ops say, whoever has planned them. The only code of a step that moves parameters and gradients.
+"""Executor: run the ops of a step, from any source. In a step no other code moves parameters and gradients.
 
-It knows units, their memory, lanes and the transport; neither programs nor schedulers. Of each kind of op the table
-:data:`BIND` has a function that binds an op to what it works on, once, and returns what to call when the op's turn comes.
+The executor uses units, their memory, lanes and the transport; it does not depend on programs and schedulers. For each kind of
+op the table :data:`BIND` has a function. It binds an op to its tensors once, and returns the op's action.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,23 +28,25 @@ from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 Action = Callable[[], None]
-"""What to call when an op's turn comes."""
+"""A function without arguments that runs one op, or one bucket of ops."""
 
 
 @dataclass(eq=False, slots=True)
 class BoundOp:
-    """An op together with what it works on.
+    """An op with the objects on which it works.
 
     Attributes:
-        key: names it on lanes.
-        after: keys of the ops on other lanes that it waits for; of the first op of a bucket those of all.
-        copy: where the unit's full parameters are.
-        block: what a gradient is collected in, and leaves from.
-        pieces: what the way to the optimizer's place works in.
-        is_first: of a cast: the first of its unit in its microbatch.
-        may_wait: of an accumulate: nothing of the schedule follows it at once, so a host without streams does it late.
-        joins: gradients that have left their memory late, and whose memory it is about to fill.
-        others: of the first op of a bucket: the others, which are run with it.
+        key: key of the op on lanes.
+        after: keys of the ops on other lanes for which this op waits; for the first op of a bucket the keys of the whole
+            bucket.
+        copy: the buffer of the unit's full parameters.
+        block: the memory in which a gradient is collected, and from which it is sent.
+        pieces: memory for the reduction to the optimizer's place.
+        is_first: for a cast: whether it is the unit's first one in its microbatch.
+        may_wait: for an accumulate: whether no op of the schedule needs the result soon, so that a host without streams runs it
+            late.
+        joins: gradients whose old memory this op is about to fill, and for which it therefore waits.
+        others: for the first op of a bucket: the other ops, which run together with it.
     """
 
     op: Op
@@ -66,12 +68,12 @@ class BoundOp:
 
     @property
     def members(self) -> "tuple[BoundOp, ...]":
-        """The ops of its bucket, itself first; itself alone if it is in none."""
+        """The ops of the bucket, this op first; only this op if it is in no bucket."""
         return self, *self.others
 
     @property
     def gradient(self) -> GradientBuffer:
-        """The gradient of its unit."""
+        """The gradient of the op's unit."""
         assert self.unit is not None
         assert self.unit.gradient is not None
         return self.unit.gradient
@@ -82,20 +84,20 @@ class Executor:
 
     Args:
         comm: the ranks, for the names of trees in labels.
-        own: the same ranks, with collectives counted for this scheduler alone.
+        own: a Comm of the same ranks with a separate count of collectives.
         separate_groups: whether gathers and reductions have process groups of their own.
 
     Attributes:
-        number: of the step that is under way, counted from 1.
+        number: number of the step under way, counted from 1.
         step: name of the step that is under way, in the labels of its collectives; empty outside of one.
-        microbatch: which of it is under way, in the labels too.
+        microbatch: name of the microbatch under way, in labels.
         incoming: the gradients of the use whose backward is over.
-        spreading: by unit, updated parameters on their way to where they rest.
-        moves: by unit, state on its way from host memory, or to it.
-        taken: the units of all of these.
-        fetched: the ops that state has come by.
-        host_nbytes: bytes that were copied from host memory and to it in this step.
-        reducing: gradients whose reduction has begun and whose result has not been taken, with the ops that began it.
+        spreading: by unit, the gather of updated parameters under way.
+        moves: by unit, copies of state between device and host memory.
+        taken: the units in ``spreading`` and ``moves``.
+        fetched: the fetch ops of this step.
+        host_nbytes: bytes copied from and to host memory in this step.
+        reducing: gradients whose reduction is under way, each with the op that began it.
     """
 
     def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
@@ -117,7 +119,7 @@ class Executor:
         self.is_connected = True
 
     def begin(self, step: str) -> None:
-        """A step begins: nothing of the one before is under way."""
+        """Begin a step, with no work of the previous step under way."""
         self.number += 1
         self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
@@ -129,27 +131,27 @@ class Executor:
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
     def name(self, *, step: str | None = None, microbatch: str | None = None) -> None:
-        """Have labels name the step or the microbatch so; an empty step: there is none."""
+        """Set the names of step and microbatch in labels; an empty step means that no step is under way."""
         self.step = self.step if step is None else step
         self.microbatch = self.microbatch if microbatch is None else microbatch
 
     def receive(self, grads: Grads | None) -> None:
-        """Take the gradients of the use whose backward is over, for the ops at its end."""
+        """Keep the gradients of a use whose backward is over, for the ops at its end."""
         self.incoming = grads
 
     def take(self, moves: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
-        """Take what ops are to copy from host memory or to it, and to bring to where it rests, by unit."""
+        """Keep, by unit, the copies from and to host memory and the gathers of updated parameters, for later ops."""
         self.moves, self.taken, self.spreading = dict(moves), tuple(moves), dict(spreading)
 
     def use_lanes(self, lanes: Lanes) -> None:
-        """Run ops on these lanes from here on. Ops that are bound already stay on theirs."""
+        """Run later ops on these lanes. Ops that are bound already keep their lanes."""
         self.lanes = lanes
 
     def bind(self, bound: BoundOp) -> Action:
-        """What to call when an op's turn comes.
+        """Return the action of an op: a function without arguments that runs the op.
 
         Raises:
-            ScheduleError: :data:`BIND` has no function for ops of this kind, or this returns none.
+            ScheduleError: :data:`BIND` has no function for ops of this kind, or the function returns no action.
         """
         bind = BIND.get(bound.spec)
         action = bind(self, bound) if callable(bind) else None
@@ -163,7 +165,7 @@ class Executor:
         return partial(self.telling, action) if encodes else action
 
     def telling(self, action: Action) -> None:
-        """Call ``action``, and tell other ranks if a format fails in it."""
+        """Run ``action``, and tell other ranks if a format fails in it."""
         try:
             action()
         except FormatError as error:
@@ -176,11 +178,11 @@ class Executor:
             self._own.watch.fail(error, self.step or where)
 
     def run(self, bound: BoundOp) -> None:
-        """Bind an op, and do what it says."""
+        """Bind an op, and run its action."""
         self.bind(bound)()
 
     def on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:
-        """``start`` on the lane of an op, after the ops it waits for; ``begins``: and after what compute was given."""
+        """Return ``start`` on the lane of an op, after the ops it waits for; with ``begins`` also after all work of compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:
@@ -190,7 +192,7 @@ class Executor:
         return action if lanes.has_streams else start
 
     def joining(self, bound: BoundOp, action: Action) -> Action:
-        """``action`` of compute, after the ops on other lanes that an op waits for."""
+        """Return ``action`` of compute, after the ops on other lanes for which an op waits."""
         lanes, after = self.lanes, bound.after
 
         def joined() -> None:
@@ -205,7 +207,7 @@ class Executor:
         return self.named(f"{''.join(names)}{what}")
 
     def named(self, what: str) -> str:
-        """Return ``what``, with the present step and microbatch in front."""
+        """Return ``what`` with the present step and microbatch as a prefix."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
     def copy(self, bound: BoundOp) -> None:
@@ -231,7 +233,7 @@ def _each(actions: Iterable[Action]) -> None:
 
 
 def described(bounds: Sequence[BoundOp]) -> str:
-    """Say in a label what these ops do, to which units."""
+    """Return the text for a label: what these ops do, and their units."""
     first, last = bounds[0].op, bounds[-1].op
     which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
     return f"{first.kind} {which} ({first.phase})"
@@ -434,7 +436,7 @@ def _copy(executor: Executor, bound: BoundOp) -> Action:
 
 
 def nothing() -> None:
-    """Do nothing: the action of ops that stand for the caller's own code."""
+    """Do nothing: the action of ops whose work is the caller's own code."""
 
 
 BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {

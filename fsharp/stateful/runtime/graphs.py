@@ -86,7 +86,7 @@ class CapturedStep:
 
 
 def _copied(made: Any, held: list[Any]) -> Any:
-    """Return parameters in the memory ``held`` of the step before, copied there where a step has cast them anew."""
+    """Return parameters in the memory ``held`` of the previous step. Parameters that a step has cast anew are copied there."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():
         for x, new in zip(held, leaves, strict=True):

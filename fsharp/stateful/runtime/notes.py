@@ -32,10 +32,10 @@ class WrapperNote(NamedTuple):
 
     Attributes:
         cls: the wrapper's class.
-        inner: its inner tensors by attribute; of those in gathered memory the notes.
-        about: what ``__tensor_flatten__`` says besides.
-        size: of the wrapper.
-        stride: of the wrapper.
+        inner: inner tensors by attribute; notes in place of tensors in gathered memory.
+        about: the metadata that ``__tensor_flatten__`` returns.
+        size: size of the wrapper.
+        stride: stride of the wrapper.
     """
 
     cls: Any
@@ -46,7 +46,7 @@ class WrapperNote(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, place: int) -> "WrapperNote | None":
-        """Return the note of a tensor; None if it is no wrapper, or one of tensors that are not plain.
+        """Return the note of a wrapper; None if the tensor is no wrapper, or its inner tensors are not plain.
 
         Args:
             x: the wrapper.

@@ -1,4 +1,4 @@
-"""Recorder: writes down when the ops of a step ran, as the host saw them or, on a GPU, as its streams did."""
+"""Recorder: measure when the ops of a step run, by the host's clock, or by events of a GPU's streams."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Mark = Any  # seconds, or an event of a stream that will say
 
 
 class Recorder:
-    """Turns the ops of a plan into rows of a trace."""
+    """Measures the ops of a plan, for a trace."""
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
         self.trace, self.device, self.has_streams = trace, device, device.type != "cpu"
@@ -29,7 +29,7 @@ class Recorder:
         self._last: Mark = self._base
 
     def mark(self) -> Mark:
-        """Now, on the current stream."""
+        """Return a mark of the present time on the current stream."""
         if not self.has_streams:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -37,13 +37,13 @@ class Recorder:
         return event
 
     def begin(self) -> None:
-        """A step begins: forget what was measured of the one before."""
+        """Begin a step: drop the measurements of the previous step."""
         self._open.clear()
         self._start = self._last = self.mark()
         self._step = len(self.trace.steps)
 
     def event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
-        """Run the ops of an event by their actions, and note them."""
+        """Run the actions of an event's ops, and measure them."""
         here = self.mark()
         phase = event.kind.removesuffix("_end")
         if event.kind.endswith("_end") and event.unit:
@@ -57,7 +57,7 @@ class Recorder:
         self._last = self.mark()
 
     def op(self, bound: BoundOp, action: Action) -> None:
-        """Run an op by its action, and note it."""
+        """Run the action of an op, and measure it."""
         self.flights, self.lane_marks = [], []
         kind, start = bound.op.kind, self.mark()
         action()
@@ -76,7 +76,7 @@ class Recorder:
         self._rows.append((bound.key[1], kind, bound.op, start, stop, flights or [], self._step))
 
     def end(self) -> None:
-        """The step has ended: what is known of it goes to the trace; what is still under way follows."""
+        """End a step: add its measurements to the trace. Measurements of ops under way are added later."""
         ended = self.mark()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""Scheduled: a function that a scheduler runs, the programs that it has recorded of it, and which of them comes next."""
+"""Scheduled: a function that a scheduler runs, with its recorded programs and a prediction of the next one."""
 
 import weakref
 from collections import Counter
@@ -26,16 +26,16 @@ _GIVE_UP_AFTER = 3
 
 
 class Programs:
-    """What is known of one function.
+    """The recorded programs and schedules of one function.
 
-    A program that is new is compiled, but after several calls in a row that have left their schedule only when it comes again:
-    a function that is different each time is not compiled each time. The next call is expected to be what followed the last two
-    programs when they came the last time, or the last one again.
+    A new program is compiled. After several calls in a row that have left their schedule, a program is compiled only when it
+    occurs again. The next program is predicted: the one that followed the last two programs when they last occurred, or else
+    the last program.
 
     Attributes:
-        bound: schedules with memory, of the arena that there is.
-        num_recordings: calls that have followed no schedule to their end.
-        num_failed: calls in a row that have left their schedule.
+        bound: schedules that are bound to the present arena.
+        num_recordings: number of calls that did not follow a schedule to the end.
+        num_failed: number of consecutive calls that have left their schedule.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class Programs:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """All that have been compiled."""
+        """All compiled schedules."""
         return [*self._schedules.values(), *([self._pinned] if self._pinned is not None else [])]
 
     @property
     def expected(self) -> Schedule | None:
-        """What the next call is expected to be; None if there is no telling."""
+        """The program that the next call is expected to have; None if it cannot be predicted."""
         if self._pinned is not None:
             return self._pinned
         last = self._last_two[1]
@@ -71,21 +71,21 @@ class Programs:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether somebody has said what to follow."""
+        """Whether the user has chosen a schedule by ``follow()``."""
         return self._pinned is not None
 
     def pin(self, schedule: Schedule) -> None:
-        """Follow this one from here on, up to a call that leaves it."""
+        """Follow this schedule from now on, up to a call that leaves it."""
         self._pinned = schedule
         self.bound.clear()
 
     def went(self, program: Program) -> None:
-        """A call has followed its schedule to the end."""
+        """Note that a call has followed its schedule to the end."""
         self._note(program)
         self.num_failed = 0
 
     def recorded(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """A call has followed no schedule to its end, or has ``left`` one. ``compile_`` makes a schedule, if there is one."""
+        """Note the program of a call without a schedule, or that has ``left`` one. ``compile_`` compiles it, if possible."""
         self._pinned = None
         self.num_recordings += 1
         self.num_failed = self.num_failed + 1 if left else self.num_failed
@@ -181,14 +181,14 @@ class Scheduled:
         return self._emitted()
 
     def begin_call(self) -> str:
-        """Count a call. Return what labels say of it."""
+        """Count a call, and return its name for labels."""
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
 
     def end_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
-        """Keep how a call went, for :meth:`status`, and what it has emitted, if it has followed no schedule.
+        """Keep how a call went, for :meth:`status`, and the ops that it has emitted without a schedule.
 
-        A local call is not counted: one rank alone may have made it.
+        A local call is not counted, as a single rank may have made it.
         """
         if kind == "local":
             self.num_calls -= 1
@@ -197,11 +197,11 @@ class Scheduled:
         self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def note_next(self, following: "Scheduled") -> None:
-        """Keep which function of the scheduler was called after this one."""
+        """Note which function of the scheduler was called after this one."""
         self.followed_by = weakref.ref(following)
 
     def recount(self) -> None:
-        """Have labels count calls from 0."""
+        """Restart the count of calls in labels from 0."""
         self.num_calls = 0
 
     @api_boundary
@@ -221,12 +221,12 @@ class Scheduled:
         return trace
 
     def sources(self, args: Any) -> dict[str, Sharded]:
-        """The nodes among the arguments that the units of the schedule are, as far as they are among them."""
+        """Return, by unit of the schedule, the node among the arguments, if it is there."""
         self._nodes = units_of(args)
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
     def locate(self, key: str, node: Sharded) -> None:
-        """Remember which of the arguments a unit is."""
+        """Note the position of a unit's node among the arguments."""
         mine = [b.data_ptr() for b in node.raw_buffers]
         for i, each in enumerate(self._nodes):
             if each.name == node.name and [b.data_ptr() for b in each.raw_buffers] == mine:
@@ -234,12 +234,12 @@ class Scheduled:
                 return
 
     def forget(self) -> None:
-        """Hold on to nobody's tensors."""
+        """Drop all references to tensors."""
         self._nodes = []
 
 
 class Functions:
-    """The functions of one scheduler. Each stays as long as somebody has it."""
+    """The scheduled functions of one scheduler, by weak references."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[Scheduled] = weakref.WeakSet()
@@ -250,7 +250,7 @@ class Functions:
         return iter(self._alive)
 
     def add(self, scheduler: Tracer, fn: Callable[..., Any], name: str) -> Scheduled:
-        """Return a function for a scheduler to run, with a name of its own: ranks wrap in the same order."""
+        """Return a scheduled function with a unique name. All ranks wrap functions in the same order."""
         self._names[name] += 1
         number = self._names[name]
         scheduled = Scheduled(scheduler, fn, f"{name} ({number})" if number > 1 else name)
@@ -258,13 +258,13 @@ class Functions:
         return scheduled
 
     def end_call(self, scheduled: Scheduled) -> None:
-        """Keep which function was called last, and for the function before it which one came next."""
+        """Note the function that was called last, and note it for the previous function as the next one."""
         if (last := self._last()) is not None:
             last.note_next(scheduled)
         self._last = weakref.ref(scheduled)
 
     def restart(self) -> None:
-        """Begin anew after an error: no schedule has memory, and no function was called last."""
+        """Reset after an error: unbind all schedules, and forget the order of calls."""
         self._last = lambda: None
         for scheduled in self._alive:
             scheduled.programs.bound.clear()

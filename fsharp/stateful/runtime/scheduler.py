@@ -1,4 +1,4 @@
-"""Scheduler: runs pure functions by a schedule. A Comm like any other to them, which gives the same bits, sooner."""
+"""Scheduler: a Comm that runs pure functions by a schedule, with the same bits as any other Comm."""
 
 import copy
 import threading
@@ -41,11 +41,11 @@ from fsharp.type_checks import options_checked
 
 
 class StepUnderWay:
-    """Which step is under way, of which function, in which thread.
+    """The step under way, with its function and its thread.
 
     Attributes:
-        title: what labels say of the step, without its history.
-        loose: the step outside of all functions, as long as somebody has a backward of it to come.
+        title: the name of the step in labels, without the history.
+        loose: the step outside of all functions, while a backward of it may come.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class StepUnderWay:
         self.loose = weakref.WeakSet[Step]()
 
     def begin(self, scheduled: Scheduled, step: Step, title: str) -> None:
-        """Note the step of a function as under way, in this thread."""
+        """Note that a function's step begins in this thread."""
         self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
 
     def end(self) -> None:
@@ -64,7 +64,7 @@ class StepUnderWay:
         self.step = self.scheduled = None
 
     def check_thread(self) -> None:
-        """Refuse a call in another thread than that of the step."""
+        """Raise an error if the call is in another thread than the step."""
         if threading.get_ident() != self.thread and not in_backward():
             raise ScheduleError(
                 "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
@@ -144,19 +144,19 @@ class Scheduler(PassingComm, Tracer):
     all_reduce, all_to_all = api_boundary(PassingComm.all_reduce), api_boundary(PassingComm.all_to_all)
 
     def _passed(self, label: str, *call: Any) -> tuple[Comm, str]:
-        """Refuse a scheduler that was closed, or have a collective of the caller's own passed on, and not scheduled."""
+        """Pass a collective of the caller on, unscheduled. If the scheduler is closed, raise an error."""
         self._refuse()
         self.executor.connect()
         return self.own, self.executor.named(label or "a call of the Comm")
 
     def account(self, text: str) -> None:
-        """Add settings that have to be the same on all ranks to the labels of what follows, in this step and in later ones."""
+        """Add settings to the labels of all later collectives, so that ranks with other settings are found."""
         self._history.account(text)
         if self._now.step is not None:
             self.executor.name(step=f"{self._now.title}{self._of_history}")
 
     def begin_history(self) -> None:
-        """Have labels say nothing of earlier steps and settings: all ranks have just loaded the same values."""
+        """Remove earlier steps and settings from labels, after all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for scheduled in self._functions:
             scheduled.recount()
@@ -168,7 +168,7 @@ class Scheduler(PassingComm, Tracer):
 
     @property
     def comparing(self) -> Comm:
-        """This Comm, with the history in labels outside of steps: for collectives that put parts of all ranks together."""
+        """Return this Comm with the history in its labels, for collectives outside of steps that combine parts of all ranks."""
         return self if self._now.step is not None else Labelled(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
@@ -185,7 +185,7 @@ class Scheduler(PassingComm, Tracer):
         return self._functions.add(self, fn, name)
 
     def run(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a scheduled function; inside of another one it is a part of that."""
+        """Call a scheduled function. Inside of another scheduled function the call is part of that function's step."""
         if self._now.step is not None:
             self._now.check_thread()
             return scheduled.fn(*args, comm=self, **kwargs)
@@ -203,7 +203,7 @@ class Scheduler(PassingComm, Tracer):
         *,
         on_backward: Callable[[], None] | None = None,
     ) -> Step:
-        """A step of a scheduled function begins: all that is called from here on is a part of it, until :meth:`close`.
+        """Begin a step of a scheduled function. All calls until :meth:`close` are part of the step.
 
         ``on_backward`` is called when a backward comes to a unit that the step has used.
         """
@@ -228,7 +228,7 @@ class Scheduler(PassingComm, Tracer):
         return step
 
     def close(self, step: Step) -> None:
-        """The step is over: end it, and learn from it."""
+        """End the step, and record its program."""
         step.end()
         self._end(step)
         if step.recorder is not None and step.is_planned:
@@ -237,7 +237,7 @@ class Scheduler(PassingComm, Tracer):
 
     @contextmanager
     def guard(self, step: Step | None = None) -> Iterator[None]:
-        """If an error leaves this context in a step, or in one that is about to begin, close the scheduler, on all ranks."""
+        """Return a context: an error in it closes the scheduler on all ranks, if a step is under way or about to begin."""
         try:
             yield
         except BaseException as error:
@@ -262,7 +262,7 @@ class Scheduler(PassingComm, Tracer):
 
     @api_boundary
     def check_open(self) -> None:
-        """Refuse to go on after an error, on this rank or on another.
+        """Raise an error if this scheduler was closed by an error on this or another rank.
 
         Raises:
             ScheduleError: this scheduler is closed.
@@ -274,7 +274,7 @@ class Scheduler(PassingComm, Tracer):
             comm.watch.check()
 
     def _refuse(self) -> None:
-        """Raise if the scheduler is closed."""
+        """Raise an error if the scheduler is closed."""
         if self._closed is not None:
             why = f"this scheduler is closed, because of an error before: {self._closed}"
             raise ScheduleError(f"{why}\nMake a new one: fs.Scheduler(comm) of the same Comm works.")
@@ -307,7 +307,7 @@ class Scheduler(PassingComm, Tracer):
             self._record(scheduled, step)
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:
-        """Learn what a step has done that followed no schedule to its end."""
+        """Record the program of a step that did not follow a schedule to the end."""
         trained, updated = dict(step.trained), dict(step.updated)
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
         gradients = gradients_of(step.events)
@@ -332,9 +332,9 @@ class Scheduler(PassingComm, Tracer):
         self.registry.prune({facts.name for schedule in schedules for facts in schedule.program.units})
 
     def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
-        """The schedule of a program: the same on all ranks, or all of them hear of it.
+        """Return the schedule of a program, after a comparison between ranks.
 
-        None if some rank holds parameters beyond their use, for which no schedule has room.
+        None if some rank holds parameters beyond their use, as a schedule reuses their memory.
         """
         self.executor.connect()
         if b"1" in gather_bytes(b"1" if is_held else b"0", self.own):
@@ -347,7 +347,7 @@ class Scheduler(PassingComm, Tracer):
         return schedule
 
     def unit_of(self, node: Sharded) -> UnitState:
-        """The unit that a node is."""
+        """Return the unit of a node."""
         unit = self.registry.find(node)
         if unit is None:
             unit = self.registry.add(node)
@@ -358,11 +358,11 @@ class Scheduler(PassingComm, Tracer):
         return unit
 
     def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
-        """The parameters of a unit have become others."""
+        """Note that the parameters of a unit were replaced by other ones."""
         self.registry.enter(unit, new, instead=old)
 
     def current(self) -> Step:
-        """The step of the function that is being called; outside of one, a step that follows and records nothing."""
+        """Return the step of the present function; outside of functions, a step without schedule and recording."""
         now = self._now
         step = now.step or next(iter(now.loose), None)
         if step is None:
@@ -376,7 +376,7 @@ class Scheduler(PassingComm, Tracer):
 
 
 def _apart(comm: Comm) -> Comm:
-    """The same ranks, with collectives counted for this scheduler alone."""
+    """Return a Comm of the same ranks with its own numbering of collectives."""
     if isinstance(comm, CountingComm):
         other = copy.copy(comm)  # which counts into the same counter
         other.inner = _apart(comm.inner)
@@ -385,7 +385,7 @@ def _apart(comm: Comm) -> Comm:
 
 
 def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
-    """Return the transport that a Comm allows for. Gathers and reductions may have process groups each."""
+    """Return the transport for a Comm. Gathers and reductions may have separate process groups."""
     inner, counters = comm, list[CountingComm]()
     while isinstance(inner, CountingComm):
         counters.append(inner)

@@ -1,7 +1,7 @@
-"""Step: one call of a function under a scheduler, as events: which units are entered and left, forward and backward.
+"""Step: one call of a function under a scheduler, as a sequence of events such as the forward of a unit.
 
-Events go to a source of ops, and what that gives to the executor. When an event comes that a schedule has not foreseen, the
-step goes on with ops made up on the spot.
+A source of ops turns each event into ops, and the executor runs the ops. If an event is not in the schedule, the step goes on
+without the schedule, with the source ``Eager``.
 """
 
 import weakref
@@ -28,18 +28,18 @@ from fsharp.stateful.units.update_gather import UpdateGather
 
 
 class Step:
-    """One step of a program.
+    """One step: a call of a scheduled function.
 
     Args:
-        schedule: what to follow; None makes ops up as events come.
-        on_backward: called when a backward comes to a use; None: nobody wants to know.
+        schedule: the schedule to follow; None uses the source ``Eager``.
+        on_backward: called when a backward reaches a use; may be None.
 
     Attributes:
-        eager: what makes ops up; None while a schedule is followed.
+        eager: the source of ops without a schedule; None while a schedule is followed.
         trained: units that have a gradient in this step.
         updated: units whose parameters this step has updated.
-        num_microbatches: backward passes that are over.
-        is_over: whether nothing can come of the step any more.
+        num_microbatches: number of backward passes that are over.
+        is_over: whether the step has ended, so that no backward can come.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class Step:
 
     @property
     def is_planned(self) -> bool:
-        """Whether it has followed its schedule so far."""
+        """Whether the step has followed its schedule so far."""
         return self.eager is None
 
     @property
     def is_local(self) -> bool:
-        """Whether this step has only used units that rest whole, so that no other rank had to take part."""
+        """Whether this step has only used units that rest whole, so that it used no collective."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a backward of a use may still come: somebody holds the graph, and no backward has used it up."""
+        """Whether a backward of a use may still come, as its graph is alive and unused."""
         return len(self.uses.awaited) > 0
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a function that has units is under way, not counting what a checkpoint computes again."""
+        """Whether a function of units is under way, except for recomputation by a checkpoint."""
         return bool(self.uses.forward)
 
     def _event(
@@ -90,7 +90,7 @@ class Step:
         copy: UnshardedBuffer | None = None,
         units: Iterable[UnitState] = (),
     ) -> None:
-        """Note an event, and have its ops run."""
+        """Record an event, and run its ops."""
         at, found = len(self.events), (kind, unit.key if unit is not None else "", number, bare)
         if self.eager is None:
             schedule = self.schedule
@@ -111,14 +111,14 @@ class Step:
         self._run(self.eager.foresee(at, event, unit, copy, units, has_pending=has_pending))
 
     def _run(self, bounds: Iterable[BoundOp]) -> None:
-        """Run ops that are made up and what follows them, each before the next one is made up."""
+        """Run ops of the source ``Eager`` and their followers, each before the next one is emitted."""
         assert self.eager is not None
         for bound in self.eager.with_followers(bounds):
             self.executor.run(bound)
             del bound  # the memory that it has freed is wanted for the next one
 
     def leave(self, event: Event | None = None) -> None:
-        """Follow the schedule no further, if there is one: finish what it has begun, and make ops up from here on."""
+        """Leave the schedule, if there is one: finish the work under way, and use the source ``Eager`` from now on."""
         if self.eager is not None:
             return
         assert self.schedule is not None
@@ -129,7 +129,7 @@ class Step:
         self.eager = Eager(self.executor, is_in_use=self.uses.are_in, left=self.schedule, left_at=left_at)
 
     def enter(self, node: Sharded, unit: UnitState) -> UnitUse:
-        """Begin a use: its unit is there in full when this returns."""
+        """Begin a use, and return it once its unit is gathered."""
         uses = self.uses
         if uses.backward and not in_backward():
             self._retire(None)
@@ -193,7 +193,7 @@ class Step:
             (uses.recomputed if in_backward() else uses.held)[use.unit.key] = None
 
     def come_back(self, uses: Sequence[UnitUse], grads: object = None) -> None:
-        """A backward comes to the function that entered these units, with gradients of what it has returned."""
+        """Begin the backwards of uses: a backward has reached the results of the function that used these units."""
         gathered = [use.unit.key for use in uses if use.copy is not None] if self.is_over or torch.is_grad_enabled() else []
         if gathered and torch.is_grad_enabled():
             raise double_backward()
@@ -205,7 +205,7 @@ class Step:
             self._open(use)
 
     def _come_back(self, gathered: Sequence[str]) -> None:
-        """Tell who wants to know that a backward comes, to units that were gathered; refuse one that comes too late."""
+        """Call ``on_backward`` for a backward of gathered units. A backward that comes too late raises an error."""
         if self._on_backward is not None:
             self._on_backward()
         if self.is_over:
@@ -231,13 +231,13 @@ class Step:
         uses.backward.append(use)
 
     def _retire(self, next_use: UnitUse | None) -> None:
-        """End the backward of uses that the engine has left behind on its way to ``next_use``."""
+        """End the backwards of uses that autograd has passed on its way to ``next_use``."""
         backward = self.uses.backward
         while backward and (next_use is None or not next_use.is_inside(backward[-1])):
             self._close(backward[-1], None)
 
     def _gradient(self, use: UnitUse, grads: Grads) -> None:
-        """The gradients of a use's leaves are there: its backward is over."""
+        """End the backward of a use, with the gradients of its leaves."""
         if self.is_over or self._on_backward is not None:
             self._come_back([use.unit.key])
         uses = self.uses
@@ -259,14 +259,14 @@ class Step:
         self.executor.receive(None)
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """A backward pass begins. ``is_last``: no other one adds to its gradients before they are reduced for the optimizer."""
+        """Begin a backward pass. ``is_last``: it is the last one before gradients are reduced for the optimizer."""
         number = self.num_microbatches
         if not is_last and self.schedule is not None and number in self.schedule.last_microbatches:
             self.leave()  # it would reduce them now
         self.executor.name(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
-        """The backward pass is over.
+        """End a backward pass.
 
         Args:
             direct: gradients that came through ``gather()`` in the loss instead of ``forward()``, flat and at rest.
@@ -290,7 +290,7 @@ class Step:
         self.uses.pending.clear()
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:
-        """Begin new gradients of these units, at the schedule's places. Whatever is under way of the old ones ends first."""
+        """Begin new gradients of these units, in the schedule's memory, after work on the old gradients has ended."""
         if self.executor.reducing:
             reducing = {key for key, _ in self.executor.reducing}
             if any(unit.key in reducing for unit in units):
@@ -301,12 +301,12 @@ class Step:
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def move(self) -> None:
-        """Something is about to be reduced that is not what the schedule reduces: on all ranks, or on none."""
+        """Record a reduction outside of the schedule, which all ranks make."""
         self._retire(None)
         self._event("move")
 
     def reduce(self, units: Sequence[UnitState], *, wait: bool) -> None:
-        """Gradients are wanted at the optimizer's place; without ``wait`` whoever looks at them joins them."""
+        """Reduce gradients to the optimizer's place. Without ``wait``, reading the gradients waits for them."""
         self._retire(None)
         unfinished = [unit for unit in units if _is_unfinished(unit)]
         self._event("reduce", units=unfinished)
@@ -321,7 +321,7 @@ class Step:
         self.executor.lanes.join_all("reduce")
 
     def fetch(self, moves: Mapping[str, HostCopies]) -> None:
-        """State of the optimizer, by unit, is wanted on the device."""
+        """Copy the optimizer state of units to the device."""
         self._retire(None)
         self.executor.take(moves)
         for key in moves:
@@ -329,7 +329,7 @@ class Step:
         self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
 
     def update(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
-        """Parameters are new where the optimizer has them, and so is its state, which goes to host memory."""
+        """After an update, gather updated parameters to their place, and copy offloaded state to host memory."""
         self._retire(None)
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
@@ -351,7 +351,7 @@ class Step:
             self._run(self.eager.after_update(units))
 
     def end(self) -> None:
-        """The function has returned: finish what is under way."""
+        """End the step after its function has returned: finish the work under way."""
         self._retire(None)
         self.uses.end_recomputation()
         for unit in self.units.values():
@@ -362,11 +362,11 @@ class Step:
         self.abandon()
 
     def abandon(self) -> None:
-        """End the step without what is under way. A backward that still comes is refused."""
+        """End the step, and abandon work under way. A later backward of this step raises an error."""
         self.is_over = True
 
     def refuse_backwards(self, refuse: Callable[[], None]) -> None:
-        """Have ``refuse``, which raises an error, called when a backward comes to a use."""
+        """Call ``refuse``, which raises an error, when a backward reaches a use from now on."""
         self._on_backward = refuse
 
 

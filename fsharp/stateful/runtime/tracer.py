@@ -1,6 +1,6 @@
-"""Tracer: the Engine that pure functions call. It turns what they do into events of a step, and is all that autograd meets.
+"""Tracer: the Engine that pure functions call. It turns their calls, and the calls of autograd, into events of a step.
 
-Where data move, when, and in which memory is not decided here.
+The source of ops, not the tracer, decides when data move, and in which memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class IssuedGradients:
-    """The gradients that one ``value_and_grad`` has returned, to be known again when they come back to be reduced."""
+    """The gradients that one ``value_and_grad`` has returned, to recognise them when they are passed to ``reduce_scatter``."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
@@ -49,7 +49,7 @@ class IssuedGradients:
         return [unit for unit, _, _ in self._rows]
 
     def issue(self, node: Sharded, unit: UnitState, scale: Literal["sum"] | None) -> Sharded:
-        """The gradient of a unit, whose parameters ``node`` is, where it rests."""
+        """Return the gradient at rest of the unit with the parameters ``node``, and note it as issued."""
         gradient = unit.gradient
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, (), scale=scale)
@@ -61,7 +61,7 @@ class IssuedGradients:
         return pending(result, gradient.join) if gradient.is_under_way else result
 
     def check_unsent(self) -> None:
-        """Refuse to reduce other gradients in place of these, once these have been sent with residuals.
+        """Raise an error if other gradients are reduced after these were sent with residuals.
 
         Raises:
             ScheduleError: some are on their way to the optimizer's place.
@@ -74,7 +74,7 @@ class IssuedGradients:
                 )
 
     def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
-        """Whether these are all of them, as they were returned, on their way to the optimizer's place."""
+        """Return whether these are exactly the issued gradients, unchanged."""
         filled = [node for node in nodes if node.unit.trainable]
         if len(filled) != len(self._rows) or not filled:
             return False
@@ -96,8 +96,8 @@ class Tracer(Engine):
     """The Engine of all pure functions under a scheduler.
 
     Attributes:
-        num_updates: how often parameters have become others.
-        main_stays: main copies stay on the device, as somebody shows them.
+        num_updates: number of updates of parameters.
+        main_stays: whether main copies stay on the device, as a module shows them.
     """
 
     own: Comm
@@ -119,7 +119,7 @@ class Tracer(Engine):
 
     @property
     def transport(self) -> Transport:
-        """What runs the collectives of schedules."""
+        """The transport of the schedules' collectives."""
         return self.executor.transport
 
     @property
@@ -129,17 +129,17 @@ class Tracer(Engine):
 
     @property
     def units(self) -> dict[str, UnitState]:
-        """The state of all units that were used, by key."""
+        """The states of all used units, by key."""
         return self.registry.units
 
     def keep_main(self) -> None:
-        """Keep main copies on the device from here on, whatever is offloaded: somebody shows them."""
+        """Keep main copies on the device from now on, also with ``offload``, as a module shows them."""
         self.main_stays = True
 
     def takes(self, units: Any) -> bool:
-        """Not under ``torch.func``, and not where the buffers themselves are differentiated: those paths are blocking.
+        """Return whether the engine takes a call: not under ``torch.func``, and not if buffers themselves need gradients.
 
-        Nor under ``make_fx``, nor donated nodes: those ``forward`` refuses.
+        Calls under ``make_fx`` and calls with donated nodes are not taken, and ``forward`` raises an error for them.
         """
         if torch._C._are_functorch_transforms_active():
             return False
@@ -156,9 +156,9 @@ class Tracer(Engine):
         return True
 
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any, *, as_leaves: bool = False) -> Any:
-        """Enter the units, call the function, leave them.
+        """Gather the units, call the function, and release the units.
 
-        With ``as_leaves`` units are a list, and the function gets for each of them the leaves of its subtree.
+        With ``as_leaves`` the units are a list, and the function gets the leaves of each unit's subtree.
         """
         sharded, ties = units
         nodes = sharded if as_leaves else [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
@@ -186,7 +186,7 @@ class Tracer(Engine):
     def run_value_and_grad(
         self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Views
     ) -> tuple[Loss, Any]:
-        """Forward and backward of each part; gradients are collected and reduced on the way."""
+        """Run forward and backward of each microbatch; gradients are collected and reduced during the backward."""
         units = self.start_gradients(params, residuals)
         total: Loss | None = None
         for number, part in enumerate(parts, 1):
@@ -203,7 +203,7 @@ class Tracer(Engine):
         return total, self.issue(units, params, scale="sum")
 
     def start_gradients(self, params: Any, residuals: Views = MappingProxyType({})) -> list[UnitState]:
-        """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
+        """Begin new gradients of these parameters, and return their units. Gradients of other units are kept."""
         step, self._issued = self.current(), IssuedGradients()
         units = [self.unit_of(node) for node in units_of(params)]
         step.renew_gradients(units)
@@ -212,12 +212,12 @@ class Tracer(Engine):
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
-        """The backward pass is over. ``probed``: the parameters of these units that it was of, with their sinks."""
+        """End a backward pass. ``probed``: the parameters of these units in the pass, with their sinks."""
         found = zip(units, units_of(probed), strict=True)
         self.current().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
     def issue(self, units: Sequence[UnitState], params: Any, *, scale: Literal["sum"] | None = None) -> Any:
-        """The gradients of these parameters, whose units are given, where they rest."""
+        """Return the gradients at rest of these parameters, whose units are given."""
         self.lanes.join_all("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
@@ -228,7 +228,7 @@ class Tracer(Engine):
         return map_units(lambda node: issued.issue(node, next(position), scale), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: Views) -> Any:
-        """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
+        """Reduce gradients to the optimizer's place: those of :meth:`run_value_and_grad` by the schedule, others at once."""
         nodes, step = units_of(tree), self.current()
         if not self._issued.are(nodes, to):
             if residuals:
@@ -245,7 +245,7 @@ class Tracer(Engine):
         return map_units(lambda node: _reduced(node, next(position).gradient if node.unit.trainable else None, to), tree)
 
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """What is in host memory comes to the device."""
+        """Copy offloaded state from host memory to the device."""
         self._offload = None
         if not self.policy.offload:
             return state
@@ -259,7 +259,7 @@ class Tracer(Engine):
         return (params, main) if self.main_stays else params
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
+        """Begin to gather updated parameters, and to copy state to host memory. Reading them waits for the end."""
         step, lanes, rank = self.current(), self.lanes, self.rank
         update_gathers, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
@@ -287,14 +287,14 @@ class Tracer(Engine):
 
 
 def _feed_back(units: Sequence[UnitState], residuals: Views) -> None:
-    """Have reductions of these units add residuals to gradients, and overwrite them."""
+    """Pass residuals to the reductions of these units, which add them to gradients and overwrite them."""
     for unit in units:
         if unit.gradient is not None:
             unit.gradient.feed_back(residuals.get(unit.layout.name, {}))
 
 
 def _leaves_of(*values: Any) -> Sequence[Any]:
-    """The leaves of pytrees. Mostly they are tensors, of which no tree has to be made."""
+    """Return the leaves of pytrees, with a fast path for tensors."""
     for value in values:
         if not isinstance(value, torch.Tensor):
             return optree.tree_leaves(values)  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ def _leaves_of(*values: Any) -> Sequence[Any]:
 
 
 def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
-    """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
+    """Return the function's arguments: trees of the leaves of the uses, in place of units."""
     rows, leaves = [], {}
     for use in uses:
         index, own = use.unit.index, use.take_leaves()
@@ -320,7 +320,7 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves:
 
 
 def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
-    """A gradient that was issued, at the optimizer's place."""
+    """Return an issued gradient at the optimizer's place."""
     place = resolve_place(node.unit, to)
     if gradient is None or gradient.final is None:
         same = Sharded(node.raw_buffers, node.unit, place, node.groups, scale=node.scale)
@@ -330,7 +330,7 @@ def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> S
 
 
 def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
-    """What a function returned, with copies in place of views of parameters that are about to be released."""
+    """Return a function's result with copies in place of views of parameters that are about to be released."""
     bounds: list[tuple[int, int]] = []
     for use in uses:
         if use.copy is not None and use.copy.memory is not None:
