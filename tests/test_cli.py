@@ -1,12 +1,15 @@
 """The command fsharp: what it prints, and its exit status."""
 
+import json
 import sys
 
+import optree
 import pytest
 import torch
 
 import fsharp as fs
 from fsharp.cli import main
+from fsharp.cli.models import find_model, repeated_units
 from tests.gpt_like import make_params
 
 
@@ -99,6 +102,117 @@ def test_prune(root, capsys):
     status, _, err = run(capsys, "ckpt", "prune", root, "--keep", 0)
     assert status == 1
     assert "keep" in err
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp", "orbax"])
+def test_export_and_convert(kind, root, tmp_path, capsys):
+    source, there = path_of(root, 3), tmp_path / "there"
+    assert run(capsys, "ckpt", "export", source, there, "--to", kind, "--subtree", "params")[:2] == (0, [f"wrote {there}"])
+    if kind != "safetensors":  # which is loaded without conversion
+        [line] = run(capsys, "ckpt", "convert", there, tmp_path / "back", "--of", kind, "--step", 3)[1]
+        there = line.removeprefix("wrote ")
+    found, saved = fs.checkpoint.open_checkpoint(there), fs.checkpoint.open_checkpoint(source)
+    assert sorted(found.names) == sorted(name.removeprefix("params.") for name in saved.names)
+    for name in found.names:
+        assert torch.equal(found.tensor(name), saved.tensor(f"params.{name}"))
+
+
+def test_export_rounds_to_a_dtype(root, tmp_path, capsys):
+    run(capsys, "ckpt", "export", path_of(root, 1), tmp_path / "half", "--dtype", "bfloat16")
+    assert fs.checkpoint.open_checkpoint(tmp_path / "half").tensor("params.embed").dtype == torch.bfloat16
+    assert run(capsys, "ckpt", "export", path_of(root, 1), tmp_path / "no", "--dtype", "b16")[0] == 2
+    assert run(capsys, "ckpt", "export", path_of(root, 1), tmp_path / "no", "--dtype", "bfloat16", "--to", "dcp")[0] == 2
+
+
+def test_plan_compares_strategies(capsys):
+    status, lines, _ = run(capsys, "plan", "llama-3-8b", "--mesh", "outer=2,inner=4")
+    assert status == 0
+    assert lines[0].startswith("8,030,261,248 parameters on Mesh(outer=2, inner=4), in 35 units of at most")
+    rows = {line.split()[0]: line.split() for line in lines[2:]}
+    assert list(rows) == ["strategy", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
+    assert rows["zero3"][1:3] == [f"{8_030_261_248 * 2 / 8 / 2**30:.2f}", "GiB"]  # bfloat16 over 8 ranks
+    assert rows["hsdp"][1:3] == [f"{8_030_261_248 * 2 / 4 / 2**30:.2f}", "GiB"]
+
+
+def test_plan_shows_the_collectives_of_a_strategy(capsys):
+    chosen = ("--mesh", "dp=3", "--strategy", "zero2", "--compute", "float32", "--units", "layers.*")
+    status, lines, _ = run(capsys, "plan", "tests.gpt_like:make_params", *chosen)
+    layout = fs.plan(make_params(), fs.Mesh({"dp": 3}), fs.zero2("dp"), units="layers.*")
+    assert status == 0
+    assert lines[: len(str(layout).splitlines())] == str(layout).splitlines()
+    sent = {(call.op, call.axis, count) for call, count in fs.inspect.step_traffic(layout).items()}
+    rows = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert {(row[0], row[1], int(row[4])) for row in rows if row and row[0] in dir(fs.Comm)} == sent
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gpt-2", {"model_type": "gpt2"}),
+        ("gpt-2-xl", {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25}),
+        ("llama-3-8b", {"intermediate_size": 14336, "num_key_value_heads": 8}),
+        (
+            "llama-3-70b",
+            {
+                "hidden_size": 8192,
+                "intermediate_size": 28672,
+                "num_hidden_layers": 80,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+            },
+        ),
+        (
+            "llama-3-405b",
+            {
+                "hidden_size": 16384,
+                "intermediate_size": 53248,
+                "num_hidden_layers": 126,
+                "num_attention_heads": 128,
+                "num_key_value_heads": 8,
+            },
+        ),
+        ("mixtral-8x7b", {"model_type": "mixtral"}),
+        ("deepseek-v3", {"model_type": "deepseek_v3"}),
+    ],
+)
+def test_named_architectures_have_the_parameters_of_transformers_models(name, config, tmp_path):
+    config = {"model_type": "llama", "vocab_size": 128256} | config if name.startswith("llama") else config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = [sum(tensor.numel() for tensor in unique(find_model(each))) for each in (name, str(tmp_path))]
+    assert found[0] == found[1]
+
+
+def unique(tree):
+    return {id(leaf): leaf for leaf in optree.tree_leaves(tree)}.values()
+
+
+def test_each_repeated_layer_is_a_unit():
+    assert repeated_units(["model.embed", "model.layers.0.w", "model.layers.1.w", "head.0.w"]) == ["model.layers.*"]
+    assert repeated_units(["layers.0.experts.0.w", "layers.1.experts.1.w", "tail.7.w", "tail.9.b"]) == ["layers.*", "tail.*"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nothing"], "there is no model 'nothing'"),
+        (["tests.gpt_like:absent"], "has no 'absent'"),
+        (["gpt-2", "--mesh", "8"], "mesh is '8'"),
+        (["gpt-2", "--mesh", "dp=0"], "mesh is 'dp=0'"),
+        (["gpt-2", "--strategy", "hsdp"], "strategy is 'hsdp'; Mesh(dp=8) has ddp, zero1, zero2, zero3."),
+        (["gpt-2", "--compute", "bf16"], "compute is 'bf16'"),
+        (["gpt-2", "--units", "blocks.*"], "blocks.*"),
+    ],
+)
+def test_plan_says_what_it_expected(argv, words, capsys):
+    status, lines, err = run(capsys, "plan", *argv)
+    assert (status, lines) == (2, [])
+    assert words in err
+
+
+def test_a_module_that_is_not_there(capsys):
+    status, _, err = run(capsys, "plan", "no_such_package:model")
+    assert status == 1
+    assert "no_such_package" in err
 
 
 def test_a_path_that_is_no_checkpoint(tmp_path, capsys):

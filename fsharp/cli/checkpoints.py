@@ -1,39 +1,17 @@
-"""The command ``fsharp``. Each subcommand is a function that returns the text to print.
-
-The command needs no process group, and of other packages tyro: ``pip install 'fsharp[cli]'``.
-"""
+"""Subcommands of ``fsharp ckpt``: each function returns the text that the command prints."""
 
 import os
-import platform
-import sys
-from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Literal
 
 import torch
 
-import fsharp
-from fsharp.checkpoint import checkpoints, open_checkpoint, prune, verify
+from fsharp.checkpoint import checkpoints, export_safetensors, from_dcp, open_checkpoint, prune, to_dcp, verify
 from fsharp.checkpoint.catalog import problems_of
-from fsharp.errors import FsharpError
+from fsharp.cli.models import dtype_of
+from fsharp.errors import OptionError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.text import columns, nbytes_text
-
-PACKAGES = (
-    "optree",
-    "numpy",
-    "jax",
-    "optax",
-    "flax",
-    "equinox",
-    "orbax-checkpoint",
-    "torchopt",
-    "transformer_engine",
-    "torchao",
-)
-"""Packages that parts of fsharp work with."""
 
 
 def list_checkpoints(root: str, /) -> str:
@@ -128,58 +106,44 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
     return "\n".join(f"removed {path}" for path in removed) or "nothing to remove"
 
 
-def doctor() -> str:
-    """Show the versions, processors, GPUs and backends that fsharp finds on this machine."""
-    rows = [("fsharp", fsharp.__version__), ("python", platform.python_version()), ("torch", torch.__version__)]
-    rows += [(name, _version(name)) for name in PACKAGES]
-    rows.append(("processors", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"))
-    cuda = torch.get_device_module("cuda")
-    gpus = [cuda.get_device_name(i) for i in range(cuda.device_count())]
-    rows.append(("GPUs", ", ".join(gpus) or "none: streams, CUDA graphs and TransformerEngine's kernels need one"))
-    backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
-    rows.append(("backends", ", ".join(name for name, is_there in backends.items() if is_there)))
-    limit = Path("/proc/sys/kernel/threads-max")
-    rows.append(("threads at most", limit.read_text().strip() if limit.exists() else "unknown"))
-    return "\n".join(columns(rows))
+def export(
+    path: str, folder: str, /, *, to: Literal["safetensors", "dcp", "orbax"] = "safetensors", subtree: str = "", dtype: str = ""
+) -> str:
+    """Write a checkpoint for other libraries, into a new folder.
+
+    Args:
+        path: the checkpoint.
+        folder: path of the new folder.
+        to: safetensors is for Hugging Face's from_pretrained, dcp for torch.distributed.checkpoint, orbax for JAX.
+        subtree: part of the checkpoint to export, such as params; all by default.
+        dtype: dtype to which floating-point tensors are rounded, such as bfloat16; for safetensors alone.
+    """
+    if dtype and to != "safetensors":
+        raise OptionError(f"ckpt export: dtype is {dtype!r}, which is for safetensors alone.")
+    if to == "safetensors":
+        export_safetensors(path, folder, subtree=subtree, dtype=dtype_of("ckpt export: dtype", dtype) if dtype else None)
+    elif to == "dcp":
+        to_dcp(path, folder, subtree=subtree)
+    else:
+        from fsharp.interop.orbax import to_orbax
+
+        to_orbax(path, folder, subtree=subtree)
+    return f"wrote {folder}"
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def convert(folder: str, root: str, /, *, of: Literal["dcp", "orbax"] = "dcp", step: int = 0) -> str:
+    """Convert a checkpoint of another library into a checkpoint of fsharp.
 
+    fsharp loads safetensors, and files of torch.save, without conversion.
 
-_ABOUT = "Look at checkpoints of fsharp, and at this machine. No process group is needed."
-CHECKPOINTS: dict[str, Callable[..., str]] = {
-    "list": list_checkpoints,
-    "show": show,
-    "verify": verify_checkpoints,
-    "diff": diff,
-    "prune": prune_checkpoints,
-}
+    Args:
+        folder: folder of the other library's checkpoint.
+        root: folder of checkpoints, in which the new one is made.
+        of: dcp is torch.distributed.checkpoint, orbax is of JAX.
+        step: number of the step, for the name of the new checkpoint.
+    """
+    if of == "dcp":
+        return f"wrote {from_dcp(folder, root, step=step).path}"
+    from fsharp.interop.orbax import from_orbax
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 1 for an error, and 2 for a bad command line."""
-    try:
-        import tyro
-    except ImportError:
-        print("error: the command needs tyro: pip install 'fsharp[cli]'", file=sys.stderr)
-        return 1
-    conf: Any = tyro.conf
-
-    def choice(functions: dict[str, Callable[..., str]]) -> Any:
-        return Union[tuple(Annotated[Any, conf.subcommand(name, constructor=fn)] for name, fn in functions.items())]  # noqa: UP007
-
-    def ckpt(command: Any) -> str:
-        """Look at checkpoints, compare them with their digests or with each other, and remove old ones."""
-        return str(command)
-
-    ckpt.__annotations__["command"] = conf.OmitSubcommandPrefixes[choice(CHECKPOINTS)]
-    try:
-        print(tyro.cli(choice({"ckpt": ckpt, "doctor": doctor}), prog="fsharp", description=_ABOUT, args=argv))
-    except (FsharpError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return f"wrote {from_orbax(folder, root, step=step).path}"

@@ -1,0 +1,49 @@
+"""The command ``fsharp``. Each subcommand is a function that returns the text to print.
+
+The command needs no process group, and of other packages tyro: ``pip install 'fsharp[cli]'``.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Union
+
+from fsharp.cli.checkpoints import convert, diff, export, list_checkpoints, prune_checkpoints, show, verify_checkpoints
+from fsharp.cli.doctor import doctor
+from fsharp.cli.plans import plan
+from fsharp.errors import FsharpError, OptionError, PatternError
+
+_ABOUT = "Plan how a model is sharded, look at checkpoints of fsharp, and at this machine. No process group is needed."
+CHECKPOINTS: dict[str, Callable[..., str]] = {
+    "list": list_checkpoints,
+    "show": show,
+    "verify": verify_checkpoints,
+    "diff": diff,
+    "prune": prune_checkpoints,
+    "export": export,
+    "convert": convert,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command, print its text, and return the exit status: 1 for an error, 2 for a bad command line."""
+    try:
+        import tyro
+    except ImportError:
+        print("error: the command needs tyro: pip install 'fsharp[cli]'", file=sys.stderr)
+        return 1
+    conf: Any = tyro.conf
+
+    def choice(functions: dict[str, Callable[..., str]]) -> Any:
+        return Union[tuple(Annotated[Any, conf.subcommand(name, constructor=fn)] for name, fn in functions.items())]  # noqa: UP007
+
+    def ckpt(command: Any) -> str:
+        """Look at checkpoints, compare them with their digests or with each other, convert them, and remove old ones."""
+        return str(command)
+
+    ckpt.__annotations__["command"] = conf.OmitSubcommandPrefixes[choice(CHECKPOINTS)]
+    try:
+        print(tyro.cli(choice({"plan": plan, "ckpt": ckpt, "doctor": doctor}), prog="fsharp", description=_ABOUT, args=argv))
+    except (FsharpError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, OptionError | PatternError) else 1
+    return 0

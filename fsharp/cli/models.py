@@ -1,0 +1,146 @@
+"""Models by name: the shapes of their parameters, as tensors on the meta device. No value is loaded or allocated."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.errors import OptionError, problem
+from fsharp.functional.make_functional import make_functional
+
+Shapes = dict[str, Any]
+"""A tree of shapes: dicts and lists of tuples of integers."""
+
+
+def _attention(dim: int, heads: int, kv_heads: int) -> Shapes:
+    head = dim // heads
+    return {"q": (heads * head, dim), "k": (kv_heads * head, dim), "v": (kv_heads * head, dim), "out": (dim, heads * head)}
+
+
+def _swiglu(dim: int, hidden: int, *experts: int) -> Shapes:
+    return {"gate": (*experts, hidden, dim), "up": (*experts, hidden, dim), "down": (*experts, dim, hidden)}
+
+
+def _decoder(dim: int, vocab: int, layers: list[Shapes]) -> Shapes:
+    blocks = [{"norm1": (dim,), **layer, "norm2": (dim,)} for layer in layers]
+    return {"embed": (vocab, dim), "layers": blocks, "norm": (dim,), "head": (vocab, dim)}
+
+
+def _gpt2(dim: int, layers: int) -> Shapes:
+    def affine(*shape: int) -> Shapes:
+        return {"w": shape, "b": shape[:1]}
+
+    mlp = {"up": affine(4 * dim, dim), "down": affine(dim, 4 * dim)}
+    block = {"norm1": affine(dim), "qkv": affine(3 * dim, dim), "out": affine(dim, dim), "norm2": affine(dim), "mlp": mlp}
+    return {"embed": {"tokens": (50257, dim), "positions": (1024, dim)}, "layers": [block] * layers, "norm": affine(dim)}
+
+
+def _llama3(dim: int, layers: int, heads: int, hidden: int) -> Shapes:
+    return _decoder(dim, 128256, [_attention(dim, heads, 8) | {"mlp": _swiglu(dim, hidden)}] * layers)
+
+
+def _mixtral() -> Shapes:
+    block = _attention(4096, 32, 8) | {"router": (8, 4096), "experts": _swiglu(4096, 14336, 8)}
+    return _decoder(4096, 32000, [block] * 32)
+
+
+def _deepseek_v3() -> Shapes:
+    dim, heads = 7168, 128
+    attention = {
+        "q_down": (1536, dim),
+        "q_norm": (1536,),
+        "q_up": (heads * 192, 1536),
+        "kv_down": (512 + 64, dim),
+        "kv_norm": (512,),
+        "kv_up": (heads * 256, 512),
+        "out": (dim, heads * 128),
+    }
+    dense = attention | {"mlp": _swiglu(dim, 18432)}
+    experts = {"router": (256, dim), "shared": _swiglu(dim, 2048), "experts": _swiglu(dim, 2048, 256)}
+    return _decoder(dim, 129280, [dense] * 3 + [attention | experts] * 58)
+
+
+ARCHITECTURES: Mapping[str, Callable[[], Shapes]] = {
+    "gpt-2": partial(_gpt2, 768, 12),
+    "gpt-2-xl": partial(_gpt2, 1600, 48),
+    "llama-3-8b": partial(_llama3, 4096, 32, 32, 14336),
+    "llama-3-70b": partial(_llama3, 8192, 80, 64, 28672),
+    "llama-3-405b": partial(_llama3, 16384, 126, 128, 53248),
+    "mixtral-8x7b": _mixtral,
+    "deepseek-v3": _deepseek_v3,
+}
+"""Shapes of published models, by name. Sources: the configurations published with the weights; arXiv 2412.19437 for
+DeepSeek-V3, without its multi-token prediction and its routing biases."""
+
+
+def find_model(model: str) -> Any:
+    """Return the parameters of a model as a tree of tensors on the meta device.
+
+    Args:
+        model: a name in :data:`ARCHITECTURES`; a configuration of Hugging Face, as a folder with a ``config.json`` or as the
+            file; or ``module:path`` of a tree of tensors, of an ``nn.Module``, or of a function without arguments that returns
+            one of these.
+
+    Raises:
+        OptionError: there is no such model.
+        ImportError: the module, or transformers for a configuration, cannot be imported.
+    """
+    if model in ARCHITECTURES:
+        shapes: Any = ARCHITECTURES[model]()
+        return optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return _of_config(json.loads(path.read_text()))
+    module, colon, name = model.partition(":")
+    if not colon:
+        known = ", ".join(ARCHITECTURES)
+        what = f"there is no model {model!r}."
+        raise OptionError(problem("plan", what, remedy=f"Pass one of {known}; the path of a config.json; or module:path."))
+    sys.path.insert(0, "")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise OptionError(f"plan: module {module!r} has no {name!r}.")
+        found = getattr(found, part)
+    with torch.device("meta"):
+        found = found if isinstance(found, torch.nn.Module) or not callable(found) else found()
+    return _tree_of(found)
+
+
+def _of_config(config: dict[str, Any]) -> Any:
+    import transformers
+
+    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    made = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        return _tree_of(kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made))
+
+
+def _tree_of(model: Any) -> Any:
+    return make_functional(model)[1] if isinstance(model, torch.nn.Module) else model
+
+
+def repeated_units(paths: list[str]) -> list[str]:
+    """Return the patterns of the outermost lists of at least two subtrees, such as ``layers.*``: one unit for each subtree."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        keys = path.split(".")
+        number = next((i for i, key in enumerate(keys[:-1]) if key.isdigit()), None)
+        if number is not None:
+            found.setdefault(".".join([*keys[:number], "*"]), set()).add(keys[number])
+    return [pattern for pattern, numbers in found.items() if len(numbers) > 1]
+
+
+def dtype_of(option: str, name: str) -> torch.dtype:
+    """Return the dtype of a name; raise OptionError, which names the option, if there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise OptionError(f"{option} is {name!r}, expected the name of a dtype, such as bfloat16.")
+    return found
