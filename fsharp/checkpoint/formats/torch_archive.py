@@ -110,7 +110,8 @@ class _Unpickler(pickle.Unpickler):
         """See pickle.Unpickler."""
         found = _KNOWN.get((module, name))
         if found is None and module in ("torch", "torch.storage") and name.endswith("Storage"):
-            found = torch.uint8 if name == "UntypedStorage" else getattr(getattr(torch, name, None), "_dtype", None)  # dtype warns
+            # torch warns of the property dtype, and not of the attribute behind it
+            found = torch.uint8 if name == "UntypedStorage" else getattr(getattr(torch, name, None), "_dtype", None)
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
