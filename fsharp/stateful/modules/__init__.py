@@ -1,1 +1,1 @@
-"""An nn.Module and a torch.optim class, sharded: the same engine for those who keep them."""
+"""Sharded nn.Modules and torch.optim optimizers, on the engine of the functions."""

@@ -1,4 +1,4 @@
-"""ModuleCalls: the code of a module and of its submodules, called with units gathered and full parameters in place of parts."""
+"""ModuleCalls: call the code of a module and its submodules with units gathered, and full parameters in place of parts."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +30,9 @@ _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dt
 
 
 class ParameterEntries:
-    """The entries of one unit's parameters in ``_parameters`` of modules, in the order of the unit's leaves.
+    """The entries of one unit's parameters in the ``_parameters`` dicts of modules, in the order of the unit's leaves.
 
-    ``present``: by entry the tensor that was put there last, of all units of a module: units may share an entry.
+    ``present``: for the entries of all units of a module, the tensor that was put there last. Units may share an entry.
     """
 
     def __init__(self, module: nn.Module, paths: Iterable[str], present: dict[tuple[int, str], Any]) -> None:
@@ -49,7 +49,7 @@ class ParameterEntries:
         self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
 
     def check(self) -> None:
-        """Refuse parameters that somebody else has put into an entry: a forward would ignore them."""
+        """Raise an error if the user has put another parameter into an entry, as a forward would ignore it."""
         for i, places, name in self._entries:
             if places.get(name) is not self._present[id(places), name]:
                 raise TreeError(
@@ -78,7 +78,7 @@ class ParameterEntries:
 
 @contextmanager
 def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Have all buffers be copies in this context. Yield pairs of a buffer and its copy. A shared buffer has one copy."""
+    """Replace all buffers by copies in this context. Yield pairs of a buffer and its copy. A shared buffer has one copy."""
     before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
     copies = {id(b): (b, b.clone()) for _, buffers in before for b in buffers.values() if b is not None}
     try:
@@ -91,9 +91,9 @@ def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tens
 
 
 def refuse_added(module: nn.Module, path: str) -> None:
-    """Refuse parameters that require a gradient and came into a module after it was sharded.
+    """Raise an error if parameters that require a gradient were added to a module after it was sharded.
 
-    Modules inside that are gathered by themselves are left out.
+    Inner modules that are gathered by themselves are not searched.
     """
     modules = [module]
     for each in modules:
@@ -113,7 +113,7 @@ def refuse_added(module: nn.Module, path: str) -> None:
 
 
 class ParameterSource(NamedTuple):
-    """The source of parameters for modules that compute: nodes of a tree, by unit, and the Comm that gathers them."""
+    """The parameters that modules read in their code: nodes of a tree, by unit, and the Comm that gathers them."""
 
     nodes: dict[str, Sharded]
     comm: Comm
@@ -125,11 +125,11 @@ class ParameterSource(NamedTuple):
 
 
 class GatheredModule(NamedTuple):
-    """The root, or a module that is gathered by itself: its units, and their entries.
+    """The root module, or a module that is gathered by itself, with its units and their entries.
 
-    ``ties``: other units, which store leaves that leaves of its units are tied to. ``has_inner``: whether modules inside of it
-    are gathered by themselves. ``varies``: whether a unit varies along an axis. Then a rank that uses no parameter, as where an
-    expert gets no tokens, has a backward all the same: other ranks wait for it.
+    ``ties``: other units that store leaves to which leaves of this module's units are tied. ``has_inner``: whether inner
+    modules are gathered by themselves. ``varies``: whether a unit varies along an axis. Then a rank that uses no parameter,
+    such as an expert without tokens, runs a backward all the same, as other ranks wait for it.
     """
 
     units: Sequence[str]
@@ -182,7 +182,7 @@ class ModuleCalls:
         *,
         module: nn.Module | None = None,
     ) -> Iterator[None]:
-        """Have modules in this context read ``source``, and have other tensors for the parameters of some units.
+        """Return a context in which modules read ``source``, and other tensors for the parameters of some units.
 
         ``parameters``: in the order of each unit's leaves. Methods of ``module``, whose units are gathered, run directly.
         """
@@ -200,7 +200,7 @@ class ModuleCalls:
             self.source = before
 
     def shown(self, names: Sequence[str], leaves: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[Any]]:
-        """Return units' leaves as the module's code expects them."""
+        """Return units' leaves in the tensor classes that the module's code expects, such as DTensor."""
         if not self.specs:
             return leaves
         rows = zip([self._layout[name] for name in names], leaves, strict=True)
@@ -217,7 +217,7 @@ class ModuleCalls:
         ]
 
     def written(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by path the values in all entries: full parameters, or what a caller has put in the place of one."""
+        """Return by path the values in all entries: full parameters, or tensors that a caller has put in their place."""
         found = dict(full)
         for unit in self._layout.units:
             for i, value in self.entries[unit.name].values:
@@ -232,11 +232,11 @@ class ModuleCalls:
 
 
 class ModuleCall:
-    """One call of ``fn``, code of the module at ``path``, whose units are gathered around it.
+    """One call of ``fn``, a method of the module at ``path``, with the module's units gathered.
 
     Attributes:
         flat: the leaves of the arguments.
-        out: what ``fn`` has returned.
+        out: the result of ``fn``.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class ModuleCall:
 
     @uncompiled
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
-        """Call the code with these leaves of full parameters, by unit; return the tensors that it gives away."""
+        """Call the code with these leaves of full parameters, by unit. Return all tensors that leave the code."""
         calls, path, owner, passed = self.calls, self.path, self.owner, self._passed
         before = owner.side_outputs.look(passed, path)
         leaves = calls.differentiated(owner.units, full)
@@ -279,7 +279,7 @@ class ModuleCall:
         return reaching(found, [*self.flat, *parameters]) if owner.varies else found
 
     def returning(self, found: Sequence[torch.Tensor]) -> Any:
-        """Return what the code has returned. Tensors in ``found`` stand in place of those that the code gave away."""
+        """Return the result of the code, with the tensors in ``found`` in place of those that left the code."""
         if all(map(is_, found, self._given_away)):
             return self.out
         self.owner.side_outputs.replace(self._passed, self._given_away, found, self.path)

@@ -1,4 +1,4 @@
-"""MeanGradients: the mean gradients of a module's parameters, where the optimizer wants them."""
+"""MeanGradients: the mean gradients of a module's parameters, in the optimizer's place."""
 
 import weakref
 from collections import OrderedDict
@@ -18,12 +18,12 @@ from fsharp.stateful.units.unit_state import UnitState
 
 
 class MeanGradients:
-    """The mean gradients between a backward that does not accumulate and the optimizer's step.
+    """The mean gradients of a module between a backward outside of ``accumulate()`` and the optimizer's step.
 
     Attributes:
         tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
-        missing: paths of trained parameters that have no gradient: in the tree it is zero.
-        edits: what was done to the gradients since they were set, in order, such as ``"unscale"``.
+        missing: paths of trained parameters without a gradient, which is zero in the tree.
+        edits: changes of the gradients since they were set, in order, such as ``"unscale"``.
     """
 
     def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
@@ -45,13 +45,16 @@ class MeanGradients:
                 part.move()
 
     def set(self, sums: Any, missing: set[str]) -> None:
-        """Take over sums over ranks, and divide them in place."""
+        """Take sums over ranks as gradients, and divide them in place."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         self._versions = self._seen()
 
     def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
-        """Have ``hook(parameter)`` called once the parameter's gradient is there. Return a handle, which removes the hook."""
+        """Register ``hook(parameter)``, to be called when the parameter has its gradient.
+
+        Return a handle to remove the hook.
+        """
         hooks = self._hooks.setdefault(path, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -66,7 +69,7 @@ class MeanGradients:
                     hook(parameter)
 
     def take_back(self, units: Iterable[UnitState]) -> None:
-        """Drop the means: more is to be added to the sums of these units."""
+        """Drop the means, and return to the sums of these units, before more is added to the sums."""
         self.clear()
         for unit in units:
             if unit.gradient is not None:
@@ -74,14 +77,14 @@ class MeanGradients:
 
     @property
     def are_changed(self) -> bool:
-        """Whether somebody has changed the gradients since they were set."""
+        """Whether the user has changed the gradients since they were set."""
         return self._seen() != self._versions
 
     def _seen(self) -> list[int]:
         return [buffer._version for buffer in self.buffers]
 
     def changes(self) -> str:
-        """Return what was done to the gradients since they were set. Every rank has to have done the same."""
+        """Return the changes of the gradients since they were set, which have to be equal on all ranks."""
         # Writes are counted where every rank has all of it: of a leaf that is cut, some ranks may have nothing to write to.
         is_whole = [not (node.place.sharded or node.place.varying) for node in units_of(self.tree) for _ in node.buffers]
         rows = zip(self._seen(), self._versions, is_whole, strict=True)
@@ -103,7 +106,7 @@ class MeanGradients:
         return self._parts.get(path)
 
     def drop(self, part: ShardedTensor) -> None:
-        """Drop the gradient of which this is the part."""
+        """Drop the gradient to which this part belongs."""
         part.local.zero_()
         self.missing.add(part.path)
         if not part.place.varying:
@@ -115,7 +118,7 @@ class MeanGradients:
         return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
     def norm(self, order: float) -> torch.Tensor:
-        """Return the norm of this order of all gradients, over all ranks, those of the axes of DTensors included."""
+        """Return the norm of all gradients, of order ``norm_type``, over all ranks, also along the axes of DTensors."""
         if order == 2 and not self._specs:
             return global_norm(self.tree, comm=self._comm)
         parts = [part for path in self._parameters if (part := self.part(path)) is not None]
@@ -123,7 +126,7 @@ class MeanGradients:
 
 
 def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection[str]) -> set[str]:
-    """Return paths of the trained parameters of these units that have no gradient on any rank, but for paused ones.
+    """Return paths of trained, unpaused parameters of these units that have no gradient on any rank.
 
     Ranks agree along the axes on which a unit does not vary, by an ``all_reduce`` of one byte for each parameter and axis. The
     host of a rank that lacks a gradient waits for it, as it decides what an optimizer leaves alone; one that has all knows the

@@ -275,7 +275,7 @@ class ShardedModule(nn.Module):
         return self.load_state_dict(scatter_from_rank(where, state_dict, rank, _session(self).scheduler, like), strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Refuse functions of torch.distributed.checkpoint.state_dict, which call this method of every module."""
+        """Raise an error: functions of torch.distributed.checkpoint.state_dict, which call this method, do not work here."""
         raise TreeError(
             "torch.distributed.checkpoint.state_dict: get_state_dict() and similar functions do not know a ShardedModule. "
             "dcp.save() and dcp.load() take {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}. "
@@ -305,7 +305,7 @@ def _session(module: nn.Module) -> Session:
 
 
 def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks on the whole parameters of ``unsharded()``, which are gone with it."""
+    """Raise an error for hooks on the whole parameters of ``unsharded()``, which end with the context."""
     for path, parameter in whole.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise LayoutError(
@@ -315,7 +315,7 @@ def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
 
 
 def _warn_of_rounding(where: str, parameters: Iterable[ShardedParameter]) -> None:
-    """Warn of frozen parameters that rest in a lower dtype than they had: there is no other copy of them."""
+    """Warn if frozen parameters rest in a lower dtype than they had, as there is no other copy."""
     kept = [p for p in parameters if not p.is_trained]
     if rounded := [p for p in kept if torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype]:
         first, dtype = rounded[0], dtype_name(rounded[0].dtype)

@@ -1,4 +1,4 @@
-"""ModuleState: the state that a module trains, and whether somebody has changed it behind the module's back."""
+"""ModuleState: the state that a module trains, and a record of the user's writes to it."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -19,8 +19,8 @@ class ModuleState:
 
     Attributes:
         train_state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
-        generation: how often it has been replaced by one from outside.
-        is_written: whether somebody has written to parameters since the last step.
+        generation: number of times that the user has replaced the state.
+        is_written: whether the user has written to parameters since the last step.
         loaded: which of "parameters" and "optimizer" ranks have loaded since the last step.
     """
 
@@ -30,26 +30,26 @@ class ModuleState:
         self.stamp()
 
     def stamp(self) -> None:
-        """Note the versions of all buffers: later writes are noticed."""
+        """Note the versions of all buffers, to notice later writes."""
         trees = ("params", self.train_state.params), ("main", self.train_state.main)
         nodes = [(kind, node) for kind, tree in trees for node in units_of(tree)]
         self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
         self._stamp = self._versions()
 
     def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copy values into buffers of the state, which every rank does."""
+        """Copy values into buffers of the state. All ranks do this."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
         self.stamp()
 
     def visible(self) -> Any:
-        """Return the parameters as the optimizer has them: trainable groups at its place, in memory of the state."""
+        """Return the optimizer's copies of parameters: trainable groups at the optimizer's place, in memory of the state."""
         with torch.no_grad():
             return merge(gather(trainable(self.train_state.params), comm=self._comm, to="optim"), self.train_state.main)
 
     def spread(self) -> None:
-        """Have parameters at rest take the values that the optimizer's copies have, a unit at a time. A collective."""
+        """Set parameters at rest to the values of the optimizer's copies, a unit at a time. A collective."""
         comm = Labelled(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
             for held, kept in zip(units_of(self.visible()), units_of(trainable(self.train_state.params)), strict=True):
@@ -60,13 +60,13 @@ class ModuleState:
         self.stamp()
 
     def account_for_writes(self, account: Callable[[str], None]) -> None:
-        """Have labels say whether parameters were written to since the last step, so that a rank that did so alone is found."""
+        """Add to labels whether parameters were written to since the last step, to find a rank that did so alone."""
         if self.is_written:
             account("parameters written in place=True")
             self.is_written = False
 
     def adopt(self, state: TrainState) -> None:
-        """Take over a state of this layout, whose buffers are the module's from here on. Refuse another place or dtype."""
+        """Take a state of this layout as the module's own. Raise an error for another place or dtype."""
         state = state._replace(main=on_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
@@ -84,14 +84,17 @@ class ModuleState:
         self.stamp()
 
     def take_writes(self) -> bool:
-        """Have resting parameters follow writes in place: then a collective. Return whether there were any."""
+        """After writes to the optimizer's copies, update parameters at rest, by a collective.
+
+        Return whether there were writes.
+        """
         is_written = self.notice_writes()
         if is_written:
             self.spread()
         return is_written
 
     def notice_writes(self) -> bool:
-        """Return whether somebody has written to the optimizer's copies since the last stamp. Refuse other writes."""
+        """Return whether the optimizer's copies were written to since the last stamp. Raise an error for other writes."""
         now = self._versions()
         if now == self._stamp:
             return False

@@ -1,4 +1,4 @@
-"""ModuleStep: the step of a module that is under way, put together from what its user calls."""
+"""ModuleStep: the training step of a module, composed of the user's calls."""
 
 import weakref
 from collections.abc import Collection, Iterator
@@ -23,18 +23,18 @@ from fsharp.tracebacks import api_boundary
 
 
 class ModuleStep:
-    """One training step of a module, put together from its user's calls: forwards, backwards, an optimizer's step.
+    """One training step of a module, composed of the user's calls: forwards, backwards, an optimizer's step.
 
     The first forward that may have a backward opens a step, a microbatch ends with a backward pass, and an update closes it.
 
     Attributes:
         scheduled: the training step: its schedule, its trace.
-        is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
-        updated_by: identity of the optimizer that made the last step; None once a forward has come since.
-        used: paths of parameters whose gradients an optimizer has used up, and which nobody has set to None since.
+        is_accumulating: whether a backward leaves its gradients at rest, without the reduction to the optimizer.
+        updated_by: identity of the optimizer that made the last step; None after the next forward.
+        used: paths of parameters whose gradients an optimizer has used, and that were not set to None since then.
         params: the parameters that forwards of this step differentiate; None outside of a step.
         run: the step under way; None outside of a step.
-        on_backward: to be called when a backward reaches a forward of this step.
+        on_backward: function to call when a backward reaches a forward of this step.
     """
 
     def __init__(self, state: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
@@ -53,7 +53,7 @@ class ModuleStep:
 
     @contextmanager
     def forward(self) -> Iterator[Any]:
-        """Have a forward in this context belong to the step under way, or to a new one. Yield its parameters."""
+        """Return a context for a forward, which becomes part of the step under way or of a new step. Yield its parameters."""
         self.recover()
         self.take_writes()
         if self.run is None:
@@ -68,12 +68,12 @@ class ModuleStep:
             yield self.params
 
     def take_writes(self) -> None:
-        """Have resting parameters follow writes to the module's parameters, and gather them anew in the step under way."""
+        """After writes to the module's parameters, update parameters at rest, and gather them anew in the step under way."""
         if self.state.take_writes() and self.run is not None:
             self.run.leave()  # a schedule would use what it has gathered before
 
     def recover(self) -> None:
-        """Make the scheduler usable again after an error, as all ranks do.
+        """Make the scheduler usable again after an error. All ranks do this.
 
         If a backward pass failed, its step is abandoned first: autograd calls nothing of this module after a failure.
         """
@@ -88,7 +88,7 @@ class ModuleStep:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Have the scheduler guard what the step under way does in this context. If an error leaves it, abandon the step."""
+        """Return a context guarded by the scheduler. If an error leaves the context, the step under way is abandoned."""
         run = self.run
         assert run is not None
         try:
@@ -107,7 +107,7 @@ class ModuleStep:
         self.run = self.params = None
 
     def _begin_backward(self) -> None:
-        """Begin a backward pass, which has come to one of the modules, unless gradients were used up or changed."""
+        """Begin a backward pass that has reached a module. Raise an error if gradients were used or changed."""
         if self._pass != -1 or self.run is None:
             return
         self._pass, run = torch._C._current_graph_task_id(), self.run
@@ -154,9 +154,10 @@ class ModuleStep:
         return [sink for node in units_of(self.params) for sink in node.sinks] if self.run is not None else []
 
     def update(self, tx: Any, settings: str, *, by: int) -> None:
-        """Make new parameters by a transformation of the gradients, if there are any.
+        """Update parameters by a transformation of the gradients, if there are gradients.
 
-        ``settings``: what ranks have to have in common, such as learning rates. ``by``: the identity of the optimizer.
+        ``settings``: settings that have to be equal on all ranks, such as learning rates. ``by``: the identity of the
+        optimizer.
         """
         if self.finished("step()") is None:
             return
@@ -175,9 +176,9 @@ class ModuleStep:
         self.state.loaded.clear()
 
     def finished(self, where: str) -> Any:
-        """Return the gradients, if there are any, for ``where``, which is about to use them.
+        """Return the gradients, if there are any, for the method ``where``, which is about to use them.
 
-        Refuse those that wait for more microbatches, that an error has cost, or that a step has used up.
+        Raise an error if they wait for more microbatches, were lost by an error, or were used by a step.
         """
         self.recover()
         if self._lost:
@@ -224,7 +225,10 @@ class ModuleStep:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Have backward passes in this context add to no gradients and call no hooks, and drop their gradients at its end."""
+        """Return a context in which backward passes call no hooks and add to no gradients.
+
+        Their gradients are dropped at its end.
+        """
         used, self.used, self._is_apart = self.used, set(), True
         try:
             yield
@@ -233,13 +237,16 @@ class ModuleStep:
             self.used, self._is_apart = used, False
 
     def use_up(self) -> None:
-        """Drop the gradients, as if a step of an optimizer had used them up."""
+        """Drop the gradients, as a step of an optimizer does."""
         used = set(self.means.present)
         self.discard()
         self.used = used
 
     def gradient(self, path: str) -> ShardedTensor | None:
-        """Return this rank's part of the mean gradient of a parameter. Refuse while ranks have not summed the gradients."""
+        """Return this rank's part of the mean gradient of a parameter.
+
+        Raise an error before gradients are summed over ranks.
+        """
         if self.means.tree is None and self.run is not None and self._pass == -1 and self.is_fed:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
@@ -249,7 +256,7 @@ class ModuleStep:
         return self.means.part(path)
 
     def drop_gradient(self, path: str) -> None:
-        """Drop the gradient of one parameter; once all are dropped, the step has none."""
+        """Drop the gradient of one parameter. After the last one the step has no gradients."""
         part = self.gradient(path)
         self.used.discard(path)
         if part is not None:
@@ -258,7 +265,7 @@ class ModuleStep:
                 self.discard()
 
     def abandon_forwards(self, where: str) -> None:
-        """End a step that has forwards alone, on all ranks alike, for ``where``. Refuse one that has gradients."""
+        """End a step that has only forwards, for the method ``where``, on all ranks. Raise an error if it has gradients."""
         self.recover()
         run = self.run
         if run is None:

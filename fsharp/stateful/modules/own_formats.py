@@ -1,4 +1,4 @@
-"""own_formats: the formats of parameters whose class says how they are gathered."""
+"""own_formats: the formats of parameters with a tensor class that defines its own gather, such as torchao's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +20,11 @@ from fsharp.functional.layout.precision import Precision
 def own_formats(
     module: nn.Module, precisions: Mapping[str, Precision], atoms: Any, comm: Comm
 ) -> tuple[dict[str, Precision], Any]:
-    """Return precisions and atoms by pattern, with those of parameters whose class says how they are gathered.
+    """Return precisions and atoms by pattern, completed for parameters whose tensor class defines its own gather.
 
     Args:
-        module: has the parameters.
-        precisions: by pattern, the last that matches counting.
+        module: module with the parameters.
+        precisions: precisions by pattern, of which the last match counts.
         atoms: as for :func:`~fsharp.plan`; None if there are none.
         comm: the ranks.
 

@@ -1,4 +1,4 @@
-"""ShardedParameter: this rank's part of a parameter, which the module shows outside of its forward."""
+"""ShardedParameter: a module's parameter outside of its forward, with this rank's part."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -112,7 +112,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 def held_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
     """Yield path, leaf and this rank's elements of each leaf of a node, which are views of its buffers.
 
-    Of a leaf of which the rank holds nothing, yield an empty view: it has the buffer's memory and version, as the others.
+    A leaf of which the rank holds nothing is yielded as an empty view of the buffer.
     """
     here = node.local_leaves(rank)
     for group, buffer in zip(node.groups, node.buffers, strict=True):

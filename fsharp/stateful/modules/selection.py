@@ -1,4 +1,4 @@
-"""Which modules and methods a user's options choose: modules that are gathered by themselves, groups of them, entry points."""
+"""Select modules and methods by the user's options: units, groups of units, and methods that gather."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +18,9 @@ Units = Rule | tuple[Rule, ...] | list[Rule]
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
-    """Return by path the modules that are gathered by themselves, without the root.
+    """Return by path the modules that ``units`` selects, which are gathered by themselves, without the root.
 
-    Refuse rules that select nothing, and modules without parameters.
+    Rules that select nothing, and modules without parameters, are an error.
     """
     rules = [rule for each in _listed(units) for rule in _listed(each)]
     for rule in rules:
@@ -56,7 +56,10 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 
 
 def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """Return for each group of rules the paths of its modules. Refuse a module in two groups, or inside of its own group."""
+    """Return the paths of the modules in each group.
+
+    A module in two groups, or inside of another one of its group, is an error.
+    """
     groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
     for group in groups:
@@ -77,9 +80,9 @@ def _listed(units: Any) -> list[Any]:
 
 
 def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
-    """Return by module path the units that are gathered when that module is called; ``""`` is the root.
+    """Return for each module path the units that are gathered when the module is called; ``""`` is the root.
 
-    Each unit belongs to the innermost chosen module that it is in. A chosen module may have none: units in it have all.
+    Each unit belongs to the innermost chosen module around it. So a chosen module may have no unit of its own.
     """
     every: dict[str, list[str]] = {"": [], **{path: [] for path in chosen}}
     for unit in layout.units:
@@ -88,7 +91,7 @@ def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
 
 
 def entries_of(module: nn.Module, chosen: Mapping[str, nn.Module], names: str | Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return by path of the root and of chosen modules those of these names that are methods of it. Refuse other names."""
+    """Return for the root and each chosen module the given names that are its methods. A name of no method is an error."""
     modules = {"": module, **chosen}
     found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
     for name in dict.fromkeys([names] if isinstance(names, str) else names):

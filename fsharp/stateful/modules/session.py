@@ -1,7 +1,7 @@
-"""Session: the state of a sharded module: its gathered calls, its trained parameters, and the parts that its user sees.
+"""Session: the state of a sharded module: its calls, its training state, and the parameters that the user sees.
 
-A module is a pure function of its parameters: each call puts other tensors in their place. So each module that is gathered by
-itself calls ``forward()`` with its units, under a scheduler, and all else is as in a functional step.
+A module is a pure function of its parameters, as each call puts other tensors in their place. So each module that is gathered
+by itself calls ``forward()`` with its units, under a scheduler. The rest is as in a functional step.
 """
 
 import weakref
@@ -39,15 +39,15 @@ _GRAD = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 class Session:
-    """All that belongs to a sharded module.
+    """The state of a sharded module.
 
     Attributes:
-        calls: the calls of its code, with parameters gathered.
-        state: what it trains.
+        calls: calls of the module's code with gathered parameters.
+        state: the training state.
         step: the training step.
-        casts: of inputs and outputs, by path of the module, for those that have one.
-        is_unsharded: whether whole parameters are in place of its own at present.
-        is_averaged: whether averages are in place of its parameters at present.
+        casts: casts of inputs and outputs, by path, for modules with casts.
+        is_unsharded: whether whole parameters are in place of the sharded ones at present.
+        is_averaged: whether averages are in place of parameters at present.
         parameters: by path, the parameters that the module shows outside of forwards.
         paused: paths of trained parameters that do not require a gradient at present.
     """
@@ -77,7 +77,7 @@ class Session:
 
     @uncompiled
     def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn``, code of the module at ``path``, with the module's units gathered, and cast its inputs and outputs."""
+        """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs."""
         if self.is_unsharded:
             raise ScheduleError(
                 "the model was called inside of unsharded(), where its parameters are not its own. Call it outside."
@@ -120,7 +120,7 @@ class Session:
             )
 
     def _run(self, call: ModuleCall, source: ParameterSource) -> Any:
-        """Make a call with the units of its module gathered from ``source``."""
+        """Run a call with the units of its module gathered from ``source``."""
         owner = call.owner
         for entries in owner.entries:
             entries.check()
@@ -140,7 +140,7 @@ class Session:
     def note_load(self, what: str) -> None:
         """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole. Once both are, labels begin anew.
 
-        Values no longer depend on the past: ranks whose steps differed before an error go on together.
+        Then values do not depend on earlier steps, and ranks whose steps differed before an error can go on together.
         """
         self.state.loaded.add(what)
         if len(self.state.loaded) == 2:
@@ -150,24 +150,27 @@ class Session:
 
     @property
     def ranks(self) -> Comm:
-        """The ranks, for a collective that a user's function of parts makes."""
+        """The Comm for collectives of functions that the user calls with parts."""
         self.step.recover()
         return self.scheduler.comparing
 
     @property
     def settings(self) -> str:
-        """Return what every rank has to have done to this module so far, such as writes, as lines of ``name=value``."""
+        """The changes of this module so far, such as writes, as lines ``name=value``, which have to be equal on all ranks."""
         return self.scheduler.settings
 
     def before_write(self) -> None:
-        """Wait for gathers under way: they read parameters for the next step, or write updated ones to where they rest."""
+        """Wait for gathers under way, which read parameters for the next step, or write updated parameters."""
         for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a gather that has failed is over; who computes with the parameters hears of it
                 _ = node.buffers
         self.scheduler.lanes.join_all("gather")
 
     def note_write(self, part: ShardedTensor, what: str) -> None:
-        """Note that a function has changed a part in place. If the part is a parameter or a gradient, later labels say so."""
+        """Note that a function has changed a part in place.
+
+        For a parameter or a gradient the change is added to later labels.
+        """
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.part(part.path), self.parameters[part.path]
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
@@ -176,7 +179,7 @@ class Session:
             self.scheduler.account(f"{what} {part.path}")
 
     def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
-        """Return the whole parameter, for a checkpoint that recomputes in the backward of its unit; None outside of one."""
+        """Return the whole parameter if the backward of its unit is under way, for recomputation in a checkpoint; else None."""
         full = None if self.step.run is None else self.step.run.full_in_backward(part.unit.name)
         if full is None:
             return None
@@ -197,10 +200,11 @@ class Session:
         materialize_grads: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return of parameters the mean gradients over ranks, as parts; of other inputs what ``torch.autograd.grad`` does.
+        """Run ``torch.autograd.grad``. Gradients of parameters are means over ranks, as parts.
 
-        It is a step of its own: ``.grad`` stays None, the optimizer has nothing to do, and other forwards keep their backward.
-        Refused are options that need a graph of the backward, parameters of several modules, and a step that has gradients.
+        The call is a step of its own: ``.grad`` stays None, the optimizer has nothing to do, and other forwards keep their
+        backward. Refused are options that need a graph of the backward, parameters of several modules, and a step that has
+        gradients.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
@@ -237,11 +241,11 @@ class Session:
         return tuple(result)
 
     def swapped_in(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Return a context in which all parameters are other tensors, given by path."""
+        """Return a context with other tensors, given by path, in place of all parameters."""
         return self.calls.reading(self.calls.source, list(self.calls.entries.values()), self._by_unit(by_path))
 
     def adopt(self, state: TrainState) -> None:
-        """Train another state of the same layout from here on. Refuse it while a step is under way."""
+        """Train another state of the same layout from now on. Raise an error while a step is under way."""
         self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
@@ -249,7 +253,7 @@ class Session:
         self.show()
 
     def write(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Copy values into parameters, and have what forwards compute with follow. A collective.
+        """Copy values into parameters, and update parameters at rest. A collective.
 
         ``parts``: by path, this rank's elements.
         """
@@ -260,7 +264,7 @@ class Session:
         self.state.spread()
 
     def show(self) -> None:
-        """Have the module show this rank's parts of the parameters."""
+        """Put this rank's parts in place of the module's parameters."""
         self.parameters.clear()
         rank, trained = self.scheduler.rank, units_by_name(self.state.visible())
         for node in units_of(self.state.train_state.params):
@@ -287,7 +291,7 @@ def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
 
 
 def enter_by(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
-    """Give a module a subclass whose calls, hooks, forward and methods in ``names`` run with its units gathered."""
+    """Give a module a subclass whose calls, hooks, forward and methods in ``names`` run with the module's units gathered."""
     entries = ("forward", *names)
     own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
     module.__dict__.update(_fsharp=(session, path), _fsharp_own=own, _fsharp_computes=False)

@@ -1,4 +1,4 @@
-"""shard_module: an nn.Module becomes one whose parameters, gradients and optimizer state are sharded, in place."""
+"""shard_module: shard the parameters, gradients and optimizer state of an nn.Module, in place."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -193,7 +193,7 @@ def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
 
 @cache
 def _watch_optimizers() -> None:
-    """Have optimizers of torch refuse to step with parameters from before their module was sharded."""
+    """Make optimizers of torch raise an error in a step with parameters from before their module was sharded."""
     register_optimizer_step_pre_hook(_refuse_step)
 
 

@@ -1,4 +1,4 @@
-"""State dicts of a module whose parameters are parts: how they are loaded, refused, and made whole on one rank."""
+"""State dicts of a sharded module: load parts or whole tensors, and gather whole tensors on one rank."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ SAME_VALUES = "Load the same values on all ranks."
 
 
 class _Awaiting(ShardedTensor):
-    """Stands for a parameter while torch loads a state dict, and keeps what it would have copied into that."""
+    """Stands for a parameter while torch loads a state dict, and keeps the value that torch would copy into the parameter."""
 
     given: list[torch.Tensor]
     is_whole = False
@@ -46,7 +46,7 @@ Read = tuple[Any, dict[str, torch.Tensor], dict[str, ShardedTensor], list[tuple[
 
 
 def refuse_dtensors(where: str, session: Session) -> None:
-    """Refuse a module with DTensors sharded on other axes: elements of a part's part have no run in the whole."""
+    """Raise an error for a module with DTensors sharded on other axes: a rank's elements are no run of the whole tensor."""
     for path, spec in session.calls.specs.items():
         if spec.is_sharded:
             raise TreeError(
@@ -57,7 +57,7 @@ def refuse_dtensors(where: str, session: Session) -> None:
 
 
 def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
-    """Load a state dict as :meth:`~fsharp.ShardedModule.load_state_dict` says. ``load`` calls torch's own method."""
+    """Run :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` calls torch's own method."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
 
@@ -114,7 +114,8 @@ def own_part(
 ) -> ShardedTensor:
     """Return this rank's part of a value for a parameter, or of an optimizer's state for each of its elements.
 
-    ``value`` is a part of this rank and layout, or a whole tensor, of one of ``dtypes``. Refuse anything else by ``name``.
+    ``value`` is a part of this rank and layout, or a whole tensor, of one of ``dtypes``. Any other value is an error that has
+    ``name``.
     """
     first, last = like.run
     what, got = "", _shown([value.dtype], value.shape)
@@ -263,7 +264,7 @@ def _check_rank(where: str, rank: Any, comm: Comm) -> None:
 
 
 def _packed(where: str, given: Mapping[str, Any]) -> bytes:
-    """Return as bytes a state dict without the values of its tensors, and torch's metadata on versions of modules."""
+    """Return as bytes the outline of a state dict, without values of tensors, and torch's metadata on versions of modules."""
 
     def outline(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

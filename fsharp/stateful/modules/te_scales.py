@@ -22,7 +22,7 @@ _NUMBERS = ("num_gemms", "fp8_max_fwd", "fp8_max_bwd")
 
 
 def keep_scales_as_text(module: nn.Module) -> None:
-    """Have modules of TransformerEngine return their extra state as text, and take such text, beside what they took before."""
+    """Make modules of TransformerEngine return their extra state as text, and accept such text as well as pickles."""
     for each in module.modules():
         if any(cls.__name__ == "TransformerEngineBaseModule" for cls in type(each).__mro__):
             ref = weakref.ref(each)

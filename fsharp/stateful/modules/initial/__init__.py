@@ -1,4 +1,4 @@
-"""What the ranks of a module start from: made by its own initializers, compared, or taken from one rank; as DTensors or not.
+"""Initial values of a module: made by its own initializers, compared between ranks, or taken from one rank; DTensors.
 
 Reads no other folder of ``modules``.
 """

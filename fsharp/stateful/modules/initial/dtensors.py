@@ -1,4 +1,4 @@
-"""Parameters that are DTensors on axes of their own, as tensor parallelism makes them: their local tensors are sharded."""
+"""Parameters that are DTensors on other axes, as tensor parallelism makes them. Their local tensors are sharded."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 @dataclass(frozen=True)
 class Spec:
-    """Describe the DTensor that a parameter is a part of: its mesh, placements, whole shape and stride."""
+    """The mesh, placements, whole shape and stride of a DTensor whose local tensor is sharded."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -32,7 +32,7 @@ class Spec:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
     def reduce(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Return the elementwise sum, maximum or minimum of ``x`` over ranks with other parts; NaN if one rank has NaN."""
+        """Return the elementwise sum, maximum or minimum of ``x`` over the DTensor's ranks; NaN if one rank has NaN."""
         other = Partial() if op == "sum" else Shard(0)
         kinds = [Replicate() if p.is_replicate() else other for p in self.placements]
         rows: torch.Tensor = DTensor.from_local(x.unsqueeze(0), self.mesh, kinds, run_check=False).full_tensor()
@@ -40,7 +40,7 @@ class Spec:
 
 
 def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
-    """Return by path the parameters that are DTensors.
+    """Return by path the specs of the parameters that are DTensors.
 
     Refuse partial sums, those on the meta device, and those that are distributed over ranks among which ``comm`` shards.
     """
@@ -64,7 +64,7 @@ def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
 
 
 def dressed(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, Spec]) -> list[Any]:
-    """Return leaves as a module's code expects them: DTensors in place of their local tensors."""
+    """Return leaves with DTensors in place of their local tensors, as a module's code expects."""
     return [specs[path].whole(leaf) if path in specs else leaf for path, leaf in zip(paths, leaves, strict=True)]
 
 
@@ -74,7 +74,7 @@ def local(x: Any) -> Any:
 
 
 def anywhere(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
-    """Return the largest ``flag`` of all ranks, those of the DTensors' axes included."""
+    """Return the largest ``flag`` of all ranks, also along the axes of DTensors."""
     for axis, size in comm.mesh.axes:
         if size > 1:
             flag = comm.all_reduce(flag, axis, op="max")

@@ -1,4 +1,4 @@
-"""Initial values of a module's parameters on this rank: cut from those it has or one rank has, or made where there are none."""
+"""Initial values of a module's parameters on this rank: cut from its own or one rank's values, or newly made."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -44,11 +44,11 @@ def initial_values(
     sync_from: int | None = None,
     settings: Mapping[str, str] = {},
 ) -> Any:
-    """Return shards at the optimizer's place. Buffers on the meta device are given values.
+    """Return the initial shards of a module at the optimizer's place. Buffers on the meta device are filled.
 
-    Arguments are those of :func:`~fsharp.shard_module`; ``settings``: more that ranks compare, text by name.
+    Arguments are those of :func:`~fsharp.shard_module`; ``settings``: further settings that ranks compare, as texts by name.
 
-    Cost: memory of the shards, and of what is made or taken at once in full: one submodule's own parameters, or a unit.
+    Memory: the shards, and the parameters of one submodule or unit in full.
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     meta = [path for path, tensor in tensors if tensor.is_meta]
@@ -102,7 +102,7 @@ def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
 
 
 def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
-    """Return shards of one rank's parameters, a unit at a time, and take its buffers; what varies along an axis, apart."""
+    """Return shards of one rank's parameters, taken a unit at a time, and take its buffers too."""
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
@@ -125,14 +125,14 @@ def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
 
 
 class Initializers:
-    """Makes the parameters and buffers of a submodule at a time: the submodule fills them, in memory on the CPU.
+    """Initializer of parameters and buffers on the meta device: each submodule fills its own, in memory on the CPU.
 
-    A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is made with its
-    submodules, whose parameters it changes. Random numbers depend on the key, a submodule's path, and the rank's
-    coordinates along axes on which its parameters vary.
+    A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
+    together with its submodules, whose parameters it changes. Random numbers depend on the key, a submodule's path, and the
+    rank's coordinates along axes on which its parameters vary.
 
     Attributes:
-        unfilled: paths of tensors that were left as they were, so far.
+        unfilled: paths of tensors that no initializer has filled so far.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initialize | None) -> None:
@@ -153,7 +153,7 @@ class Initializers:
         return self._made[1][id(given)]
 
     def buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Return for each buffer on the meta device where it sits, its name there, and its value."""
+        """Return for each buffer on the meta device its module, its name, and its value."""
         found = []
         for path, each in self._module.named_modules():
             for name, buffer in each._buffers.items():
@@ -164,18 +164,18 @@ class Initializers:
         return found
 
     def _root(self, path: str) -> str:
-        """Return the path of the outermost module that the one at ``path`` is made with."""
+        """Return the path of the outermost module together with which the module at ``path`` is initialized."""
         return next((above for above in reversed(list(ancestors(path))) if self._is_whole(above)), path)
 
     def _is_whole(self, path: str) -> bool:
-        """Return whether a module is made together with all of its submodules."""
+        """Return whether a module is initialized together with all of its submodules."""
         module = self._module.get_submodule(path)
         public, private = (hasattr(module, name) for name in ("reset_parameters", "_reset_parameters"))
         own = [*module._parameters.values(), *module._buffers.values()]
         return self._initialize is None and private and not public and any(x is not None and x.is_meta for x in own)
 
     def _make(self, path: str) -> dict[int, torch.Tensor]:
-        """Return by the meta tensor what a module, and those made with it, make of it. Keep buffers."""
+        """Run the initializer of a module. Return the filled tensors by their meta tensors, and keep the buffers."""
         root = self._module.get_submodule(path)
         members = dict(root.named_modules(prefix=path)) if self._is_whole(path) else {path: root}
         before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -207,7 +207,7 @@ class Initializers:
         return made
 
     def _taken(self, path: str, old: torch.Tensor, room: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-        """Return what an initializer has made of a tensor on the meta device, for which it got ``room``."""
+        """Return the value that an initializer has given to a tensor on the meta device: in ``room``, or a new tensor."""
         if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
             raise TreeError(
                 f"shard_module(): {path!r} is {_about(old)}, and its initializer has made it "
@@ -219,7 +219,7 @@ class Initializers:
 
 
 def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
-    """Return an error that names tensors, by the modules that have them."""
+    """Return the error for unfilled tensors, which names them by module."""
     owners: dict[str, list[str]] = {}
     for path in paths:
         parent, _, name = path.rpartition(".")
@@ -247,7 +247,7 @@ def _room(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether nobody has written to a tensor, or to a part of one of floating-point numbers."""
+    """Return whether a tensor, or for floating-point numbers a part of it, was not written to."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_MARK, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""A module with the averages of its parameters in their place, as an optimizer's state has them."""
+"""averaged: put the averages in an optimizer's state in place of a module's parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ Buffers = dict[tuple[str, int], torch.Tensor]
 
 @contextmanager
 def averaged(session: Session, opt: Any) -> Iterator[None]:
-    """Have the averages in an optimizer's state in place of the session's parameters. The buffers stay the same ones."""
+    """Return a context with the averages in an optimizer's state in place of parameters, in the same buffers."""
     averages, state = _averages(opt), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")

@@ -1,4 +1,4 @@
-"""FlatSlice: a stretch of a flat buffer that an optimizer of torch.optim updates alike, with its state of each leaf."""
+"""FlatSlice: a range of a flat buffer that an optimizer of torch.optim updates as one parameter."""
 
 import copy
 from collections.abc import Hashable, Iterator, Mapping
@@ -15,10 +15,10 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 class FlatSlice(NamedTuple):
-    """A stretch of this rank's buffer of a group.
+    """A range of this rank's buffer of a group.
 
-    ``leaves``: path, first element and end of each leaf, counted from ``start``. ``shape``: that of the only leaf, if it is to
-    be whole and in its shape; None for a flat stretch.
+    ``leaves``: path, first element and end of each leaf, counted from ``start``. ``shape``: shape of the only leaf, for an
+    optimizer that needs whole leaves; None for a flat range.
     """
 
     unit: str
@@ -29,7 +29,7 @@ class FlatSlice(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def of(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
-        """Return this stretch of the buffers of units, which are given by name."""
+        """Return this range of the buffers of units, which are given by name."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
@@ -37,7 +37,7 @@ class FlatSlice(NamedTuple):
 
 
 def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
-    """Yield the longest stretches whose leaves have one label, with the padding around them; leaves without one are in none.
+    """Yield the longest ranges of leaves with one label, padding included. Leaves without a label are left out.
 
     ``is_whole`` yields each leaf by itself instead, whole and in its shape; no buffer may cut one.
     """
@@ -61,7 +61,7 @@ def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole:
 
 
 def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, ShardedTensor]) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state of a run as that of each leaf; state for each element as parts in the same memory."""
+    """Split an optimizer's state of a range into states of its leaves. State for each element stays in the same memory."""
     shape = (run.stop - run.start,) if run.shape is None else run.shape
 
     def cut(value: Any, like: ShardedTensor, first: int, last: int) -> Any:
@@ -72,7 +72,7 @@ def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[st
 
 
 def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
-    """Return the state of a run from those of its leaves, which are :func:`alike`, in new memory. Padding is zero."""
+    """Join the states of leaves into the state of their range, in new memory. Padding is zero."""
     parts = [states.get(path, {}) for path, _, _ in run.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
@@ -86,6 +86,9 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
 
 
 def alike(state: Mapping[str, Any]) -> Hashable:
-    """Return a key that is equal for leaves whose states can be joined: names, and values that are not for each element."""
+    """Return a key of a leaf's state; states with equal keys can be joined.
+
+    It has names, and values that are not by element.
+    """
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)

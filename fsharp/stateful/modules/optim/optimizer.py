@@ -1,8 +1,8 @@
-"""ShardedOptimizer: an optimizer of torch.optim on the parts of a sharded module.
+"""ShardedOptimizer: an optimizer of torch.optim for the parts of a sharded module.
 
-An elementwise optimizer works on *runs*: stretches of a flat buffer whose leaves are in one parameter group, often a whole
-buffer. Leaves without a gradient are left alone, as in torch: runs are cut where only some of their leaves have one, and stay
-so, as their states differ from then on. Any other optimizer gets whole leaves in their shape, where a rank has them whole.
+An elementwise optimizer works on *runs*: ranges of a flat buffer whose leaves are in one parameter group, often a whole buffer.
+As in torch, leaves without a gradient are not updated. If only some leaves of a run have a gradient, the run is cut, and stays
+cut, as states differ from then on. Any other optimizer gets whole leaves in their shapes, if a rank has them whole.
 """
 
 import copy
@@ -116,7 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_made = True
 
     def _start_class(self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int) -> None:
-        """Make the inner optimizer, of a class of torch.optim or like it."""
+        """Make the inner optimizer, from a class of torch.optim or a similar class."""
         if self.session.scheduler.policy.offload:
             raise ScheduleError(
                 f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device; SchedulePolicy(offload=True) is for "
@@ -139,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _scope(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[Scope]:
-        """Return what the optimizer looks at in each of its groups. Refuse what ranks do not have."""
+        """Return the scope of the optimizer's update in each of its groups. Raise an error if ranks lack the inputs for it."""
         trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
         found = []
         for group, mine in zip(self.param_groups, trained, strict=True):
@@ -177,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [[nn.Parameter(run.of(nodes)) for run in runs] for runs in self._runs]
 
     def _recut(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut buffers into runs anew, where leaves have different labels, and join the states of the leaves of each run."""
+        """Cut buffers into new runs by the labels of leaves, and join the states of the leaves of each run."""
         assert self.inner is not None
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
@@ -359,12 +359,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
 
     def _stateful(self) -> dict[str, ShardedTensor]:
-        """Return by path the parameters that may have a state: trained ones of these groups that have elements."""
+        """Return by path the parameters that may have state: trained parameters of these groups that have elements."""
         mine = {p.path for group in self.param_groups for p in group["params"]}
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
     def _fresh(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state that the class makes of a parameter, with the options of these groups."""
+        """Return fresh state of the class for a parameter, with the options of these groups."""
         assert self.inner is not None
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]

@@ -1,4 +1,4 @@
-"""What an optimizer of torch.optim looks at, found by running it: an element at a time, a whole parameter, or all of them."""
+"""Find out by a trial on what an optimizer's update depends: single elements, whole parameters, or all parameters."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ _drawing = threading.RLock()  # ranks that are threads share the generator
 
 
 class Scope(IntEnum):
-    """What the update of one element depends on, besides that element's own value, gradient and state."""
+    """The inputs of an element's update: the element itself, its whole parameter, or all parameters."""
 
     ELEMENT = 0
     """Nothing: buffers may be cut and joined anywhere."""
@@ -41,7 +41,7 @@ def scope_of(
     choices: Sequence[Sequence[Sequence[int]]] = (_SHAPES, _MATRICES),  # some take matrices alone
     num_steps: int = _STEPS,
 ) -> Scope:
-    """Return what an optimizer with these options of a parameter group looks at. Refuse one that cannot be tried.
+    """Return the scope of an optimizer's update, with these options of a parameter group, found by a trial.
 
     The optimizer makes steps on random tensors, of the first of ``choices`` that it takes: on all of them together, on each by
     itself, and on flat pieces cut across their bounds. Equal updates look at no more than the smaller trial had. An optimizer
@@ -83,7 +83,7 @@ def scope_of(
 def fresh_state(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
 ) -> dict[str, Any]:
-    """Return what an optimizer keeps of a parameter, found by a step with a gradient of zero on a copy; ``"step"`` is zero.
+    """Return an optimizer's fresh state for a parameter, made by a step on a copy with zero gradient; ``"step"`` is zero.
 
     Memory: four times the parameter's, and the state.
     """
@@ -100,7 +100,7 @@ def fresh_state(
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Leave random numbers outside of this context as they are."""
+    """Return a context that restores the states of random generators at its end."""
     with _drawing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 

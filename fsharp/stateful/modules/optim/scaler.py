@@ -1,4 +1,4 @@
-"""GradScaler: loss scaling, with the gradients of a sharded module."""
+"""GradScaler: loss scaling for sharded modules."""
 
 import math
 from typing import Any

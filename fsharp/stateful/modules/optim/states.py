@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter, as state dicts have it: the same names and kinds on every rank."""
+"""An optimizer's state of each parameter, as in state dicts, with equal names and kinds of state on all ranks."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ States = dict[str, dict[str, Any]]
 
 
 class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
-    """A read-only mapping from parameters, of those at ``paths``, to their states. A lookup calls ``state_of``."""
+    """A read-only mapping from the parameters at ``paths`` to their states. A lookup calls ``state_of``."""
 
     def __init__(
         self, state_of: Callable[[str], dict[str, Any]], paths: Container[str], parameters: Mapping[str, ShardedTensor]
@@ -51,7 +51,7 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
 
 
 def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTensor], comm: Comm) -> States:
-    """Return on all ranks the states that any rank has: an empty part of elements that others hold, and all else in full.
+    """Return states with equal names on all ranks: a rank without elements gets empty parts, and copies of other state.
 
     Ranks that have parameters of their own have states of their own. Refuse a state that is no tensor, number, string or None,
     and ranks that keep different kinds of state of one parameter.
@@ -99,7 +99,7 @@ def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _completed(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return a state of this rank; if it holds nothing of the parameter, that of the rank ``source``."""
+    """Return this rank's state; if the rank holds no element of the parameter, the state of the rank ``source``."""
     what, *rest = kind
     if what == "value":
         return rest[0]
@@ -119,10 +119,10 @@ def _completed(kind: list[Any], value: Any, like: ShardedTensor, source: int, co
 def check_groups(
     where: str, state_dict: Any, own: list[dict[str, Any]], *, options: Iterable[str], trained: Container[str] | None
 ) -> None:
-    """Refuse a state dict whose parameter groups are not those of an optimizer.
+    """Raise an error if the parameter groups of a state dict differ from those of an optimizer.
 
-    ``own``: the optimizer's groups. ``options``: what each group has to have. ``trained``: names of parameters that may have a
-    state; None if the state is not by name.
+    ``own``: the optimizer's groups. ``options``: names of options that each group needs. ``trained``: names of parameters that
+    may have a state; None if the state is not by name.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TreeError(f"{where}: expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
@@ -159,9 +159,9 @@ def read_states(
     parameters: Mapping[str, ShardedTensor],
     fresh: Callable[[str], Mapping[str, Any]],
 ) -> tuple[States, Replicas]:
-    """Return the states in a state dict, with this rank's parts of whole tensors; and what ranks have to have in common.
+    """Return the states in a state dict, whole tensors cut to this rank's parts; and the texts that ranks compare.
 
-    ``fresh`` returns what the optimizer keeps of a parameter. Refuse states that are not like that.
+    ``fresh`` returns the fresh state of a parameter. States that differ from it in names, dtypes or shapes are an error.
     """
     states: States = {}
     replicas: Replicas = {}
@@ -211,9 +211,9 @@ def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[st
 
 
 def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replicas]:
-    """Return a copy of the state of an ``(init, update)`` pair, and what ranks have to have in common of it.
+    """Return a copy of the state of an ``(init, update)`` pair, and the texts that ranks compare.
 
-    Refuse what is not like ``own``, or was donated.
+    A state that differs from ``own`` in structure, or was donated, is an error.
     """
     check_kept(where, units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."

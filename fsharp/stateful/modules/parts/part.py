@@ -76,7 +76,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def about(self) -> dict[str, Any]:
-        """A dict of all attributes, which say which part of which tensor this is."""
+        """A dict of the attributes that identify tensor and part."""
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
@@ -178,7 +178,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _cut(self) -> tuple[Any, ...]:
-        """A key that is equal for two parts if each rank holds the same range of elements of both."""
+        """A key of the cut: equal for two parts if each rank holds the same range of elements of both."""
         if self.is_whole:
             return self.full_shape, None
         size = self.unit.local_size(self.leaf.group, self.place)
@@ -257,12 +257,12 @@ class ShardedTensor(torch.Tensor):
 
 
 def _is_everywhere(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
-    """Return whether every rank holds the whole of tensors of a unit at a place."""
+    """Return whether every rank holds whole tensors of a unit in a place."""
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded)
 
 
 def _stays(part: ShardedTensor, applied: torch.Tensor) -> bool:
-    """Return True for a part that a module's ``to()`` leaves as it is. Refuse another dtype or device."""
+    """Return whether a module's ``to()`` leaves a part unchanged. Raise an error for another dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
             f"a sharded module cannot be moved or cast: unit {part.unit.shown}, {part.path!r} is {part.dtype} on "
@@ -272,7 +272,7 @@ def _stays(part: ShardedTensor, applied: torch.Tensor) -> bool:
 
 
 def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Refuse a function that autograd would have to record: parts are not in autograd's graph."""
+    """Raise an error for a function that autograd would record, as parts are not in autograd's graph."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             raise LayoutError(unseen(x.path, name))
@@ -284,7 +284,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
 
 
 def _full_in_backward(x: Any) -> Any:
-    """Return an argument with whole parameters in place of parts whose unit's backward is under way, for recomputation."""
+    """Replace parts in an argument by whole parameters, for a checkpoint that recomputes in the backward of their unit."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter(x)

@@ -1,1 +1,1 @@
-"""Sharded modules under torch's own tools: refusals. Imports nothing of ``modules``."""
+"""Errors for torch's own tools that would be wrong with a sharded module. Imports nothing of ``modules``."""

@@ -1,4 +1,4 @@
-"""Refusals that tell torch's own tools from one another: functions of parts by who calls them, wrappers, and parameters."""
+"""Errors for torch's own tools, by tool: functions that are called with parts, wrappers, and kinds of parameters."""
 
 import sys
 import types
@@ -57,7 +57,7 @@ _CHECKPOINT: Caller = (
 
 
 def caller(usual: str) -> tuple[str, str]:
-    """Return `` of`` the known caller under way, the innermost, and its remedy. If there is none: nothing, and ``usual``."""
+    """Return text that names the innermost known tool of torch under way, and its remedy; or an empty text and ``usual``."""
     modules, frame = list[str](), cast(types.FrameType | None, sys._getframe(1))
     while frame is not None:
         modules.append(f"{frame.f_globals.get('__name__', '')}.")
@@ -70,7 +70,7 @@ def caller(usual: str) -> tuple[str, str]:
 
 
 def not_whole(held: str, name: str) -> str:
-    """Return the error message for a function that would take ``held``, a part, for the whole tensor."""
+    """Return the error message for a function that would treat ``held``, a part, as the whole tensor."""
     by, remedy = caller(
         "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions parameters "
         "are whole inside of `with model.unsharded():` (write=True keeps changes)."
@@ -92,7 +92,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Refuse a module whose parameters another library shards or replicates, or are not plain dense tensors."""
+    """Raise an error if another library shards or replicates a module's parameters, or they are no plain dense tensors."""
     for path, each in module.named_modules():
         if isinstance(each, (*_WRAPPERS, FSDPModule)):
             wrapped = isinstance(each, _WRAPPERS)
@@ -122,7 +122,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 @cache
 def watch_wrappers(sharded: type[nn.Parameter]) -> None:
-    """Have torch's wrappers refuse modules with sharded parameters, before the wrappers communicate."""
+    """Make torch's wrappers raise an error for modules with sharded parameters, before the wrappers communicate."""
     register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
 
 

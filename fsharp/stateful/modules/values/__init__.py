@@ -1,1 +1,1 @@
-"""Values that a module takes, returns or stores: finding, casting and replacing the tensors in them."""
+"""Find, cast and replace tensors in the values that a module takes, returns or stores."""

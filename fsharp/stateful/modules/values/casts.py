@@ -1,4 +1,4 @@
-"""Casts: which dtype a module's inputs and outputs have, and values with their tensors in that dtype."""
+"""Casts of a module's inputs and outputs."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -21,9 +21,10 @@ class Cast(NamedTuple):
 
 
 def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, Cast]:
-    """Return by path the casts of the root and of chosen modules, of those that have any.
+    """Return by path the casts of the root and of chosen modules, for modules with casts.
 
-    The last rule whose pattern selects a module's own path is the module's. Refuse it if no parameter in the module has it.
+    The last rule whose pattern selects a module's own path counts. It is an error if no parameter in the module has this
+    precision.
     """
     of_leaf = assign("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
     casts = {}
@@ -46,10 +47,10 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
 
 
 def cast(value: T, dtype: torch.dtype | None) -> T:
-    """Return the value with its floating-point tensors in a dtype, in pytrees of torch and dataclasses; None leaves them.
+    """Cast the floating-point tensors in a value, in pytrees of torch and dataclasses; the dtype None casts nothing.
 
     Nothing is changed in place. An object that holds no tensor of another dtype is returned itself: its owner sees what the
-    module writes to it. Refuse a tensor of another dtype in a container of another class, such as a set.
+    module writes to it. A tensor of another dtype in a container of another class, such as a set, is an error.
     """
 
     def check(x: Any) -> Any:

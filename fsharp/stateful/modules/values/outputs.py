@@ -22,9 +22,9 @@ _LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map
 
 
 def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torch.Tensor]:
-    """Return all tensors that can be reached from a value that the module at ``path`` gives away, but not through modules.
+    """Return all tensors that can be reached from a result of the module at ``path``, except through modules.
 
-    ``refuses_late``: refuse generators and other iterators, which may compute when parameters are released.
+    ``refuses_late``: raise an error for generators and other iterators, which may compute after parameters are released.
     """
     if isinstance(value, torch.Tensor):  # what most modules return
         return [value]
@@ -47,7 +47,7 @@ def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torc
 
 
 def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any], *, in_place: bool = False) -> Any:
-    """Return a value with its tensors changed, in pytrees of torch and dataclasses; the same object if no tensor changes.
+    """Map the tensors in a value, in pytrees of torch and dataclasses. Return the same object if no tensor changes.
 
     ``other`` is called with each object of another class. ``in_place`` changes lists, dicts and dataclasses, and no copies.
     """
@@ -82,7 +82,7 @@ def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any]
 
 
 def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``value`` with tensors replaced, in place where it can be. Refuse one to replace in an object of another class."""
+    """Replace tensors in ``value``, in place if possible. A tensor to replace in an object of another class is an error."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
 
     def check(x: Any) -> Any:
@@ -115,7 +115,7 @@ def _memory(x: torch.Tensor) -> list[int]:
 
 
 def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return these tensors, connected to all inputs: a backward reaches inputs that they do not use, without a gradient."""
+    """Return tensors connected to all inputs, so that a backward reaches also the inputs that the tensors do not use."""
     moved = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
     reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if not moved or not reached or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

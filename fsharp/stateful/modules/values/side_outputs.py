@@ -1,4 +1,4 @@
-"""SideOutputs: tensors that a module leaves elsewhere than in what it returns: in attributes, in lists that it was given."""
+"""SideOutputs: tensors that a module stores outside of its result: in attributes, or in lists among its arguments."""
 
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -17,9 +17,9 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 
 
 class SideOutputs:
-    """The tensors that modules, gathered together, leave in attributes, buffers, and containers among the arguments of a call.
+    """The tensors that modules store in attributes, buffers, and containers among the arguments of a call.
 
-    Containers are lists, dicts, sets and tuples. Modules of torch.nn leave none. Attributes of other objects, and variables of
+    Containers are lists, dicts, sets and tuples. Modules of torch.nn store none. Attributes of other objects, and variables of
     hooks, are not seen.
     """
 
@@ -27,7 +27,7 @@ class SideOutputs:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
 
     def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
-        """Return by id the tensors there."""
+        """Return the tensors in these places, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._places():
             values.append(places[name])
@@ -36,7 +36,7 @@ class SideOutputs:
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        """Return tensors there that are not in ``before`` and have a graph. Views of parameters become copies first."""
+        """Return tensors with a graph that are not in ``before``. Views of parameters become copies first."""
         new = [x for i, x in self.look(arguments, path).items() if i not in before]
         if views := views_of(parameters, new):
             self.replace(arguments, views, [cloned(x) for x in views], path)
@@ -52,7 +52,7 @@ class SideOutputs:
             places[name] = replaced(places[name], old, new, path)
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return dicts and names in them under which there are tensors, or containers that may hold some."""
+        """Return pairs of a dict and a name that hold tensors, or containers that may hold tensors."""
         found = []
         for reference in self._modules:
             if (module := reference()) is not None:
@@ -64,7 +64,7 @@ class SideOutputs:
 
 
 def refuse_kept(module: nn.Module) -> None:
-    """Refuse attributes and buffers that hold a parameter or a view of one, and hooks of parameters: all would be stale."""
+    """Raise an error if attributes or buffers hold a parameter or its view, or parameters have hooks: all would be stale."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _extents(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
