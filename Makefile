@@ -6,7 +6,7 @@
 # make faults    tests of checkpoints: killed saves, damaged files, full disks, forged manifests; 9 minutes (ARGS=--short: 1)
 # make examples  run the examples, about 3 minutes
 # make bench     measure against FSDP2, DDP and DCP (14 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
-# make bench-wire  formats of 8 and 4 bits: bytes a step, loss reached, steps at 1 Gbit/s (root alone; 20 minutes on 2 cores)
+# make bench-wire  formats of 8 and 4 bits: bytes a step, loss reached, steps at 1 Gbit/s (root alone; half an hour on 2 cores)
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
 # make clean     remove .venv, build, dist and *.egg-info
 

@@ -1,17 +1,11 @@
 """Formats in which parameters and gradients travel, and the strategy of each: the rows of ``make bench-wire``."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import fsharp as fs
-
-
-class Codec(NamedTuple):
-    """What travels how."""
-
-    strategy: str
-    precision: fs.Precision
+from benchmarks.training import Codec
 
 
 def _of(strategy: str, parameters: Any, gradients: Any, updates: fs.formats.Format | None = None) -> Codec:
@@ -32,6 +26,7 @@ CODECS = {
     "mxint8, gradients mxfp4, zero3": _of("zero3", INT8, fs.formats.mxfp4),
     "mxint8, gradients mxint4, zero3": _of("zero3", INT8, INT4),
     "mxint8, gradients mxint4 rotated, zero3": _of("zero3", INT8, fs.formats.hadamard(INT4)),
+    "mxint4, zero3": _of("zero3", INT4, INT4),
     "bfloat16, zero2": _of("zero2", BF16, BF16),
     "mxint8, zero2": _of("zero2", INT8, INT8),
     "mxint8, gradients mxint4, zero2": _of("zero2", INT8, INT4),

@@ -5,13 +5,20 @@ under ZeRO-3 (parameters are gathered twice a step, unless the policy keeps them
 once). Bytes are those that a rank sends in the last step, over the number of elements and ``(n - 1) / n``. Of FSDP2 the bytes
 of its collectives are counted as they are dispatched, for a model of the same blocks with bfloat16 parameters and reductions.
 :mod:`benchmarks.limited` times steps of a wider model over a limited network.
+
+ZeRO-2 and ZeRO-3 cut a unit alike, so a format rounds the same blocks, and losses agree to the bit. A format is therefore
+trained under the first of its strategies; under the others :data:`SHARED` steps count bytes, and their losses have to be equal.
+Sums of 4 ranks are rounded otherwise than those of 2: each number of processes has runs of its own.
+
+Each run is a line of a file under ``runs/``, with the commit, versions and sizes. A benchmark that was interrupted goes on
+where it ended; with files that differ from the commit it begins anew.
 """
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -27,16 +34,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharp as fs
 from benchmarks import gpt, limited, wire_page
-from benchmarks.codecs import CODECS, EXACT, Codec
+from benchmarks.codecs import CODECS, EXACT, FSDP2
+from benchmarks.record import Record
 from benchmarks.report import machine
-from examples.gpt import data, model
-from examples.gpt.evaluate import bits_per_byte
+from benchmarks.training import HEADS, Training, train
 from fsharp.testing import processes
 
-HEADS = 4
 GOOD = 1.005
 """The largest loss of a codec, of float32's, whose bytes and steps are figures of the last line."""
+SHARED = 8
+"""Steps whose losses have to be equal under two strategies; the last one follows a schedule that has settled."""
+RUN_S = 3600.0
+"""Seconds until the ranks of a run are killed."""
 ROOT = Path(__file__).parents[1]
+
+
+class LossMismatch(ValueError):
+    """Two strategies under which the same formats train differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,33 +59,27 @@ class Options:
 
     nproc: tuple[int, ...] = (2, 4)
     """Numbers of processes to train with."""
-    seeds: int = 3
-    """Runs of each codec; the loss is their mean."""
-    steps: tuple[int, ...] = (300, 150)
-    """Updates of a run, for each number of processes."""
-    dim: int = 64
-    """Width of the model."""
-    layers: int = 4
-    """Number of blocks."""
-    batch: int = 16
-    """Windows of all ranks in a step."""
-    context: int = 128
-    """Bytes in a window."""
-    eval_bytes: int = 1 << 18
-    """Held-out bytes that the loss is measured on."""
+    seeds: tuple[int, ...] = (3, 3)
+    """Runs of each codec, for each number of processes; the loss is their mean."""
+    training: Training = field(default_factory=Training)
+    """Sizes of the model and of a run."""
     only: tuple[str, ...] = tuple(CODECS)
     """Codecs; float32's has to be one."""
     network: limited.Options = field(default_factory=limited.Options)
     """Steps over a limited network."""
+    network_alone: bool = False
+    """Time steps over the limited network, keep them for the next call, and end."""
+    record: Path | None = None
+    """Each run, as soon as it ends; the default is a file of the commit under runs/."""
     out: Path | None = ROOT / "benchmarks/results/wire.json"
     """Everything measured."""
     docs: Path | None = ROOT / "docs/benchmarks.md"
     """The page whose tables are renewed, beside whose picture; None leaves both alone."""
 
     def __post_init__(self) -> None:
-        if len(self.steps) != len(self.nproc) or min(self.nproc, default=0) < 2:
+        if len(self.seeds) != len(self.nproc) or min(self.nproc, default=0) < 2:
             raise ValueError(
-                f"--steps {self.steps} and --nproc {self.nproc}: expected as many of each, and 2 processes or more."
+                f"--seeds {self.seeds} and --nproc {self.nproc}: expected as many of each, and 2 processes or more."
             )
         if unknown := set(self.only) - set(CODECS):
             raise ValueError(f"--only: there is no codec {sorted(unknown)}; there are {list(CODECS)}.")
@@ -93,7 +101,7 @@ class _Sent(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def fsdp2_nbytes(comm: fs.Comm, options: Options) -> float:
+def fsdp2_nbytes(comm: fs.Comm, options: Training) -> float:
     """Return the bytes that FSDP2 sends in a step for one element of a parameter, over ``(n - 1) / n``."""
     n = comm.mesh.size
     module = gpt.build(gpt.Shape(dim=options.dim, layers=options.layers, heads=HEADS, time=options.context, batch=2))
@@ -107,73 +115,61 @@ def fsdp2_nbytes(comm: fs.Comm, options: Options) -> float:
     return sent.nbytes * n / (n - 1) / elements
 
 
-def train(comm: fs.Comm, codec: Codec, seed: int, steps: int, options: Options) -> tuple[float, float]:
-    """Train one model; return the held-out loss in bits per byte, and the bytes a step sends for one element of a parameter."""
-    torch.set_num_threads(1)
-    corpus, counting = data.load(), fs.collectives.CountingComm(comm)
-    layout = fs.plan(
-        model.shapes(options.dim, options.layers),
-        comm.mesh,
-        getattr(fs, codec.strategy)("dp"),
-        units="layers.*",
-        precision=codec.precision,
-    )
-    rate = fs.optim.warmup_cosine_decay_schedule(1e-4, 3e-3, steps // 10, steps, end_value=3e-4)
-    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(rate, b2=0.99))
-    params = fs.init_params(model.initializers(options.dim, options.layers), layout, comm, key=seed, place="optim")
-    state = fs.init_state(tx, params, comm=comm)
-    loss_fn = partial(model.loss, heads=HEADS)
-    step = fs.Scheduler(counting)(fs.train_step(loss_fn, tx, donate=True))
-    for i in range(steps):
-        if i == steps - 1:
-            counting.calls.clear()
-        starts = data.random_starts(corpus.train, options.batch, options.context, seed=seed, step=i)
-        state, _ = step(state, data.windows(corpus.train, starts.chunk(comm.mesh.size)[comm.rank], options.context))
-    sent = Counter({call: count for call, count in counting.calls.items() if call.op != "all_reduce"})  # those are of the loss
-    elements = sum(group.used for unit in layout.units for group in unit.groups)
-    nbytes = sum(call.nbytes * count for call, count in sent.items()) * comm.mesh.size / (comm.mesh.size - 1) / elements
-    held_out = data.even_starts(corpus.held_out, options.eval_bytes, options.context)
-    shared = {"context": options.context, "batch": 32, "comm": comm}
-    return bits_per_byte(loss_fn, state.params, corpus.held_out, held_out, **shared), nbytes
+def losses_of(
+    nproc: int, seeds: int, options: Options, record: Record, about: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return bytes and losses of each codec on so many processes; train those that the record lacks.
 
-
-def losses_of(nproc: int, steps: int, options: Options, console: Console) -> dict[str, Any]:
-    """Train with each codec and each seed on so many processes; return bytes and losses."""
-    mesh = fs.Mesh({"dp": nproc})
-    fsdp2 = processes(mesh, partial(fsdp2_nbytes, options=options))[0]
-    losses: dict[str, list[float]] = {name: [] for name in options.only}
-    nbytes = {}
-    for seed in range(options.seeds):
+    Raises:
+        LossMismatch: the same formats have other losses under another strategy.
+    """
+    mesh, of = fs.Mesh({"dp": nproc}), {**about, "nproc": nproc, "training": asdict(options.training)}
+    fsdp2 = record.once({**of, "bytes of": FSDP2}, lambda: processes(mesh, partial(fsdp2_nbytes, options=options.training))[0])
+    first = {name: next(x for x in options.only if CODECS[x].precision == CODECS[name].precision) for name in options.only}
+    found: dict[str, list[Any]] = {name: [] for name in options.only}
+    for seed in range(seeds):
         for name in options.only:
-            run = partial(train, codec=CODECS[name], seed=seed, steps=steps, options=options)
-            loss, nbytes[name] = processes(mesh, run, timeout=600)[0]
-            losses[name].append(loss)
-            text = f"{nproc} processes, seed {seed}, {name}: {loss:.4f} bits per byte, {nbytes[name]:.3f} bytes an element"
-            console.print(text, soft_wrap=True)
+            shared = first[name] != name
+            if shared and seed:
+                continue
+            key = {**of, "codec": name, "seed": seed, **({"until": SHARED} if shared else {})}
+            fn = partial(train, codec=CODECS[name], seed=seed, options=options.training, until=SHARED if shared else None)
+            began, known = time.monotonic(), key in record
+            run = record.once(key, lambda fn=fn: processes(mesh, fn, timeout=RUN_S)[0])
+            if shared and run["losses"] != (same := found[first[name]][0]["losses"][:SHARED]):
+                raise LossMismatch(
+                    f"{name}, {nproc} processes: losses are {run['losses']}, expected those of {first[name]}, {same}."
+                )
+            found[name].append(run)
+            loss = f"losses of {first[name]}" if shared else f"{run['held_out']:.4f} bits per byte"
+            took = "known" if known else f"{time.monotonic() - began:.0f} s"
+            say(f"{nproc} processes, seed {seed}, {name}: {loss}, {run['bytes']:.3f} bytes an element ({took})")
+    losses = {name: [run["held_out"] for run in found[first[name]]] for name in options.only}
     exact = losses[EXACT]
     rows = {
         name: {
-            "bytes": nbytes[name],
-            "bytes_ratio": nbytes[name] / fsdp2,
-            "loss": mean(found),
-            "losses": found,
-            "loss_ratio": mean(found) / mean(exact),
-            "loss_ratios": [loss / base for loss, base in zip(found, exact, strict=True)],
+            "bytes": found[name][0]["bytes"],
+            "bytes_ratio": found[name][0]["bytes"] / fsdp2,
+            "loss": mean(losses[name]),
+            "losses": losses[name],
+            "loss_ratio": mean(losses[name]) / mean(exact),
+            "loss_ratios": [loss / base for loss, base in zip(losses[name], exact, strict=True)],
         }
-        for name, found in losses.items()
+        for name in options.only
     }
-    return {"steps": steps, "fsdp2_bytes": fsdp2, "codecs": rows}
+    return {"fsdp2_bytes": fsdp2, "codecs": rows}
 
 
-def over_limited(options: Options, console: Console) -> dict[str, Any]:
-    """Time steps over a limited network; return why not if there is none."""
+def over_limited(options: Options, record: Record, about: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Time steps over a limited network, unless the record has them; return why not if there is none."""
     reason = "it was left out by --network.rate-mbit 0"
     if options.network.rate_mbit:
+        of = {**about, "network": asdict(options.network), "codecs": list(options.only)}
         try:
-            return limited.measure(options.network, options.only)
+            return dict(record.once(of, lambda: limited.measure(options.network, options.only)))
         except limited.NoLink as error:
             reason = str(error)
-    console.print(f"no steps over a limited network: {reason}", soft_wrap=True)
+    say(f"no steps over a limited network: {reason}")
     return {"left_out": reason}
 
 
@@ -200,14 +196,23 @@ def main(options: Options) -> dict[str, float | None]:
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console = Console(stderr=True, highlight=False, width=140)
+    say = partial(console.print, soft_wrap=True, markup=False)
     if options.docs:
         wire_page.check(options.docs)  # raises now, and not at the end
-    network = over_limited(options, console)
+    here = machine(options)
+    about = {name: here[name] for name in ("commit", "cpu", "versions")}
+    if here["commit"].endswith("-dirty"):
+        about["date"] = here["date"]  # runs of other files are not reused
+    record = Record(options.record or ROOT / f"runs/bench-wire-{here['commit']}.jsonl")
+    network = over_limited(options, record, about, say)
+    if options.network_alone:
+        return {name: each["median"] for name, each in limited.ratios(network["rounds"]).items()} if "rounds" in network else {}
     trained = {
-        str(nproc): losses_of(nproc, steps, options, console) for nproc, steps in zip(options.nproc, options.steps, strict=True)
+        str(nproc): losses_of(nproc, seeds, options, record, about, say)
+        for nproc, seeds in zip(options.nproc, options.seeds, strict=True)
     }
     found = figures(trained, network)
-    results = {"summary": found, **machine(options), "trained": trained, "limited": network}
+    results = {"summary": found, **here, "trained": trained, "limited": network}
     for table in wire_page.tables(results):
         console.print(wire_page.on_terminal(table))
     if options.out:

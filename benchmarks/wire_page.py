@@ -31,7 +31,7 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
             loss = f"{row['loss']:.3f}", f"{row['loss_ratio']:.4f}", f"{max(row['loss_ratios']):.4f}"
             rows.append((name, *both, *loss))
         head = ("format, strategy", "bytes an element", "of FSDP2's", "loss", "of float32's", "the worst seed")
-        found.append(Table(f"{nproc} processes, {part['steps']} steps", head, rows))
+        found.append(Table(f"{nproc} processes", head, rows))
     if "rounds" in (network := results["limited"]):
         rounds, options = network["rounds"], results["options"]["network"]
         rows = []
@@ -76,7 +76,7 @@ def draw(path: Path, trained: Mapping[str, Any]) -> None:
     panels = figure.subplots(len(trained), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (nproc, part) in zip(panels, trained.items(), strict=True):
         exact = part["codecs"][EXACT]["loss"]
-        axes.set_title(f"{nproc} processes, {part['steps']} steps: float32 reaches {exact:.3f} bits per byte", fontsize=10)
+        axes.set_title(f"{nproc} processes: float32 reaches {exact:.3f} bits per byte", fontsize=10)
         axes.axhline(1, color="0.6", linewidth=0.8)
         axes.axvline(part["fsdp2_bytes"], color="0.35", linestyle="--", linewidth=1)
         near = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "fontsize": 8, "color": "0.25"}

@@ -15,7 +15,6 @@ from pathlib import Path
 import optree
 import pytest
 import torch
-from rich.console import Console
 
 import fsharp as fs
 from benchmarks import (
@@ -42,6 +41,8 @@ from benchmarks import (
 from benchmarks import contenders as c
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
+from benchmarks.record import Record
+from benchmarks.training import Training
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import gpt_like
 from tests.te_cpu import ranks
@@ -772,22 +773,40 @@ def test_partial_runs_do_not_touch_the_page(parts, tmp_path):
 
 
 @pytest.mark.deep  # test_wire_format.py holds the bytes of a step
-def test_formats_send_the_bytes_that_are_said():
+def test_formats_send_the_bytes_that_are_said(tmp_path):
     """One block and the root: FSDP2 gathers a block twice and the root once, in two bytes an element, and reduces both."""
-    names = ("float32, zero3", "mxint8, gradients mxint4, zero2")
-    options = wire.Options(
-        nproc=(2,), seeds=1, steps=(3,), dim=32, layers=1, batch=4, context=32, eval_bytes=256, only=names, out=None, docs=None
-    )
-    found = wire.losses_of(2, 3, options, Console(quiet=True))
+    names = ("float32, zero3", "mxint8, gradients mxint4, zero2", "mxint8, gradients mxint4, zero3")
+    sizes = Training(steps=3, dim=32, layers=1, batch=4, context=32, eval_bytes=256)
+    options = wire.Options(nproc=(2,), seeds=(1,), training=sizes, only=names, out=None, docs=None)
+    found = wire.losses_of(2, 1, options, Record(tmp_path / "record"), {}, silent)
     assert 4 <= found["fsdp2_bytes"] <= 6
-    exact, packed = [found["codecs"][name] for name in names]
+    exact, packed, again = [found["codecs"][name] for name in names]
     assert 8 <= exact["bytes"] <= 12
     assert packed["bytes"] == pytest.approx((33 + 17) / 32, rel=0.02)  # and planes that begin at multiples of 16 bytes
     assert packed["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    assert again["losses"] == packed["losses"]
+    assert again["bytes"] > packed["bytes"]
     best = min(each["bytes"] for each in (exact, packed)) / found["fsdp2_bytes"]
     summary = wire.figures({"2": found}, {"left_out": "no root"})
     assert summary["best_bytes_ratio"] == round(best, 4)
     assert summary["limited_step_ratio_vs_fsdp2_bf16"] is None
+
+
+def test_a_record_goes_on_where_a_killed_process_ended(tmp_path):
+    path, made = tmp_path / "below" / "record.jsonl", []
+
+    def measure():
+        made.append(len(made))
+        return made[-1]
+
+    record = Record(path)
+    assert [record.once({"a": x}, measure) for x in (1, 2, 1)] == [0, 1, 0]
+    path.write_text(path.read_text()[:-3])  # killed within the second line
+    again = Record(path)
+    assert ({"a": 1} in again, {"a": 2} in again) == (True, False)
+    assert again.once({"a": 2}, measure) == 2
+    assert Record(path).once({"a": 2}, measure) == 2
+    assert made == [0, 1, 2]
 
 
 def test_launches_are_pooled():
