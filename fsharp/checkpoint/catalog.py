@@ -1,4 +1,4 @@
-"""Catalog: which checkpoints there are, found by names and manifests, never by a pointer, which may be out of date."""
+"""Catalog: find checkpoints by names of folders and by manifests. There is no pointer file, which could be out of date."""
 
 import logging
 import math
@@ -46,21 +46,21 @@ _TIMED_ID = 32  # digits of an id that has the time of its save
 
 
 def folder_name(step: int, save_id: str) -> str:
-    """Return the name of a checkpoint's folder. The id keeps two saves of one step apart: none is ever written into again."""
+    """Return the name of a checkpoint's folder. With the id in its name, two saves of one step have two folders."""
     return f"step-{step:010d}-{save_id}"
 
 
 def new_save_id(root: str) -> str:
-    """Return an id for a save under ``root`` that begins now: 16 hexadecimal digits of its time, and 16 that are random.
+    """Return an id for a save under ``root`` that begins now: 16 hexadecimal digits of its time, and 16 random ones.
 
-    The time is later than those of all saves that are there: clocks may go back.
+    The time is later than the times of all saves in ``root``, also if a clock goes back.
     """
     before = max((created_of(f"{root}/{name}") for name in _folders(storage_of(root), root)), default=0.0)
     return struct.pack(">d", later_than(before)).hex() + secrets.token_hex(8)
 
 
 def later_than(before: float) -> float:
-    """Return the time, in seconds since 1970, that a save notes after one at ``before``: clocks may go back."""
+    """Return a time for a new save, in seconds since 1970, later than ``before``, also if a clock goes back."""
     return max(time.time(), math.nextafter(before, math.inf))
 
 
@@ -71,7 +71,7 @@ def time_in(save_id: str) -> float | None:
 
 
 def created_of(path: str) -> float:
-    """Return when a checkpoint was saved, from its name, or else from its manifest; -inf if neither says so."""
+    """Return the time of a checkpoint's save, from its name, or else from its manifest; -inf if neither has it."""
     match = _FOLDER.fullmatch(path.rpartition("/")[2])
     created = time_in(match["save_id"]) if match else None
     try:
@@ -211,7 +211,7 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
 
 
 def instead_of(folder: str) -> str:
-    """Return, as the end of a message, which complete checkpoint is beside one that is not complete."""
+    """Return the end of an error message: the complete checkpoint beside an incomplete one."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
     for other in newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
         if other != name:

@@ -1,7 +1,7 @@
 """Entries: the tensors and values of a tree by name, in coordinates of the whole tensors.
 
-Whatever the strategy, the mesh and the units, a rank holds one run of each flattened tensor. The run follows from the layout,
-so each rank knows without asking which runs all others hold, and which of several replicas writes what.
+Whatever the strategy, the mesh and the units, a rank holds one run of each flattened tensor. The run follows from the layout.
+So each rank knows the runs of all other ranks without communication, and which replica writes which elements.
 """
 
 import math
@@ -35,7 +35,7 @@ _LEAST_NBYTES = 1 << 16
 
 
 class Piece(NamedTuple):
-    """Elements ``[first, last)`` of a flattened tensor, which a rank holds as number ``replica`` of ``num_replicas`` ranks."""
+    """Elements ``[first, last)`` of a flattened tensor on a rank, the replica number ``replica`` of ``num_replicas``."""
 
     first: int
     last: int
@@ -76,11 +76,11 @@ class Entry:
 
     Attributes:
         name: keys of the tree and of the leaf, joined by dots; the same for any units.
-        shape: of the whole tensor. Along axes on which it varies, all ranks' tensors are one along dim 0.
+        shape: shape of the whole tensor. If the tensor varies along axes, all ranks' tensors are concatenated along dim 0.
         piece: the elements that a rank holds, by rank.
-        local: what this rank holds, 1-D.
-        is_replicated: whether every rank should hold the same, and only a comparison of values can tell.
-        is_of_group: whether one number of a whole group is the value of each of its leaves, in the same memory.
+        local: the elements of this rank, 1-D.
+        is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
+        is_of_group: whether the value is one number for all leaves of a group, in the same memory.
     """
 
     name: str
@@ -113,14 +113,14 @@ class Entry:
 
 @dataclass
 class Contents:
-    """A tree, flattened.
+    """The contents of a flattened tree.
 
     Attributes:
-        values: what is no tensor, by name.
+        values: values other than tensors, by name.
         aliases: names of tied leaves, and of the leaves that store them.
         layouts: a line for each Sharded, which decides which rank holds which of its elements.
         objects: see Manifest.
-        settings: what ranks have to have done alike to the modules whose parts are in the tree.
+        settings: changes of the modules in the tree, which have to be equal on all ranks.
     """
 
     entries: dict[str, Entry]
@@ -131,7 +131,7 @@ class Contents:
     settings: dict[str, None] = field(default_factory=dict)
 
     def fields(self) -> dict[str, str]:
-        """Return what ranks have to have in common, as :func:`~fsharp.functional.comm.agree.agree` compares it."""
+        """Return the texts, by name, that have to be equal on all ranks, for :func:`~fsharp.functional.comm.agree.agree`."""
         tensors = (f"{entry.name}: {dtype_name(entry.dtype)}{list(entry.shape)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
@@ -178,7 +178,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
 
 
 def renamed(where: str, name: str, rename: Callable[[str], str] | None) -> str:
-    """Return the name that ``rename`` makes of a name. Raises TreeError if it returns something else."""
+    """Return ``rename(name)``. Raises TreeError if the result is no text."""
     new = name if rename is None else rename(name)
     if not isinstance(new, str):
         raise TreeError(f"{where}: rename returned {new!r:.60} for {name!r}, expected a name.")
@@ -186,7 +186,7 @@ def renamed(where: str, name: str, rename: Callable[[str], str] | None) -> str:
 
 
 def is_object(leaf: Any) -> bool:
-    """Return whether an object stands for what its ``state_dict()`` returns."""
+    """Return whether an object is saved as its ``state_dict()``."""
     return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
@@ -196,7 +196,7 @@ def expanded(tree: Any) -> Any:
 
 
 def leaf_names(tree: Any) -> Iterator[str]:
-    """Yield names of leaves; for an object with ``state_template``, whose state grows in the first step, that of the object."""
+    """Yield names of leaves. An object with ``state_template``, whose state grows in the first step, counts as a leaf."""
     for path, _, leaf in leaves_of(tree):
         is_known = is_object(leaf) and not hasattr(leaf, "state_template")
         for under, _, _ in leaves_of(plain_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
@@ -209,7 +209,7 @@ def plain_dicts(state: Any) -> Any:
 
 
 def give_state(owner: Any, state: Any) -> Any:
-    """Have an object load the state that stands for it in a tree; return the object."""
+    """Load the state in a tree into its object, and return the object."""
     if not hasattr(owner, "state_template"):  # else it has other keys before
         was = owner.state_dict()
         state = optree.tree_map(lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_node)
@@ -218,7 +218,7 @@ def give_state(owner: Any, state: Any) -> Any:
 
 
 def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
-    """Return a tree with the state that each object can load in its place. Parts get memory of their own to be read into.
+    """Return a tree with a state in place of each object, to read a checkpoint into. Parts get new memory.
 
     ``has`` says whether a checkpoint has something under a key path. Objects whose ``state_dict()`` grows with use, as that of
     an optimizer does in its first step, have ``state_template(has)``. ``shape_of`` returns the shape of a tensor in the
@@ -248,13 +248,13 @@ def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str],
 
 
 def _sized(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
-    """Return an entry of a module's state dict; memory of the size in the checkpoint, if the entry is extra state."""
+    """Return an entry of a module's state dict. For extra state return memory of the size in the checkpoint."""
     is_extra = name.rpartition(".")[2] == "_extra_state" and isinstance(value, torch.Tensor) and value.dtype is torch.uint8
     return value.new_empty(shape) if is_extra and shape is not None and len(shape) == value.ndim == 1 else value
 
 
 def is_node(leaf: Any) -> bool:
-    """Return whether this module takes a node of a tree as a leaf."""
+    """Return whether a node of a tree is a leaf for this module."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
@@ -269,7 +269,7 @@ def leaves_of(
 
 
 def unit_prefix(segments: tuple[str, ...], entries: tuple[str, ...], unit: UnitLayout) -> tuple[tuple[str, ...], str]:
-    """Return the keys above the planned tree, and the unit's path in that tree: names must not depend on units."""
+    """Return the keys above the planned tree, and the unit's path in the planned tree, as names must not depend on units."""
     own = tuple(unit.name.split(".")) if unit.name else ()
     if own and entries[len(entries) - len(own) :] != own:
         return segments, ""  # a unit by itself
@@ -317,7 +317,7 @@ def _add_unit(
 def _part(
     where: str, found: Contents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _Held]]"
 ) -> Entry:
-    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches what is held of a unit."""
+    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches results of :func:`_held`."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
         raise TreeError(
@@ -335,7 +335,7 @@ def _part(
 
 
 def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
-    """Whether a buffer is one number for the whole group, such as a count of steps, which is saved for each of its leaves."""
+    """Return whether a buffer is one number for the whole group, such as a step count, which is saved for each leaf."""
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1
     dtypes = unit.groups[group].dtypes
@@ -344,13 +344,13 @@ def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place
 
 @lru_cache(maxsize=1 << 14)
 def _layout_text(unit: UnitLayout, place: Place) -> str:
-    """Return the facts on which ranks have to agree to know what each of them holds."""
+    """Return the facts of a node that decide which rank holds which elements, as text for ranks to compare."""
     parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
 class _Held(NamedTuple):
-    """Shape of a leaf, the piece of it that any rank holds, and this rank's range in the buffer."""
+    """The shape of a leaf, the piece of each rank, and this rank's range in the buffer."""
 
     shape: tuple[int, ...]
     piece: Callable[[int], Piece]
@@ -360,7 +360,7 @@ class _Held(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _held(unit: UnitLayout, place: Place, rank: int) -> dict[str, _Held]:
-    """Return what is held of each leaf that a unit stores, by path; the same for every save."""
+    """Return a :class:`_Held` for each leaf that a unit stores, by path; equal in every save."""
     return {leaf.path: _held_of(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
 
 

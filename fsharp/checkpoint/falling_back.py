@@ -26,7 +26,7 @@ def recording_damage(damage: list[Any]) -> Iterator[None]:
 
 
 def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
-    """Return the result of ``load`` and no damage; or None, and the damage that all ranks have found.
+    """Call ``load`` on all ranks. Return its result and no damage; or None, and the damage that ranks have found.
 
     All ranks call it and get the same one of the two. ``load`` fails on all of them if it fails on one, and appends the damage
     that this rank finds to ``damage``, as values that JSON can hold. Its error is raised if no rank has found damage, or if one
@@ -48,13 +48,13 @@ def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tupl
 
 
 def set_aside(damaged: Mapping[str, str], used: str, comm: Comm) -> None:
-    """Have rank 0 rename damaged checkpoints, given with their errors by path, and warn of each; ``used`` was loaded."""
+    """On rank 0 rename damaged checkpoints, given by path with their errors, and log a warning that ``used`` was loaded."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used)
 
 
 def try_set_aside(path: str) -> str:
-    """Rename a damaged folder or file. Return the new path in words, or the reason why it could not be renamed."""
+    """Rename a damaged folder or file. Return text: the new path, or the reason why it could not be renamed."""
     try:
         return f"set aside as {storage_of(path).set_aside(path)}"
     except (CheckpointError, OSError) as error:

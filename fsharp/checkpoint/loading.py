@@ -1,4 +1,4 @@
-"""Loading: each rank reads what it holds, whoever wrote it."""
+"""Loading: each rank reads its own elements, whichever rank has written them."""
 
 import json
 import logging
@@ -163,10 +163,10 @@ def load_by(
     strict: bool = True,
     donate: bool = False,
 ) -> Any:
-    """Load as :func:`load` does, wherever the bytes come from.
+    """Load as :func:`load` does, from any source of bytes.
 
-    ``read`` fills what this rank needs: all ranks call it at the same time, unless one has failed before. ``opened`` returns
-    the checkpoint, of which only the manifest is used. ``where`` is the same on all ranks.
+    ``read`` fills the tensors of this rank. All ranks call it at the same time, unless a rank has failed before. ``opened``
+    returns the checkpoint, of which only the manifest is used. ``where`` is the same on all ranks.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -229,7 +229,7 @@ def load_by(
 
 
 def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the path of the checkpoint to load, and whether that is ``path`` itself, and not the newest below it.
+    """Return the path of the checkpoint to load, and whether it is ``path`` itself instead of the newest one below.
 
     Checkpoints in ``damaged`` are passed over. Rank 0 chooses, whatever path other ranks were given. Raises CheckpointError on
     all ranks if all checkpoints below ``path`` are damaged.
@@ -252,7 +252,7 @@ def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, boo
 
 
 def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]) -> None:
-    """Refuse to load parameters beside main copies that stay as they are: the next update would undo the loading."""
+    """Raise an error if parameters are loaded without their main copies, as the next update would undo the loading."""
     for name in sorted(left):
         parameter = f"params.{name.removeprefix('main.')}"
         if name.startswith("main.") and parameter in wanted and parameter not in left:
@@ -276,7 +276,7 @@ def _prepared(
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Return whether nothing else is read into its memory: averages may begin as the parameters themselves."""
+        """Return whether no other leaf is read into this memory. Averages, for example, may share memory with parameters."""
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))

@@ -1,4 +1,4 @@
-"""Manifest: what is in a checkpoint, and which bytes of which file hold it. JSON, written last."""
+"""Manifest: the contents of a checkpoint, and the file and bytes of each tensor. JSON, written last."""
 
 import json
 import math
@@ -64,16 +64,16 @@ class Manifest:
     """The contents of a checkpoint.
 
     Attributes:
-        save_id: the same in each of its files.
+        save_id: id of the save; equal in all files of the checkpoint.
         step: number of the step that was saved.
-        created: time, in seconds since 1970; later than that of all others under the root, whatever the clock says.
+        created: time in seconds since 1970, later than the time of all other checkpoints under the root.
         mesh: axes and their sizes when it was saved.
-        versions: of the packages that wrote it.
-        metric: how good it is, lower being better; None if nobody said.
+        versions: versions of the packages that wrote the checkpoint.
+        metric: score of the checkpoint, lower is better; None if none was given.
         files: in order of rank.
         aliases: names of tied leaves, and of the leaves that store them.
         values: numbers, strings and booleans by name.
-        objects: structures of lists, tuples, dicts and None that torch.distributed.checkpoint has as one value each, by name.
+        objects: structures, by name, of lists, tuples, dicts and None that are one value each in torch.distributed.checkpoint.
     """
 
     save_id: str
@@ -170,7 +170,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def structure_of(value: Any) -> Any:
-    """Return what JSON can hold of the lists, tuples, dicts and None in a value; 0 stands for each number, text or boolean."""
+    """Return the structure of lists, tuples, dicts and None in a value, for JSON. Each number, text or boolean becomes 0."""
     if isinstance(value, tuple):
         return {"tuple": [structure_of(each) for each in value]}
     if isinstance(value, list):
@@ -215,7 +215,7 @@ def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileR
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as it comes back from JSON: keys are strings, tuples are lists. Raises if JSON cannot hold the value."""
+    """Return a value after a round trip through JSON: keys are strings, tuples are lists. Raises if JSON cannot hold it."""
     return json.loads(json.dumps(value), object_pairs_hook=without_repeats)
 
 

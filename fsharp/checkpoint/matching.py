@@ -1,4 +1,4 @@
-"""Matching of a tree with a checkpoint: which stored name each leaf has, and what differs."""
+"""Match the leaves of a tree with the names in a checkpoint, and find differences."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ _SHOWN = 12
 
 
 def _stored(manifest: Manifest, name: str) -> str:
-    """Return the name under which a tensor is stored: that of another tensor, if the two were tied."""
+    """Return the name under which a tensor is stored: for a tied leaf the name of the stored leaf."""
     return manifest.aliases.get(name, name)
 
 
@@ -69,7 +69,7 @@ def check_matches(
     cast: bool,
     strict: bool,
 ) -> tuple[set[str], list[tuple[str, str]]]:
-    """Refuse differences between a tree and a checkpoint, with one error for all of them.
+    """Raise one error for all differences between a tree and a checkpoint.
 
     Returns the names of leaves whose given values are kept, and the differences that were passed over, as rows of a warning.
     Both are empty if ``strict`` is True.
@@ -120,7 +120,7 @@ def check_matches(
 
 
 def shown(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows that a message has room for, and a row that counts the rest."""
+    """Return the first rows of an error message, and a row with the number of further rows."""
     lines = _grouped(rows)
     return lines[:_SHOWN] + ([("...", f"and {len(lines) - _SHOWN} more lines")] if len(lines) > _SHOWN else [])
 

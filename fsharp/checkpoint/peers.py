@@ -1,4 +1,4 @@
-"""Peers: what the hosts of a job hold of its saves, and how a rank gets bytes that another host holds."""
+"""Peers: find out which host holds which files of a save, and fetch bytes from other hosts."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ _files = LocalFiles()
 
 
 class DamagedCopy(CheckpointError):
-    """A copy of the file named ``file``, on the host of ``rank``, has other bytes than were written, or cannot be read."""
+    """The copy of ``file`` on the host of ``rank`` is damaged or cannot be read."""
 
     def __init__(self, text: str, rank: int, file: str) -> None:
         super().__init__(text)
@@ -44,13 +44,13 @@ def _blamed(rank: int, file: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HeldSave:
-    """A save, as the hosts of a job hold it together.
+    """A save in memory of the hosts of a job.
 
     Attributes:
-        name: of its folder, on every host.
-        num_files: number of files that it has.
-        manifest_nbytes: size of its manifest, which every host that holds something has.
-        hosts: by the first rank of a host, numbers of the files it has, with the sizes of their headers.
+        name: name of its folder on every host.
+        num_files: number of its files.
+        manifest_nbytes: size of its manifest, which every host with a file of the save has.
+        hosts: by the first rank of a host, the numbers of the host's files, with the sizes of their headers.
     """
 
     name: str
@@ -62,7 +62,7 @@ class HeldSave:
 
     @property
     def where(self) -> str:
-        """The place of the save, as words for messages."""
+        """The place of the save, as text for messages."""
         return "on hosts"
 
     @property
@@ -71,7 +71,7 @@ class HeldSave:
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
     def holder(self, file: int | None, rank: int, domain_size: int) -> int:
-        """Return the rank that ``rank`` asks for a file, or for the manifest: ranks ask different holders."""
+        """Return the rank from which ``rank`` fetches a file, or the manifest. Fetches spread over all holders."""
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
@@ -126,13 +126,13 @@ def _head_nbytes(path: str, nbytes: int) -> int:
 
 
 class Deferred:
-    """The first error of a rank that goes on to take part in an exchange, so that nobody waits for this rank."""
+    """Keeps the first error of a rank, which still takes part in an exchange, so that no other rank waits for it."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
 
     def run(self, do: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``do``; None if it fails, or something has failed before."""
+        """Return the result of ``do``; None if it fails, or if there was an error before."""
         if self._error is None:
             try:
                 return do(*args)
@@ -147,7 +147,9 @@ class Deferred:
 
 
 def send_along(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
-    """Send bytes to the rank ``shift`` further, round the end; return those of the rank as far back. All ranks call it.
+    """Send bytes to rank ``r + shift``, modulo the number of ranks, and return the bytes from rank ``r - shift``.
+
+    All ranks call it.
 
     ``send`` is 1-D uint8, and ``nbytes`` is what this rank receives: both ends know each size. Negative shifts go the other
     way.
@@ -159,7 +161,7 @@ def send_along(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label
 
 
 class Wanted(NamedTuple):
-    """Bytes of a file that a rank asks another rank for, at most as many as are sent at once, and what takes them."""
+    """A request for bytes of a file from another rank, with the function that takes the bytes. Its size is limited."""
 
     holder: int
     file: str
@@ -184,7 +186,7 @@ def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[W
 
 
 def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred) -> None:
-    """Get bytes from other hosts, and send them what they ask for. All ranks call it.
+    """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call it.
 
     ``folder`` is that of the save on this host. A failure to read or to take is kept in ``deferred``; the rank takes part to
     the end.
@@ -219,13 +221,13 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
 
 
 def _read_asked(rank: int, folder: str, asked: Wanted, into: memoryview) -> None:
-    """Read the bytes that another rank has asked ``rank`` for, from a file of the save and no other path."""
+    """Read the bytes that another rank has requested from ``rank``, only from a file of the save."""
     with _blamed(rank, plain_file_name(asked.file)):
         _files.read(f"{folder}/{asked.file}", asked.start, into)
 
 
 def _swapped(text: str, comm: Comm, shift: int) -> str:
-    """Return the text of the rank that is ``shift`` back; this rank's text goes as far forward."""
+    """Send a text to rank ``r + shift``, and return the text of rank ``r - shift``."""
     body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
     size = send_along(head, 8, shift, comm, label="restore() sizes of requests")
@@ -253,7 +255,7 @@ class _Fetched:
 
 
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
-    """Return the manifest of a save, which hosts that hold nothing get from others. All ranks call it."""
+    """Return the manifest of a save, fetched from another host if this host has no file of it. All ranks call it."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = Deferred(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.holder(None, comm.rank, domain_size)

@@ -1,4 +1,4 @@
-"""Reading: the bytes that are needed and no others, each block compared with its digest, within a bounded buffer."""
+"""Reading: read only the needed bytes, compare each block with its digest, and use a bounded buffer."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A stretch of a file to read at once, and the parts of runs in it: first and last byte behind the header, and the run."""
+    """A range of a file to read at once, and the parts of runs in it: first and last byte after the header, and the run."""
 
     start: int
     nbytes: int
@@ -77,7 +77,7 @@ class Reader:
 
 
 def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
-    """Return by number of a file the parts of needs that are in it."""
+    """Return, by number of a file, the parts of needs that are in the file."""
     found: dict[int, list[tuple[Chunk, Need]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
@@ -176,14 +176,14 @@ class ShardFile:
             run.target[first:last].copy_(data.view(run.dtype))
 
     def _wrong(self, start: int, view: memoryview) -> list[int]:
-        """Return the first bytes of those blocks whose digest is not that of the table."""
+        """Return the first byte of each block whose digest differs from the table."""
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
             return []
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage(self, blocks: Sequence[int]) -> str:
-        """Return what is damaged, in words, from the first bytes of damaged blocks in order."""
+        """Return text that names the damaged tensors and bytes, given the first bytes of damaged blocks in order."""
 
         def is_damaged(extent: Extent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)
@@ -197,7 +197,7 @@ class ShardFile:
         )
 
     def damaged_blocks(self) -> list[int]:
-        """Read the whole file; return the first bytes of blocks whose digest is not that of the table."""
+        """Read the whole file, and return the first byte of each block whose digest differs from the table."""
         wrong = []
         buffer = bytearray(1 << 20)
         for start in range(0, self._end, len(buffer)):
@@ -216,7 +216,7 @@ def table_nbytes(size: int) -> int:
 def _windows(
     runs: Sequence[Run], most: int, end: int, block: int
 ) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, Run]]]]:
-    """Yield stretches of a file to read at once, of whole blocks and at most ``most`` bytes, and the parts of runs in each."""
+    """Yield ranges of a file to read at once: whole blocks, at most ``most`` bytes, with the parts of runs in each range."""
     most = max(BLOCK_NBYTES, most // BLOCK_NBYTES * BLOCK_NBYTES)
     parts: list[tuple[int, int, Run]] = []
     start = stop = 0

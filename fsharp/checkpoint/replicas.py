@@ -1,4 +1,4 @@
-"""Replicas: copies of each rank's share of the training state in memory of several hosts. Lost hosts cost no disk read."""
+"""Replicas: copies of each rank's part of the training state in memory of several hosts, to survive the loss of a host."""
 
 import json
 import logging
@@ -77,7 +77,7 @@ class RefreshNbytes(NamedTuple):
 
 
 class _OnDisk(NamedTuple):
-    """A checkpoint on disk, and when it was saved."""
+    """A checkpoint on disk, and the time of its save."""
 
     path: str
     step: int
@@ -235,7 +235,7 @@ class Replicas(Background):
             self._begin(shot, self._write)
 
     def _write(self, shot: Snapshot) -> None:
-        """Write files, then manifests on all hosts, then remove the save before: at any moment one save is whole."""
+        """Write files, then manifests on all hosts, then remove the previous save, so that one save is always whole."""
         staged, own = _files.staging_path(shot.folder), self._own
 
         def stage() -> None:

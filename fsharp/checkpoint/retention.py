@@ -1,4 +1,4 @@
-"""Retention: which checkpoints stay, and the removal of all others."""
+"""Retention: choose the checkpoints to keep, and remove all others."""
 
 import math
 import os
@@ -42,7 +42,7 @@ def prune(
 
 
 class Retention(NamedTuple):
-    """Which checkpoints stay: the options of :func:`prune`."""
+    """The options of :func:`prune`: which checkpoints to keep."""
 
     keep: int
     best: int = 0
@@ -50,7 +50,7 @@ class Retention(NamedTuple):
     keep_hours: float | None = None
 
     def check(self, where: str) -> None:
-        """Refuse options that would leave no checkpoint, or have no meaning."""
+        """Raise an error for options that would keep no checkpoint, or have no meaning."""
         if self.keep < 1 or self.best < 0:
             raise CheckpointError(
                 f"{where}: keep is {self.keep}, expected at least 1: the only checkpoint is never removed; best is "
@@ -62,7 +62,7 @@ class Retention(NamedTuple):
                 raise CheckpointError(f"{where}: {name} is {value!r}, expected a number above 0, or None.")
 
     def _periods(self, root: str, name: str) -> set[tuple[str, int]]:
-        """Return the periods of steps and of hours that a checkpoint is in."""
+        """Return the interval of steps and the interval of hours to which a checkpoint belongs."""
         found = set()
         if self.keep_steps is not None:
             found.add(("steps", math.ceil(step_of(name) / self.keep_steps)))

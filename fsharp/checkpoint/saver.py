@@ -1,4 +1,4 @@
-"""Saver: checkpoints in the background, of which the last ones are kept."""
+"""Saver: save checkpoints in the background, and remove old ones."""
 
 import atexit
 import math
@@ -31,7 +31,7 @@ os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along
 
 
 class Background:
-    """Values are copied into host memory, and a thread does the rest while training goes on: Saver and Replicas.
+    """Base class of Saver and Replicas: values are copied to host memory, and a thread does the rest during training.
 
     ``own`` is a Comm of the same ranks for the thread alone; ``in_thread=False`` does all of it before the call returns.
     """
@@ -59,7 +59,7 @@ class Background:
 
     @torch.inference_mode(False)  # what is made in it cannot be written to outside
     def _copy(self, shot: Snapshot) -> None:
-        """Put copies in host memory in the place of values. The memory of the last save is used again."""
+        """Replace values by copies in host memory. The memory of the last save is reused."""
         values, devices = list(shot.values), {x.device for x in shot.values if x.device.type != "cpu"}
         if shot.tensors != self._staged_as:
             is_pinned = bool(devices)
@@ -222,7 +222,7 @@ class Saver(Background):
 
 
 def _prepare(root: str) -> None:
-    """Remove what is incomplete, and try to write: better to fail now than when the first save is due."""
+    """Remove interrupted saves, and try to write, to find an error before the first save."""
     remove_incomplete(root)
     storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
     storage.stage(trial)
@@ -230,7 +230,7 @@ def _prepare(root: str) -> None:
 
 
 def _finish_all() -> None:
-    """Wait for all saves that are under way; the next call on each hears how they ended."""
+    """Wait for all saves under way. Their errors are raised by the next call of each Saver."""
     for each in list(_busy):
         if each._under_way is not None:
             each._under_way.is_done(within_s=threading.TIMEOUT_MAX)
@@ -241,7 +241,7 @@ before_leaving.append(_finish_all)
 
 @atexit.register
 def _close_all() -> None:
-    """Exit with status 1 if a save has failed and the program has not asked."""
+    """Exit with status 1 if a save has failed, and no call has raised its error."""
     failed = False
     for each in list(_busy):
         try:

@@ -1,4 +1,4 @@
-"""Saving: each rank writes its own file, and rank 0 the manifest, which makes a checkpoint of them."""
+"""Saving: each rank writes its own file, and rank 0 then writes the manifest, which completes the checkpoint."""
 
 import json
 import logging
@@ -36,8 +36,8 @@ class Snapshot:
     Attributes:
         save_id: hexadecimal digits, the same on all ranks; what :func:`new_save_id` returns, or 16 that have no time.
         folder: path of the checkpoint once it is complete.
-        tensors: what this rank writes, in this order.
-        values: elements of ``tensors``, in memory that must not change until they are written.
+        tensors: the tensors that this rank writes, in order.
+        values: elements of ``tensors``, in memory that must not change before the write.
         failure: why this rank has no values, found after ranks have agreed; writing raises it on all of them.
     """
 
@@ -52,12 +52,12 @@ class Snapshot:
     failure: Exception | None = None
 
     def stage(self, values: Iterable[torch.Tensor]) -> None:
-        """Write these copies of the values, and release the tensors of the tree."""
+        """Use these copies as values, and release the tensors of the tree."""
         self.values = values
         self.contents.release()
 
     def fail(self, error: Exception) -> None:
-        """Have writing raise this error on all ranks: this rank has no values."""
+        """Make the later write raise this error on all ranks, as this rank has no values."""
         self.values, self.failure = (), error
 
 
@@ -104,7 +104,7 @@ def save(
 def agreed_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
-    """Return what to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
+    """Return the snapshot to save, after a comparison between ranks and a check of free space. See :func:`save`."""
     where, draw, folder = full_path(root), bytes(16), ""
 
     def stage(contents: Contents) -> None:
@@ -138,7 +138,9 @@ def snapshot(
     prepare: Callable[[Contents], None],
     shared_root: bool = True,
 ) -> Snapshot:
-    """Return what to save, once all ranks want to save the same. ``where`` is the function that asks, for messages.
+    """Return the snapshot to save, after a comparison between ranks.
+
+    ``where`` is the name of the calling function, for messages.
 
     ``prepare`` is called with the contents before ranks agree, ``save_id`` afterwards. ``shared_root`` says whether all ranks
     mean the same folder.
@@ -182,7 +184,7 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
 
 
 def _objects_of(tree: Any) -> dict[str, Any]:
-    """Return by name the structures of None, and of lists and tuples of values, which DCP has as one value each."""
+    """Return, by name, the structures of None, and of lists and tuples of values, which are one value each in DCP."""
 
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
@@ -203,7 +205,7 @@ def tensors_of(contents: Contents, rank: int) -> list[tuple[Entry, Tensor]]:
 
 
 def check_room(root: str, nbytes: int) -> None:
-    """Refuse to begin a checkpoint of ``nbytes`` that does not fit."""
+    """Raise an error if a checkpoint of ``nbytes`` does not fit the free space."""
     free, need = storage_of(root).free_nbytes(root), nbytes + _SPARE_NBYTES
     if free is not None and need > free:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
@@ -223,7 +225,7 @@ def _fields(contents: Contents) -> dict[str, str]:
 
 
 def told(path: str, write: Callable[[], T]) -> T:
-    """Return what ``write`` returns; turn an error of the file system into one that names ``path``."""
+    """Return the result of ``write``. An error of the file system becomes a CheckpointError that names ``path``."""
     try:
         return write()
     except FileNotFoundError as error:
@@ -283,7 +285,7 @@ def check_written(staged: str, record: FileRecord, rank: int, save_id: str) -> N
 
 
 def publish(shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int) -> None:
-    """Make a checkpoint of files that lie in a folder: of ``records``, which may be some of those in the manifest.
+    """Write the manifest to a folder of files, and publish the folder. ``records`` are the files in it.
 
     Raises CheckpointError if this rank, which is ``rank``, does not see all of their bytes.
     """
@@ -319,7 +321,7 @@ def metadata_of(save_id: str, rank: int) -> dict[str, str]:
 
 
 def manifest_of(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
-    """Return the whole manifest: which rank wrote what follows from the layouts."""
+    """Return the manifest of all ranks' tensors, which follow from the layouts."""
     tensors = {}
     for entry in shot.contents.entries.values():
         chunks = (Chunk(rank, *entry.written_by(rank)) for rank in range(mesh.size))

@@ -1,7 +1,7 @@
-"""A rank's file: the safetensors format, with a digest of each block, so that parts of it can be read and be known to be right.
+"""A rank's file: the safetensors format with a digest of each block, so that a reader of a part can check the part.
 
-By hand, and not through the safetensors package, because that serializes from memory that holds all of a file, and does not see
-damage. Any reader of the format reads these files; the table of digests is one more tensor to it.
+The safetensors package is not used, as it writes from memory that holds a whole file, and does not find damage. Any reader of
+the format can read these files, and sees the table of digests as one more tensor.
 """
 
 import ctypes
@@ -52,18 +52,18 @@ class Tensor(NamedTuple):
 
 
 class Sized(Protocol):
-    """Something that takes bytes."""
+    """Protocol of an object with a size in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size of the object in bytes."""
 
 
 S = TypeVar("S", bound=Sized)
 
 
 def batches(items: Iterable[S], most: int) -> list[list[S]]:
-    """Return items in order, in batches of at most ``most`` bytes; an item that takes more is a batch of its own."""
+    """Group items, in order, into batches of at most ``most`` bytes; a larger item is a batch of its own."""
     found: list[list[S]] = []
     size = 0
     for item in items:
@@ -85,13 +85,13 @@ class Extent(NamedTuple):
 
 
 def check_names(where: str, names: Iterable[str]) -> None:
-    """Refuse names for which the format has another meaning."""
+    """Raise an error for names that are reserved in the format."""
     if taken := {METADATA, TABLE}.intersection(names):
         raise CheckpointError(f"{where}: the name {min(taken)!r} is taken.")
 
 
 def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Return length and header of a file that holds these tensors in this order, and behind them the table of digests."""
+    """Return length field and header of a file with these tensors in this order, followed by the table of digests."""
     described: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for tensor in tensors:
@@ -108,7 +108,7 @@ def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_di
 
 
 def first_bytes(metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes that follow the length of a header if the metadata of the file begins with ``metadata``."""
+    """Return the first bytes of a header, after its length field, if the metadata begins with ``metadata``."""
     return json.dumps({METADATA: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 
@@ -127,7 +127,7 @@ def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterato
     """Write a file; return the digest of its header and table.
 
     ``header`` is a result of :func:`header_of`. ``data`` are its tensors in its order, contiguous and on the host; each may be
-    gone when the next is asked for.
+    freed when the next one is read.
     """
     digests = _BlockDigests()
     write(memoryview(header))
@@ -165,7 +165,7 @@ class _BlockDigests:
         self._rest += view[end:]
 
     def table(self) -> bytes:
-        """Return all digests: nothing may be added any more."""
+        """Return all digests. No bytes can be added afterwards."""
         return bytes(self._done + block_digests(self._rest))
 
 
@@ -176,7 +176,7 @@ def block_digests(view: memoryview | bytearray) -> bytes:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host. Whoever has the view has to keep the tensor."""
+    """Return a view of the memory of a contiguous tensor on the host. The caller has to keep the tensor alive."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     size = tensor.numel() * tensor.element_size()
@@ -219,7 +219,7 @@ _FREE_BRACKETS = 1 << 14
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the value of a JSON text that need not be trusted.
+    """Parse a JSON text from an untrusted source, and return its value.
 
     Raises:
         ValueError: the text is not JSON, has a name twice in an object, or has more than one bracket in six bytes: an empty
@@ -239,7 +239,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON for ``json.loads``; refuse two values under one name, of which readers take either."""
+    """Return a JSON object from its pairs, for ``json.loads``. Two values of one name are an error."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -1,4 +1,4 @@
-"""Where checkpoints are: folders of a file system, or of an object store by fsspec."""
+"""Storage of checkpoints: folders of a file system, or of an object store by fsspec."""
 
 import fcntl
 import logging
@@ -22,7 +22,7 @@ DAMAGED = ".damaged"
 
 
 class Readable(Protocol):
-    """Files that can be read."""
+    """Protocol of a source of files."""
 
     def nbytes(self, path: str) -> int:
         """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file or cannot be looked at."""
@@ -44,22 +44,22 @@ class Storage(Readable, Protocol):
         """Make the folder in which the files of ``folder`` are collected."""
 
     def writing(self, path: str) -> Any:
-        """Give a function that appends to a new file. At the end of this context the written bytes are there to stay."""
+        """Yield a function that appends to a new file. At the end of this context the bytes are synced."""
 
     def publish(self, staged: str, folder: str) -> None:
-        """Make a staged folder the folder."""
+        """Rename a staged folder to its final path."""
 
     def behind_links(self, folder: str, name: str) -> str:
         """Return the path, relative to a folder, of the file that a name in the folder stands for."""
 
     def remove(self, folder: str) -> None:
-        """Remove a folder, which may be gone already, so that it is no checkpoint from the first moment on."""
+        """Remove a folder, if it exists, such that it is never a damaged checkpoint in between."""
 
     def set_aside(self, path: str) -> str:
         """Rename a damaged checkpoint, or a file of one, so that no reader finds it; return the new path."""
 
     def free_nbytes(self, folder: str) -> int | None:
-        """Return how many bytes fit into a folder; None if nobody knows."""
+        """Return the number of bytes that fit into a folder; None if it is unknown."""
 
 
 def full_path(path: str | os.PathLike[str]) -> str:
@@ -223,7 +223,7 @@ def _sync(folder: str) -> None:
 
 
 class Claim:
-    """A folder of a file system that no other process claims until this one ends or closes the claim.
+    """An exclusive claim of a folder: no other process can claim the folder until this process ends or closes the claim.
 
     Makes the folder if there is none, and leaves ``token`` in it for others to read. Raises CheckpointError if it is claimed.
     """
@@ -256,7 +256,7 @@ class Claim:
 
     @classmethod
     def token(cls, folder: str, size: int) -> bytes:
-        """Return the bytes that the owner of a folder has left there. The owner must not call this: it would lose the lock."""
+        """Return the owner's bytes in a claimed folder. The owner itself must not call this, as it would lose the lock."""
         data = bytearray(size)
         with suppress(FileNotFoundError):
             LocalFiles().read(cls._path(folder), 0, memoryview(data))
@@ -268,7 +268,7 @@ class Claim:
         return not self._end.alive
 
     def close(self) -> None:
-        """Let others claim the folder."""
+        """Release the claim."""
         self._end()
 
 
@@ -301,7 +301,7 @@ class ObjectStore:
             yield write
 
     def publish(self, staged: str, folder: str) -> None:
-        """Do nothing: files are where they stay from the start."""
+        """Do nothing, as files are written to their final path."""
 
     def nbytes(self, path: str) -> int:
         self._files.invalidate_cache()

@@ -1,4 +1,4 @@
-"""reported_failures: of several ranks that fail, the first one's traceback is the last thing printed."""
+"""reported_failures: if ranks fail, print the traceback of the rank that failed first, as the last output."""
 
 import json
 import os
@@ -67,7 +67,7 @@ class _Hook:
         self.is_own = False
 
     def tell(self, error: BaseException, where: str) -> None:
-        """Tell other ranks of an error, unless it is one that this rank has heard of."""
+        """Tell other ranks of an error, unless the error came from another rank."""
         heard = {id(watch.error) for watch in list(self.ranks.watches.values()) if watch.error is not None}
         self.is_own = not any(id(each) in heard for each in _chain(error))
         self.error = error
@@ -121,7 +121,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _said(error: BaseException) -> str:
-    """Return the text of an error, cut off if there is very much."""
+    """Return the text of an error, shortened if it is very long."""
     try:
         text = str(error)
     except Exception as other:

@@ -1,4 +1,4 @@
-"""Losses and trees that are not finite: found before an update, on all ranks alike, with rank and leaf."""
+"""Find losses and trees that are not finite before an update, with rank and leaf, equally on all ranks."""
 
 import cmath
 import json
@@ -45,7 +45,7 @@ class NonFinite(NamedTuple):
 class LeftOutSteps:
     """The steps that a run leaves out because they are not finite: ``"roll back"`` leaves out the numbers in ``steps``.
 
-    ``most`` is how many are left out in succession with the policy ``"skip"``, and ever with ``"roll back"``.
+    ``most`` is the limit of left-out steps: in succession with the policy ``"skip"``, in total with ``"roll back"``.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -128,7 +128,7 @@ def _is_bad(x: Any) -> torch.Tensor:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements in a dtype with which torch computes: not float8, and not complex32."""
+    """Return the elements in a dtype with which torch can compute: float8 and complex32 are cast."""
     if x.layout is not torch.strided:
         x = x._values() if x.layout is torch.sparse_coo else x.values()
     if x.dtype is torch.complex32:
@@ -137,7 +137,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield paths and what is there: a Sharded, a tensor or a number that may be infinite."""
+    """Yield pairs of a path and a leaf: a Sharded, a tensor, or a number that may be infinite."""
     for path, _, leaf in leaves_of(expanded(tree)):
         for under, _, held in leaves_of(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
             if is_sharded(held) or isinstance(held, Number | torch.Tensor):

@@ -88,7 +88,7 @@ def on_this_machine(nproc: int) -> Any:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore this process's handlers of signals at the end: torch's agent leaves its own."""
+    """Return a context that restores this process's signal handlers at its end, as torch's agent replaces them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -118,12 +118,12 @@ def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]
 
 
 def _ending(failure: Any) -> str:
-    """Return how a process ended that raised no error."""
+    """Return text: how a process ended that raised no error."""
     return f"exit status {failure.exitcode}" if failure.exitcode > 0 else str(failure.message)
 
 
 def _run_rank(folder: str) -> None:
-    """Call the function that :func:`launch` has put in a folder, and put the result, or the error, there."""
+    """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder."""
     rank = os.environ["RANK"]
     try:
         with Path(folder, "call").open("rb") as call:

@@ -1,4 +1,4 @@
-"""Preemption: all ranks hear, between two steps, of a signal to one process."""
+"""Preemption: tell all ranks, between two steps, of a signal to one process."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ class Preemption:
 
     @api_boundary
     def __enter__(self) -> Self:
-        """Begin to note signals."""
+        """Begin to record signals."""
         if self.signals and threading.current_thread() is not threading.main_thread():
             raise RunError(
                 "Preemption: signals are noted in the main thread alone, and this is another one, as simulated ranks have: "
@@ -97,7 +97,7 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restore what signals did before."""
+        """Restore the earlier signal handlers."""
         while self._before:
             each, before = self._before.popitem()
             signal.signal(each, before)

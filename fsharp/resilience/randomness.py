@@ -1,4 +1,4 @@
-"""Random numbers as functions of a key: a step draws the same ones whenever it is computed."""
+"""Random numbers as functions of a key, so that a step draws equal numbers whenever it is computed."""
 
 import hashlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Run: a training loop that saves, resumes, and ends well."""
+"""Run: a training loop that saves, resumes after kills, and ends on all ranks together."""
 
 import json
 import logging
@@ -148,7 +148,7 @@ class Run:
 
     @api_boundary
     def __enter__(self) -> Self:
-        """Compare arguments between ranks; note signals, and report errors, from here on."""
+        """Compare arguments between ranks, and begin to record signals and report errors."""
         with ExitStack() as stack:
             stack.enter_context(reported_failures(self.comm, lambda: f"step {self.step}"))
             kept = self._checkpoints
@@ -169,7 +169,7 @@ class Run:
 
     @api_boundary
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Wait for the checkpoint that is being written; without an error, make sure that all ranks are done."""
+        """Wait for the save under way. If there was no error, check that all ranks have ended the loop."""
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
@@ -312,7 +312,7 @@ class Run:
             self._checkpoints.save(self._kept(tree), step=self.step)
 
     def _kept(self, tree: Any) -> Any:
-        """Return what a checkpoint holds of a run; refuse a tree that a restart could not load or go on with."""
+        """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
         self._checkpoints.check_leaves(tree)
         bad = None if self._save_nonfinite else find_nonfinite(None, _without_numbers(tree), comm=self.comm)
         if bad is not None:
@@ -335,7 +335,7 @@ def _is_due(every: int, before: int, step: int) -> bool:
 
 
 def _without_numbers(tree: Any) -> Any:
-    """Return a tree with 0 for each number: a best loss begins as an infinity."""
+    """Return a tree with 0 in place of each number, as numbers such as a best loss may begin as infinity."""
     return optree.tree_map(lambda leaf: 0 if isinstance(leaf, Number) else leaf, expanded(tree), is_leaf=is_node)
 
 

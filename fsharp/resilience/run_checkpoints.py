@@ -1,4 +1,4 @@
-"""RunCheckpoints: the checkpoints of a run, on disk and in memory of hosts, and which of them is the newest."""
+"""RunCheckpoints: the checkpoints of a run, on disk and in memory of hosts."""
 
 import os
 from typing import Any
@@ -44,16 +44,16 @@ class RunCheckpoints:
         self._names = set[str]()
 
     def begin(self) -> Saver:
-        """Return the Saver that writes checkpoints from here on, to be closed after the run."""
+        """Return the Saver of later checkpoints, to be closed after the run."""
         self._saver = Saver(self.root, self._comm, **self._options, config=self._config)
         return self._saver
 
     def expect(self, tree: Any) -> None:
-        """Save trees with the leaves of this one alone from here on."""
+        """Accept only trees with the leaves of this tree from now on."""
         self._names = set(leaf_names(tree))
 
     def check_leaves(self, tree: Any) -> None:
-        """Refuse, with a RunError, a tree with other leaves than expected, which a restart could not load."""
+        """Raise a RunError for a tree with other leaves than expected, which a restart could not load."""
         if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
             raise RunError(
                 problem(
@@ -66,7 +66,7 @@ class RunCheckpoints:
             )
 
     def are_own(self) -> bool:
-        """Whether there is a checkpoint of this run, in memory of hosts or on disk."""
+        """Return whether there is a checkpoint of this run, in memory of hosts or on disk."""
         return (self.replicas is not None and self.replicas.latest() is not None) or self.are_in(self.root)
 
     def are_in(self, root: str) -> bool:
@@ -99,7 +99,7 @@ class RunCheckpoints:
         self.newest = step
 
     def check(self) -> None:
-        """Raise what a save or a refresh under way has failed with."""
+        """Raise the error of a failed save or refresh."""
         self._saver.check()
         if self.replicas is not None:
             self.replicas.check()
@@ -109,5 +109,5 @@ class RunCheckpoints:
         self._saver.wait()
 
     def describe_newest(self) -> str:
-        """Return which checkpoint is the newest, in words."""
+        """Return text that names the newest checkpoint."""
         return f"the newest checkpoint is that of step {self.newest}" if self.newest >= 0 else "there is no checkpoint"

@@ -1,4 +1,4 @@
-"""IndexSampler: which samples a step takes, as a pure function of the step."""
+"""IndexSampler: the samples of a step, as a pure function of the step's number."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -107,7 +107,7 @@ class IndexSampler:
             )
 
     def _between(self, first: int, last: int) -> torch.Tensor:
-        """Return consecutive samples of all epochs one after the other."""
+        """Return samples ``first`` to ``last`` of the sequence of all epochs."""
         found = []
         while first < last:
             epoch, start = divmod(first, self.num_samples)

@@ -1,4 +1,4 @@
-"""agree_at_start: what ranks have to have in common before they train together."""
+"""agree_at_start: compare the settings, the code and the tree of all ranks before training."""
 
 import hashlib
 import json
@@ -69,7 +69,7 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 
 def _leaves(tree: Any) -> Iterator[str]:
-    """Yield one line for each leaf: its path, and what it is."""
+    """Yield a line for each leaf: its path and its description."""
     for path, _, leaf in leaves_of(expanded(tree)):
         if is_sharded(leaf):
             yield f"{join(path)}: {leaf.name!r} at {leaf.place}"

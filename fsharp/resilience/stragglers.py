@@ -1,4 +1,4 @@
-"""StragglerDetector: which rank keeps the others waiting."""
+"""StragglerDetector: find ranks that are slower than the others."""
 
 import logging
 import math
@@ -111,5 +111,5 @@ class StragglerDetector:
             )
 
     def _own_clock(self) -> float:
-        """Return seconds that this rank has not waited."""
+        """Return a clock in seconds that does not count waits for other ranks."""
         return time.perf_counter() - (self._ranks.waited_s if self._ranks is not None else 0.0)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: checkpoints written for it, and its own read. One process does either, a chunk at a time."""
+"""Conversions to and from checkpoints of torch.distributed.checkpoint, by one process, a chunk at a time."""
 
 import io
 import os
@@ -244,7 +244,7 @@ def _entry(folder: str, name: str, metadata: Any) -> Entry:
 
 
 def _check_size(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, Entry]) -> None:
-    """Refuse tensors that are together larger than the files that hold them, before memory is allocated."""
+    """Raise an error if tensors are larger than the files that hold them, before memory is allocated."""
     declared, held = sum(entry.numel * entry.dtype.itemsize for entry in entries.values()), 0
     try:
         infos = [info for index, info in (metadata.storage_data or {}).items() if index.fqn in entries]

@@ -1,4 +1,4 @@
-"""Exporting: a checkpoint as a folder of safetensors, as ``save_pretrained()`` of Hugging Face's libraries writes it."""
+"""export_safetensors: write a checkpoint as a folder of safetensors, like ``save_pretrained()`` of Hugging Face."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def export_safetensors(
 def names_below(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """Return new names of tensors below a subtree, and their names in the checkpoint; refuse none, and two alike."""
+    """Return new names of tensors below a subtree, and their names in the checkpoint. No name, or equal names, are an error."""
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
     for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):
@@ -109,7 +109,7 @@ def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
 
 @contextmanager
 def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a folder to write to, which is at ``path`` at the end of this context, or is removed if there was an error.
+    """Yield a temporary folder to write to. At the end of this context it is renamed to ``path``, or removed after an error.
 
     Raises CheckpointError if the folder is not empty, an interrupted export has left its temporary folder, or the file system
     refuses.

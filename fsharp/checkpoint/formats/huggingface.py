@@ -44,7 +44,7 @@ def is_file(storage: Storage, path: str) -> bool:
 
 
 def _used(names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return indices and files, of safetensors if there are any."""
+    """Return indices and files to read: those of safetensors if there are any."""
     for file, index in zip(_FILES, _INDICES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
         if any(found):
@@ -99,7 +99,7 @@ def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
 
 
 def _opened(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Described]:
-    """Return the record of a file, and what is in it."""
+    """Return the record and the contents of a file."""
     path = storage.behind_links(folder, name)
     try:
         size = storage.nbytes(f"{folder}/{path}")
@@ -112,7 +112,7 @@ def _opened(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Descr
 
 
 def describe_file(storage: Readable, path: str) -> Described:
-    """Return what is in a file, of safetensors or of ``torch.save``: the first bytes decide, not the suffix.
+    """Return the contents of a file of safetensors or of ``torch.save``; the first bytes decide, not the suffix.
 
     Raises CheckpointError if it is neither, is damaged, or holds something else than tensors, numbers and texts.
     """

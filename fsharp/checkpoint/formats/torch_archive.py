@@ -24,7 +24,7 @@ _LOCAL_HEADER_NBYTES = 30
 
 
 def load_archive(data: bytes | bytearray) -> Any:
-    """Return what ``torch.save`` was given, from all bytes of the archive: values and tensors in dicts, lists and tuples.
+    """Return the object in all bytes of an archive of ``torch.save``: values and tensors in dicts, lists and tuples.
 
     Raises ValueError for compressed or overlapping records, a tensor that is longer than its bytes, or any other class; and any
     kind of error, as the bytes of a pickle are arbitrary. Memory: twice the size of ``data``.
@@ -38,7 +38,7 @@ def load_archive(data: bytes | bytearray) -> Any:
 
 
 def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
-    """Return the pickle of an archive, and what it holds, with tensors on the meta device.
+    """Return the pickle of an archive, and the object in it, with tensors on the meta device.
 
     The offset of a tensor in its meta storage is that of its first element in the file, in elements of its dtype. Raises as
     :func:`load_archive` does. Cost: reads the list of records, the pickle, and 30 bytes of each record that has a tensor.
@@ -76,7 +76,7 @@ def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tenso
 
 
 class _File(io.RawIOBase):
-    """A file of a storage, as ``zipfile`` reads one."""
+    """A file object over a file of a storage, for ``zipfile``."""
 
     def __init__(self, storage: Readable, path: str, size: int) -> None:
         self._storage, self._path, self._size, self._at = storage, path, size, 0

@@ -1,1 +1,1 @@
-"""Looking at a schedule: table, picture, timeline, estimate, trace. Reads :mod:`fsharp.stateful.schedule` alone."""
+"""Inspect a schedule: table, picture, timeline, estimate, trace. Imports :mod:`fsharp.stateful.schedule` alone."""

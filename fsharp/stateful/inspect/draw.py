@@ -1,4 +1,4 @@
-"""draw: a schedule, a prediction or a measurement as a picture. Needs matplotlib, which the ``train`` extra brings."""
+"""draw: draw a schedule, a prediction or a measurement. Needs matplotlib, of the extra ``train``."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ def draw(
 
 
 def in_order(schedule: Schedule) -> Timeline:
-    """Return the ops one after the other, each a unit of time wide, and collectives until something waits for them."""
+    """Return spans of ops in order, each one unit of time wide. A collective reaches to the op that waits for it."""
     ops, spans = schedule.ops, []
     until: dict[int, int] = {}
     for i, op in [*enumerate(ops), *((len(ops) + i, op) for i, op in enumerate(ops))]:
@@ -94,7 +94,7 @@ def in_order(schedule: Schedule) -> Timeline:
 
 
 class _Style(NamedTuple):
-    """What all parts of a picture share: colours of units, the end of the axis, its units per inch, and if it has times."""
+    """Style of a picture: colours of units, the end of the axis, the axis's units per inch, and whether it has times."""
 
     colours: dict[str, Colour]
     longest: float
@@ -156,7 +156,7 @@ def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style:
 def _write_first_that_fits(
     axes: Any, texts: Sequence[str], start: float, stop: float, y: float, face: Any, style: _Style
 ) -> None:
-    """Write the first of some texts for which there is room from ``start`` to ``stop`` on a face, if there is one."""
+    """Write the first of some texts that fits between ``start`` and ``stop``, if one fits."""
     from matplotlib.colors import to_rgba
 
     text = next((text for text in texts if 0.7 * _FONT / 72 * len(text) <= (stop - start) / style.per_inch), "")
@@ -248,7 +248,7 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
 
 
 def _rows(boxes: list[_Box]) -> list[list[_Box]]:
-    """Return boxes in rows, as few as it takes for no two boxes of a row to overlap."""
+    """Distribute boxes over as few rows as possible, so that no two boxes of a row overlap."""
     rows: list[list[_Box]] = []
     for box in sorted(boxes, key=lambda box: (box.start, box.stop)):
         slack = 1e-6 * (box.stop - box.start)

@@ -174,7 +174,7 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
 
 
 class _Simulation:
-    """Ops are in an order in which each comes after what it waits for, so one pass over them is a step."""
+    """A simulation of steps. Each op comes after the ops for which it waits, so one pass over the ops is a step."""
 
     def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
         self.ops, self.schedule = schedule.ops, schedule
@@ -194,9 +194,9 @@ class _Simulation:
         return op.stream
 
     def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """Simulate a step. Return it, and when the ops that it hands on begin and end, counted from its end.
+        """Simulate a step. Return it, and begin and end of the ops that it hands to the next step, relative to its end.
 
-        ``carried`` are the ops that the step before has handed on.
+        ``carried`` are the ops of the previous step for which this step waits.
         """
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended
@@ -265,7 +265,7 @@ class _Simulation:
 
 
 def _later(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event takes place that was to be ``at`` a time, if all is slower for some seconds from ``start`` on."""
+    """Return the delayed time of an event planned ``at`` a time, if work is slower for some seconds from ``start`` on."""
     ahead = at - start
     if ahead <= 0:
         return at
@@ -275,7 +275,7 @@ def _later(start: float, seconds: float, speed: float, at: float) -> float:
 def _seconds(
     ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware, times: Mapping[str, tuple[float, float]]
 ) -> float:
-    """Return the seconds that ops take which are issued as one."""
+    """Return the seconds of ops that are issued as one."""
     phase, unit = ops[0].phase, ops[0].unit
     match ops[0].spec.cost:
         case "":

@@ -95,7 +95,7 @@ class LeafSharding:
 
     @property
     def _differs(self) -> str:
-        """What ranks have in place of the value, where their values are not the same: "" where they are."""
+        """Text: how ranks' values differ, such as summands; empty if their values are equal."""
         for axes, what in ((self.place.partial, "summands"), (self.place.varying, "own values")):
             if any(self.mesh.axis_size(axis) > 1 for axis in axes):
                 return what
@@ -111,7 +111,7 @@ class LeafSharding:
 
     @property
     def _parts(self) -> range:
-        """The parts of the buffer that hold some of the leaf."""
+        """The parts of the buffer with elements of the leaf."""
         if self.leaf.numel == 0:
             return range(0)
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
@@ -132,7 +132,7 @@ class LeafSharding:
 
     @property
     def _share_text(self) -> str:
-        """What one rank holds, in a few words."""
+        """Return a short text: the elements that one rank holds."""
         if self.shard_shape is not None:
             return str(list(self.shard_shape))
         sizes = [last - first for first, last in map(self._of_part, {*self._parts[:2], *self._parts[-1:]})]
@@ -356,7 +356,7 @@ def _size(unit: UnitLayout) -> int:
 
 
 def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> None:  # type: ignore[no-untyped-def]
-    """Draw one place of a unit; with ``is_trained`` only groups that are trained."""
+    """Draw one place of a unit; with ``is_trained`` only trained groups."""
     from matplotlib import colormaps
 
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""table: a schedule as text that a person reads."""
+"""table: return a schedule as text for people."""
 
 from collections import Counter
 

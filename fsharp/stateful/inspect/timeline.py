@@ -1,4 +1,4 @@
-"""Timeline: when each op of a step ran, predicted or measured, and what follows from it."""
+"""Timeline: when each op of a step ran, predicted or measured; exposed communication, overlap and memory."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -115,7 +115,7 @@ class Timeline:
             start, stop = start - self.step_s, stop - self.step_s
 
     def _times(self) -> tuple[list[float], list[float]]:
-        """Start and stop of every op. What was not measured took no time, right after the op before it on its stream."""
+        """Return start and stop of every op. An unmeasured op takes no time, right after the previous op on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
             if span.op >= 0 and (span.kind != WAITING or self.schedule.ops[span.op].spec.joins):
@@ -133,7 +133,7 @@ class Timeline:
 
 
 def senders() -> tuple[str, ...]:
-    """Return the kinds of ops that send."""
+    """Return the kinds of ops with collectives."""
     return kinds(lambda spec: spec.cost == "send")
 
 
@@ -167,7 +167,7 @@ def _works(span: TimeSpan) -> bool:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time as a person reads it.
+    """Return a time as text for people.
 
     >>> seconds_text(0.0015)
     '1.50 ms'

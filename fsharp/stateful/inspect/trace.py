@@ -128,7 +128,7 @@ def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[f
 
 
 def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
-    """Refuse measurements of ops that a schedule does not have."""
+    """Raise an error for measurements of ops that are not in a schedule."""
     for index, kind, unit, phase, *_ in rows:
         op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
         if op is None or kind not in (op.kind, WAITING) or (unit, phase) != (op.unit, op.phase):
@@ -139,7 +139,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
 
 
 def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
-    """Return spans of which none encloses another on the compute stream: from one that does the others are cut out."""
+    """Return spans of the compute stream without nesting: inner spans are cut out of the spans around them."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # what is left of those that enclose each other

@@ -1,1 +1,1 @@
-"""The schedule of a step before any rank exists, and the choice between layouts and policies by it."""
+"""Plan the schedule of a step before any rank exists, and choose between layouts and policies."""

@@ -78,7 +78,7 @@ def plan_step(
 
 
 def _in_order(layout: Layout, order: Sequence[str]) -> list[str]:
-    """Return the names of the units that hold anything, in the order of their use."""
+    """Return the names of the units with elements, in the order of their use."""
     names = [unit.name for unit in layout.units if unit.groups]
     if not order:
         return names
