@@ -1,1 +1,1 @@
-"""Meeting other libraries: JAX and optax. Each file imports what it is for; the rest of fsharp imports none of them."""
+"""Interoperation with JAX, optax, Flax, Equinox and Orbax. Only files in this folder import these libraries."""

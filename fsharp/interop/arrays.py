@@ -1,4 +1,4 @@
-"""Tensors as arrays of JAX and back, in the same memory."""
+"""Convert tensors to JAX arrays and back, in the same memory where possible."""
 
 import os
 from typing import Any
@@ -26,7 +26,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_process(where: str) -> None:
-    """Refuse to use JAX in a process forked from one with JAX: XLA's threads do not survive a fork, and calls hang."""
+    """Raise an error in a process that was forked from a process with JAX: XLA's threads are lost, and calls would hang."""
     if _forked:
         raise TreeError(
             f"{where}: process {os.getpid()} was forked from a process that had used JAX, and XLA does not survive a fork. "
@@ -36,11 +36,11 @@ def check_process(where: str) -> None:
 
 
 def as_array(x: torch.Tensor) -> Any:
-    """Return a tensor as a JAX array: in the same memory if it begins on 64 bytes, else a copy.
+    """Return a tensor as a JAX array: in the same memory if its address is a multiple of 64 bytes, else a copy.
 
-    Whoever writes to the tensor while JAX has the array changes what JAX takes for constant. Integers of 64 bits are copied to
-    32, unless JAX has them. Raises TreeError if JAX would change the values, or the tensor is not one block of memory (a
-    DTensor, a sparse tensor), or as :func:`check_process` does.
+    Do not write to the tensor while JAX has the array, as JAX assumes that arrays are constant. Integers of 64 bits are copied
+    to 32, unless ``jax_enable_x64`` is set. Raises TreeError if JAX would change the values, or the tensor is not one block of
+    memory (a DTensor, a sparse tensor), or as :func:`check_process` does.
     """
     check_process("a tensor for JAX")
     if x._is_zerotensor():  # forward mode has such for tangents that are zero
@@ -57,7 +57,7 @@ def as_array(x: torch.Tensor) -> Any:
 
 
 def check_memory(x: torch.Tensor) -> None:
-    """Refuse a tensor without memory that holds its values, which XLA would read at address 0."""
+    """Raise an error for a tensor whose values are not in its memory, as XLA would read them at address 0."""
     try:
         has_memory = not isinstance(x, FakeTensor) and not x.is_nested and (not x.numel() or x.data_ptr() != 0)
     except RuntimeError:  # there is no storage
@@ -70,7 +70,7 @@ def check_memory(x: torch.Tensor) -> None:
 
 
 class _Memory:
-    """The memory of a tensor for numpy, which lives as long as any array has it."""
+    """The memory of a tensor for numpy. It lives as long as an array over it."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._tensor = x
@@ -80,7 +80,7 @@ class _Memory:
 def as_array_on(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
     """Return a contiguous tensor as an array on one of JAX's devices, and an object that lives as long as JAX has the memory.
 
-    Over DLPack all that is on a CPU belongs to the first of JAX's CPU devices, so that goes by way of numpy.
+    DLPack assigns all CPU memory to the first of JAX's CPU devices, so CPU tensors are converted through numpy.
     """
     check_memory(x)
     if x.device.type != "cpu":
@@ -91,14 +91,14 @@ def as_array_on(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
 
 
 def as_tensor(x: Any) -> torch.Tensor:
-    """Return a JAX array as a tensor in the same memory, which nobody else may use any more."""
+    """Return a JAX array as a tensor in the same memory. The array must not be used afterwards."""
     if not x.size:
         return torch.empty(x.shape, dtype=getattr(torch, x.dtype.name))
     return torch.utils.dlpack.from_dlpack(x)
 
 
 def number_as_tensor(x: Any) -> torch.Tensor:
-    """Return a small array of any dtype as a tensor of its own; a random key as its data."""
+    """Return a small array of any dtype as a new tensor; for a random key, the key's data."""
     data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     known = data.astype(jnp.float32) if data.dtype == jnp.bfloat16 else data  # to torch numpy has no bfloat16
     return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))

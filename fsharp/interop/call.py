@@ -1,4 +1,4 @@
-"""as_torch: turns a function of JAX into a function of tensors, with all its derivatives."""
+"""as_torch: turn a JAX function into a function of tensors, with all its derivatives."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from fsharp.tracebacks import api_boundary
 
 @api_boundary
 def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of JAX as one of tensors, compiled by XLA, with gradients by ``jax.vjp`` in torch's convention.
+    """Return a JAX function as a function of tensors, compiled by XLA, with gradients of ``jax.vjp`` in torch's convention.
 
     >>> import jax.numpy as jnp
     >>> sine = as_torch(jnp.sin)
@@ -32,30 +32,30 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     tensor([1., 1.])
 
     Args:
-        fn: a pure function of pytrees of arrays. What else it is given (numbers, strings, None) is constant for XLA: each new
-            value is compiled anew and stays compiled, so pass a number that changes as a tensor.
+        fn: a pure function of pytrees of arrays. Other arguments (numbers, strings, None) are constants for XLA: each new value
+            is compiled anew, and stays compiled. So pass a number that changes as a tensor.
 
     Returns:
-        A function of the same pytrees of tensors, which gives the pytree that ``fn`` returns, in memory of its own. It can be
+        A function of the same pytrees of tensors. It returns the pytree of ``fn``, in new memory. It can be
         the function of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be, by
         cloudpickle also with closures, and is compiled again in the process that loads it.
 
     Raises:
         TreeError: when called: a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer that
-            does not fit into the 32 bits that it has; an array, a random key or a class that optree does not know among the
-            arguments, or a result that is no array or number; a tensor without memory of its own, such as a DTensor; a process
-            that was forked from one that had used JAX, in which XLA would wait without end.
+            does not fit into 32 bits; an array, a random key or a class that optree does not know among the arguments, or a
+            result that is no array or number; a tensor without memory of its own, such as a DTensor; a process that was forked
+            from one that had used JAX, in which XLA would wait without end.
 
-    Cost: no copies of arguments that begin on 64 bytes, one of each other (most leaves of a unit begin in the middle of its
-    buffer); the host waits for XLA. What JAX keeps for the backward stays in memory of its own, but for the arguments, which
-    autograd keeps, so that a unit's parameters are let go of and gathered again as with a function of torch. Under
-    ``jax.checkpoint`` in ``fn`` less is kept. Higher derivatives compute the function again.
+    Cost: one copy of each argument whose address is no multiple of 64 bytes (most leaves of a unit, which are views of a
+    buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own. Arguments are kept by autograd,
+    so a unit's parameters are released and gathered again as with a torch function. With ``jax.checkpoint`` in ``fn`` fewer
+    residuals are kept. Higher derivatives compute the function again.
     """
     return _TensorFunction(fn)
 
 
 class _TensorFunction:
-    """A function of JAX on tensors, with its compiled programs. A pickle has the function alone."""
+    """A JAX function of tensors, with its compiled programs. A pickle holds only the function."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         update_wrapper(self, fn)
@@ -129,7 +129,7 @@ def _on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Seque
 
 
 class _Record:
-    """Arguments whose gradients a call wants (None if unknown), its results' structure, and residuals for the backward."""
+    """A record of a call: arguments that need gradients (None if unknown), structure of results, and residuals."""
 
     def __init__(self, wanted: tuple[bool, ...] | None) -> None:
         self.wanted = wanted
@@ -166,12 +166,12 @@ class _Residuals:
 
 
 def _pulled(vjp: Any, cotangents: Any) -> Any:
-    """Return gradients as torch has them: for complex numbers the conjugates of JAX's."""
+    """Return gradients in torch's convention: for complex numbers the conjugates of JAX's gradients."""
     return jax.tree.map(jnp.conj, vjp(jax.tree.map(jnp.conj, cotangents)))
 
 
 class _Program:
-    """A compiled function of arrays, which returns a pytree of arrays, and the functions that are derived from it."""
+    """A compiled function from arrays to a pytree of arrays, and its compiled derivatives."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -195,7 +195,7 @@ class _Program:
         return jax.tree.unflatten(record.structure, out)
 
     def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the results, each in memory of its own."""
+        """Return the results, each in new memory."""
         check_untraced("as_torch()")
         check_process("as_torch()")
         arrays = [as_array(x) for x in tensors]
@@ -257,7 +257,10 @@ class _Program:
         return out, _Residuals(own, structure, numbers)
 
     def _of(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-        """Return the function of some of its arguments, and these. It gives differentiable results, and all as an aux."""
+        """Return the function of some of its arguments, and these arguments.
+
+        It returns differentiable results, and all as aux.
+        """
 
         def fn(*chosen: Any) -> Any:
             rest = iter(chosen)
@@ -268,7 +271,7 @@ class _Program:
 
 
 class _Call(torch.autograd.Function):
-    """A call of a program, as autograd and torch.func see it."""
+    """The autograd function of a call of a program, for autograd and torch.func."""
 
     @staticmethod
     def forward(program: _Program, record: _Record, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""JAX: shards as global arrays under a NamedSharding and back, and functions and modules of JAX as functions of tensors.
+"""JAX: convert shards to global arrays under a NamedSharding and back, and JAX functions to functions of tensors.
 
 from fsharp.interop.jax import as_torch, from_jax, to_jax
 
@@ -42,29 +42,29 @@ jax.tree_util.register_pytree_node(Sharded, flatten_node, unflatten_node)
 
 @api_boundary
 def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -> Any:
-    """Return the tree with global arrays for flat buffers, each rank's part in the memory that it has, not copied.
+    """Return the tree with global arrays in place of flat buffers. Each rank's part keeps its memory, without a copy.
 
     Args:
-        tree: this rank's, any pytree of :class:`~fsharp.Sharded`: parameters, gradients, optimizer state. Where this process
-            has the devices of several ranks, a sequence with the tree of each of them, in order of rank.
+        tree: this rank's pytree of :class:`~fsharp.Sharded`: parameters, gradients, or optimizer state. If this process has the
+            devices of several ranks, a sequence of their trees, in order of rank.
         layout: the layout of the tree.
-        devices: the device of each rank; by default ``jax.devices()`` in order. With a process a rank call
+        devices: the device of each rank; by default ``jax.devices()`` in order. With one process for each rank call
             ``jax.distributed.initialize()`` first, with the rank for ``process_id``.
 
     Returns:
-        The tree with arrays in it: for a group of a unit one of shape ``[size]`` under the ``NamedSharding`` that
-        :func:`shardings` gives; with a leading dim for each axis along which ranks have values of their own. A Sharded is a
-        pytree node of JAX too, and :func:`unflatten` gives the leaves in their shape. Leaves that are no Sharded, such as the
-        counts of an optimizer, stay as they are.
+        The tree with arrays: for each group of a unit an array of shape ``[size]`` under the ``NamedSharding`` that
+        :func:`shardings` returns, with a leading dim for each axis along which ranks have values of their own. A Sharded is a
+        pytree node of JAX too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are no Sharded, such as
+        step counts, are unchanged.
 
     Raises:
         TreeError: another number of trees than this process has ranks, units that are not the layout's, sums that rest partial,
             buffers that do not begin on 64 bytes, which JAX would copy, or a dtype that it would change.
         LayoutError: fewer devices than ranks, or none of them this process's.
 
-    Cost: none. JAX takes the memory for constant: as long as it has the arrays you must not write to the tensors, and
+    Cost: none. JAX assumes that the memory is constant: while JAX has the arrays you must not write to the tensors, and
     :func:`~fsharp.update` refuses ``donate=True``. ``donate_argnums`` of ``jax.jit`` deletes the arrays, and on a CPU leaves
-    the tensors as they are.
+    the tensors unchanged.
     """
     check_process("to_jax()")
     mesh, here = _mesh(layout, devices)
@@ -112,19 +112,19 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     """Return this rank's tensors of a tree of global arrays: the inverse of :func:`to_jax`.
 
     Args:
-        tree: any pytree of :class:`~fsharp.Sharded` with arrays in it, as :func:`to_jax` made it or a function of JAX.
+        tree: any pytree of :class:`~fsharp.Sharded` with arrays, from :func:`to_jax` or from a JAX function.
         layout: the layout of the tree.
         devices: the device of each rank, as for :func:`to_jax`.
-        donate: take over the memory and delete the arrays; else it is copied, because JAX may go on reading it and torch may
-            write to it.
+        donate: take the memory of the arrays, and delete the arrays. False copies the memory, as JAX may still read it when
+            torch writes to it.
 
     Returns:
-        The tree with this rank's tensors; a list of trees where this process has the devices of several ranks. A scalar
-        array that is no part of a Sharded is the number in it, as before ``jax.jit`` made an array of it.
+        The tree with this rank's tensors; a list of trees if this process has the devices of several ranks. A scalar array
+        outside of a Sharded becomes a number, as before ``jax.jit`` made an array of it.
 
     Raises:
-        TreeError: an array that is deleted, or not sharded as its place says: under ``jax.jit`` give
-            ``out_shardings=shardings(...)``.
+        TreeError: an array is deleted, or is not sharded as its place says: pass ``out_shardings=shardings(...)`` to
+            ``jax.jit``.
         LayoutError: as for :func:`to_jax`.
 
     Cost: a copy of this rank's part, or none.
@@ -169,7 +169,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 
     Args:
         layout: made by :func:`~fsharp.plan`.
-        place: which of the places of its units, by name or as a :class:`~fsharp.layouts.Place`.
+        place: a place of its units, by name or as a :class:`~fsharp.layouts.Place`.
         devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
     """
     mesh, _ = _mesh(layout, devices)
@@ -183,10 +183,10 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 
 @api_boundary
 def unflatten(tree: Any) -> Any:
-    """Return the user's tree, its leaves cut out of global flat arrays: inside of ``jax.jit``, differentiable.
+    """Return the user's tree, with leaves sliced out of global flat arrays. For use in ``jax.jit``; differentiable.
 
-    ``tree`` is a pytree of :class:`~fsharp.Sharded` with all groups of their units, and with those that leaves are tied to. XLA
-    moves what a computation needs.
+    ``tree`` is a pytree of :class:`~fsharp.Sharded` with all groups of their units, and with the units that store tied leaves.
+    XLA moves the data that a computation needs.
     """
     views = {(node.name, path): leaf for node in units_of(tree) for path, leaf in _views(node).items()}
 
@@ -206,7 +206,7 @@ def _views(node: Sharded) -> dict[str, Any]:
 
 
 def _mesh(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
-    """Return JAX's mesh, and those of its devices that are this process's, in order of rank."""
+    """Return JAX's mesh, and the devices of this process in it, in order of rank."""
     found, size = list(jax.devices() if devices is None else devices)[: layout.mesh.size], layout.mesh.size
     here = [device for device in found if device.process_index == jax.process_index()]
     if len(found) < size or not here:

@@ -1,8 +1,8 @@
-"""lift: a JAX function of whole leaves, run on the elements of them that this rank has.
+"""lift: run a JAX function of whole leaves on this rank's elements of the leaves.
 
 [Note: lifting]
-The function is traced with the shapes of whole leaves, so whatever it decides by rank, size or name it decides as it would
-without sharding. The jaxpr is then run with this rank's elements of each leaf, flat, in place of the leaf:
+The function is traced with the shapes of whole leaves, so its decisions by number of dims, size or name are those without
+sharding. The jaxpr is then run with this rank's elements of each leaf, flat, in place of the leaf:
 
 ==================  =====================================================================================================
 elementwise         on the elements that are here
@@ -46,10 +46,10 @@ from fsharp.interop.primitives import (
 
 
 class LeafPart(NamedTuple):
-    """Elements ``[first, last)`` of a leaf of this shape, which a rank has.
+    """Elements ``[first, last)`` of a leaf, on one rank.
 
-    ``axes`` are the mesh axes along which the leaf is cut; empty if all of it is here. ``is_varying`` says whether each rank
-    along some axis has a leaf of its own.
+    ``axes`` are the mesh axes along which the leaf is cut; empty if the rank has the whole leaf. ``is_varying`` says whether
+    each rank along some axis has a leaf of its own.
     """
 
     path: str
@@ -61,7 +61,7 @@ class LeafPart(NamedTuple):
 
 
 class ShardedArray(NamedTuple):
-    """This rank's ``elements``, 1-D, of an array that is cut as a leaf is. Its size may differ for a leaf that is whole."""
+    """This rank's ``elements``, 1-D, of an array that is cut like a leaf. For a whole leaf its size may differ."""
 
     leaf: int
     elements: Any
@@ -120,7 +120,7 @@ class Lifted:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
-        """Return this rank's elements of an array of a leaf's size, or of one that is broadcast to it."""
+        """Return this rank's elements of an array that has, or is broadcast to, the size of a leaf."""
         part, size = self.leaves[leaf], math.prod(shape)
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ShardedArray) and math.prod(value.shape) == size:
@@ -189,7 +189,7 @@ class Lifted:
         raise self._refused(name, leaf)
 
     def _known(self, value: Any, at: Key) -> Any:
-        """Return a part whose leaf is whole here, or has one element, as an array that all ranks have; else the value."""
+        """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return the value."""
         if not isinstance(value, ShardedArray) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
@@ -200,7 +200,7 @@ class Lifted:
         return self._over_ranks("reduce_sum", value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
-        """Return the one leaf that the values are parts of; None if there is none."""
+        """Return the leaf of which the values are parts; None if they are parts of no leaf."""
         found = {value.leaf for value in values if isinstance(value, ShardedArray)}
         if len(found) > 1:
             first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
@@ -209,7 +209,7 @@ class Lifted:
         return next(iter(found), None)
 
     def _elsewhere(self, what: str, part: LeafPart) -> LayoutError:
-        """Return the error for elements of a leaf that are on other ranks, or that are different on each rank."""
+        """Return the error for elements of a leaf that are on other ranks, or differ between ranks."""
         why = "of which ranks have leaves of their own" if part.is_varying else "which are on different ranks"
         remedy = "Use a transformation that looks at each leaf by itself"
         remedy += (
@@ -313,7 +313,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return the array itself, if all of it is here."""
+    """Return the array itself, if this rank has all of it."""
     if isinstance(value, ShardedArray):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value

@@ -1,4 +1,4 @@
-"""Modules of Equinox and Flax as functions of tensors, and pytrees of arrays as trees of tensors."""
+"""Convert modules of Equinox and Flax to functions of tensors, and pytrees of arrays to trees of tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Name = tuple[Any, ...]  # of a parameter: fields, keys and indices
 
 @api_boundary
 def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., Any], Any]:
-    """Return a module of Equinox or Flax as a pure function and its parameters, as :func:`fsharp.make_functional` does.
+    """Return a module of Equinox or Flax as a pure function of tensors, and its parameters as a tree of tensors.
 
     Args:
         model: a module that can be called.
@@ -92,10 +92,9 @@ def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
 def to_tensors(tree: Any) -> Any:
     """Return the parameters in a pytree of JAX, as a tree that can be planned and sharded.
 
-    ``tree`` is a module of Equinox, a state of NNX, a restored checkpoint: any pytree of JAX, arrays of numpy in it included.
-
-    Returns dictionaries by field, key or index, in memory of their own, of all arrays of floating dtype; a box around one value
-    (a ``Variable`` of NNX) is its value. Other leaves are left out. Raises TreeError if there is none.
+    ``tree`` is a module of Equinox, a state of NNX, a restored checkpoint: any pytree of JAX, arrays of numpy included. Returns
+    dictionaries by field, key or index, in memory of their own, of all arrays of floating dtype; a box around one value (a
+    ``Variable`` of NNX) is its value. Other leaves are left out. Raises TreeError if there is none.
     """
     check_process("to_tensors()")
     result: dict[Any, Any] = {}
@@ -119,15 +118,15 @@ def to_arrays(tree: Any, like: Any) -> Any:
     """Return a pytree of JAX with the parameters of a tree: the inverse of :func:`to_tensors`.
 
     Args:
-        tree: as :func:`to_tensors` made it, for example what :func:`fsharp.full_tree` gives after training.
-        like: a pytree of JAX of the structure that ``to_tensors`` was given: of NNX the state, for ``nnx.update(model,
+        tree: a tree of :func:`to_tensors`, for example the result of :func:`fsharp.full_tree` after training.
+        like: a pytree of JAX with the structure of the argument of ``to_tensors``; for NNX the state, for ``nnx.update(model,
             to_arrays(params, like=nnx.state(model, nnx.Param)))``.
 
     Returns:
-        A pytree like ``like``, with copies of the tensors in the dtypes that it has.
+        A pytree like ``like``, with copies of the tensors in the dtypes of ``like``.
 
     Raises:
-        TreeError: a parameter that is missing, has another shape, or is not in ``like``.
+        TreeError: a parameter is missing, has another shape, or is not in ``like``.
     """
     left = _by_name(tree)
     leaves, structure = jax.tree.flatten(like)

@@ -1,4 +1,4 @@
-"""from_optax: runs the jaxpr of a gradient transformation of optax on the elements that each rank has."""
+"""from_optax: run the jaxpr of an optax transformation on each rank's elements."""
 
 import re
 import threading
@@ -26,7 +26,8 @@ class OptaxState(NamedTuple):
     """State of :func:`from_optax`.
 
     Attributes:
-        optax: the state as optax has it, with tensors for numbers, and an :class:`InBuffers` for each array like a parameter.
+        optax: the state of optax, with tensors in place of numbers, and an :class:`InBuffers` in place of each array like a
+            parameter.
         buffers: trees like the parameters, at the optimizer's place, with the elements of these arrays.
     """
 
@@ -51,10 +52,9 @@ def from_optax(tx: Any) -> Transform:
     >>> import optax, fsharp as fs
     >>> tx = fs.optim.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 
-    optax sees the user's tree with whole leaves, so masks, labels and whatever looks at ranks and sizes mean what they mean
-    there. What it does to each element is done where the element is; sums over whole leaves, such as norms, are taken over the
-    ranks, those of all leaves in one collective. A leaf of one element is a number that any leaf may depend on. See [Note:
-    lifting].
+    optax sees the user's tree with whole leaves, so masks, labels, and conditions on shapes work as in optax. Elementwise
+    operations run on the rank that holds the element. Sums over whole leaves, such as norms, are taken over ranks, for all
+    leaves in one collective. A leaf of one element is a number on which any leaf may depend. See [Note: lifting].
 
     Args:
         tx: any transformation, or an ``optax.MultiSteps``. ``fs.update(..., value=loss)`` passes extra arguments on, numbers or
@@ -85,7 +85,7 @@ def from_optax(tx: Any) -> Transform:
 
 
 class _ShardedTransformation:
-    """A transformation of optax on shards, with its compiled programs. A pickle has the transformation alone."""
+    """A transformation of optax on shards, with its compiled programs. A pickle holds only the transformation."""
 
     def __init__(self, tx: Any) -> None:
         self._given, self._tx = tx, optax.with_extra_args_support(tx)
@@ -202,7 +202,7 @@ def _plain_number(x: Any) -> Any:
 
 
 def _plain(traced: Traced, state: OptaxState) -> list[Any]:
-    """Return the arrays of a state that are in no tree of buffers, in optax's dtypes."""
+    """Return the arrays of a state that are not in a tree of buffers, in optax's dtypes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, InBuffers))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}
     result = []

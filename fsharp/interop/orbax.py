@@ -38,16 +38,16 @@ def from_orbax(
     values.
 
     Args:
-        folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` was given.
+        folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` has written.
         root: folder of checkpoints, as of :func:`fsharp.checkpoint.save`.
         step: number of the step, in the checkpoint's name.
-        ignore: patterns of names to leave out; each has to match one.
+        ignore: patterns of names to leave out; each has to match a name.
         config: kept in the manifest.
 
     Raises:
         CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch
             has. No checkpoint is left behind.
-        PatternError: a pattern that matches nothing.
+        PatternError: a pattern matches nothing.
 
     Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one tensor if that is larger.
     Source: https://orbax.readthedocs.io
@@ -104,8 +104,8 @@ def to_orbax(
         CheckpointError: the folder exists, there is nothing to write, a tensor has no elements, which Orbax refuses, or has a
             dtype that numpy has no name for, or the checkpoint is damaged.
 
-    Cost: reads the tensors that are written, and checks their digests. Memory: all of them, which Orbax takes as one tree.
-    Ranks that hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
+    Cost: reads the tensors that are written, and checks their digests. Memory: all of these tensors, which Orbax takes as one
+    tree. Ranks that hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
     Source: https://orbax.readthedocs.io
     """
     found, target = open_checkpoint(checkpoint), os.path.abspath(folder)

@@ -1,4 +1,4 @@
-"""Tables of JAX's primitives, by what they do with the elements of a leaf."""
+"""Tables of JAX's primitives, by their effect on the elements of a leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

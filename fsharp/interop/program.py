@@ -1,4 +1,4 @@
-"""A transformation of optax for trees of one layout: traced once on whole leaves, and compiled once for each rank's part."""
+"""Trace an optax transformation once on the whole leaves of a layout, and compile it once for each rank's part."""
 
 import hashlib
 import math
@@ -28,7 +28,7 @@ from fsharp.interop.lift import UNKNOWN, Key, LeafPart, Lifted, RankReduction, S
 
 @dataclass(frozen=True, slots=True)
 class LeafName:
-    """The name of a leaf, which stands for the leaf in a tree: JAX takes it for a leaf too."""
+    """The name of a leaf, in place of the leaf in a tree. For JAX it is a leaf, too."""
 
     unit: str
     path: str
@@ -105,7 +105,7 @@ class Traced:
 
     @cached_property
     def text(self) -> str:
-        """The text that ranks compare: the two jaxprs, with every bit of their constants."""
+        """The two jaxprs with every bit of their constants, as text for ranks to compare."""
         lines = [f"constant {i}: {text}" for i, text in enumerate([*_constants(self.init), *_constants(self.step)])]
         return "\n".join([re.sub(r" at 0x[0-9a-f]+", "", f"{self.init}\n{self.step}"), *lines])  # no addresses of functions
 
@@ -304,7 +304,7 @@ class Program:
 
 
 class _AllZero(dict[Key, Any]):
-    """A dict with zero for the result of every reduction, to find the leaf that each result of the jaxpr belongs to."""
+    """A dict with zero as the result of every reduction, to find the leaf of each result of the jaxpr."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -357,7 +357,7 @@ def _constants(closed: ClosedJaxpr) -> Iterator[str]:
 
 
 def as_data(x: Any) -> Any:
-    """Return an array whose bytes can be read: the numbers of a random key, and any other array as it is."""
+    """Return an array with readable bytes: the data of a random key, or the array itself."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
