@@ -1,4 +1,4 @@
-"""Executor: run the ops of a step, from any source. In a step no other code moves parameters and gradients.
+"""Executor: run the ops of a step, from a schedule or from ``Eager``, with the same code.
 
 The executor uses units, their memory, lanes and the transport; it does not depend on programs and schedulers. For each kind of
 op the table :data:`BIND` has a function. It binds an op to its tensors once, and returns the op's action.
