@@ -65,7 +65,11 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         schedule = found[TOGETHER].scheduled.schedule
         if hardware is None:
             hardware = fs.inspect.Hardware.fit(
-                traces[TOGETHER], schedule, synchronous_host=True, contention=contention(options.nproc)
+                traces[TOGETHER],
+                schedule,
+                synchronous_host=True,
+                contention=contention(options.nproc),
+                alone=traces[ALONE],
             )
         own = replace(hardware, compute=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
         alone = scaled(own, found[ALONE].scheduled.schedule, times(rounds, ALONE).median)
@@ -123,5 +127,6 @@ def described(hardware: fs.inspect.Hardware) -> dict[str, Any]:
         "latency_s": {" ".join(link): seconds for link, seconds in latency.items()},
         "bandwidth": {" ".join(link): rate if math.isfinite(rate) else None for link, rate in bandwidth.items()},
         "contention": hardware.contention,
-        "issue": hardware.issue,
+        "host_share": hardware.host_share,
+        "issue_s": hardware.issue_s,
     }

@@ -83,10 +83,11 @@ def _fitted(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> fs.i
     """Rates of each collective: those of zero3, and of what ddp alone uses."""
     shape = shapes(options)[FITTED]
     found = {s: c.sharded(s, shape, comm, STRATEGIES[s], APART) for s in ("zero3", "ddp")}
+    found[ALONE] = c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy())
     traces = {s: each.scheduled.trace() for s, each in found.items()}
     _timed(options, comm, shape, found, partial(_say, say, "fit"))
-    options_ = {"synchronous_host": True, "contention": contention(options.nproc)}
-    fits = {s: fs.inspect.Hardware.fit(traces[s], found[s].scheduled.schedule, **options_) for s in found}
+    known = {"synchronous_host": True, "contention": contention(options.nproc), "alone": traces[ALONE]}
+    fits = {s: fs.inspect.Hardware.fit(traces[s], found[s].scheduled.schedule, **known) for s in ("zero3", "ddp")}
     both = {kind: {**getattr(fits["ddp"], kind), **getattr(fits["zero3"], kind)} for kind in ("bandwidth", "latency")}
     return replace(fits["zero3"], **both)
 

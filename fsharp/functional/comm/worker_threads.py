@@ -110,17 +110,23 @@ class InFlight(Outcome):
 
     Args:
         call: the collective, as other ranks are told of it.
+        second: the second half of the collective, which begins when this half has landed; None if there is no second half.
 
     Attributes:
-        landed_s: when the collective was done, on the clock of ``time.perf_counter``; None until then.
+        landed_s: when this half was done, on the clock of ``time.perf_counter``; None until then.
     """
 
-    __slots__ = ("call", "landed_s")
+    __slots__ = ("call", "landed_s", "second")
 
-    def __init__(self, call: WatchedCall) -> None:
+    def __init__(self, call: WatchedCall, second: "InFlight | None" = None) -> None:
         super().__init__()
-        self.call = call
+        self.call, self.second = call, second
         self.landed_s: float | None = None
+
+    @property
+    def over_s(self) -> float | None:
+        """When the whole collective was done, on the clock of ``time.perf_counter``; None until then."""
+        return self.landed_s if self.second is None else self.second.over_s
 
     def land(self) -> None:
         """Note the time, and wake the callers that wait: the collective is done, or has failed."""

@@ -1,7 +1,7 @@
 """Calibrate: from what a trace measured to the numbers that describe a machine. See :meth:`~fsharp.inspect.Hardware.fit`."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
@@ -12,17 +12,19 @@ import torch
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, senders, union
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
-from fsharp.stateful.schedule.ops import Phase, Stream, kinds
-from fsharp.stateful.schedule.schedule import Schedule, issue_positions, sent_over
+from fsharp.stateful.schedule.ops import Phase, Stream, buffer_nbytes, kinds
+from fsharp.stateful.schedule.program import UnitFacts
+from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_over
 
 Channel = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
 
 
-def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, Any]:
+def calibrate(trace: Trace, schedule: Schedule, *, host_speed: float, sending_speed: float) -> dict[str, Any]:
     """Return the fields of a :class:`~fsharp.inspect.Hardware` that a trace says something of.
 
-    While host and collectives both work, each keeps ``speed`` of its own. See :meth:`~fsharp.inspect.Hardware.fit`.
+    While both work, the host keeps ``host_speed`` of its speed, and collectives keep ``sending_speed`` of theirs. See
+    :meth:`~fsharp.inspect.Hardware.fit`.
     """
     steps = trace.by_step()
     rows = [row for _, rows in steps for row in rows]
@@ -32,14 +34,24 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, An
     in_flight = _Cover((start, stop) for per_step in flights.values() for start, stop in per_step)
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
-    updates, gaps = [], []
+    updates, issuing = [], []
     casts: dict[int, list[float]] = {}
     for (start, stop), mine in steps:
-        host = [span for span in self_times(mine) if span.stream == "compute"]
+        host = sorted((span for span in self_times(mine) if span.stream == "compute"), key=lambda span: span.start_s)
         waiting += [(span.start_s, span.stop_s) for span in host if span.kind == WAITING]
         seconds: dict[tuple[int, str], float] = {}
         for span in host:
-            seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.alone(span, speed)
+            seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.alone(span, host_speed)
+        issues, begun = 0.0, sorted({row[5] for row in mine if schedule.ops[row[0]].spec.cost == "send"})
+        for gap_start, gap_stop in _between(host, start, stop):
+            is_issuing = bisect_right(begun, gap_stop) > bisect_left(begun, gap_start)
+            following = next((span for span in host if span.start_s >= gap_stop), None)
+            gap_s = in_flight.alone((gap_start, gap_stop), host_speed)
+            if is_issuing:
+                issues += gap_s
+            elif following is not None:  # what the host does in front of an op is a part of the op
+                seconds[following.op, following.kind] += gap_s
+        issuing.append(issues)
         updated_s = 0.0
         for (i, kind), taken in seconds.items():
             op = schedule.ops[i]
@@ -52,15 +64,13 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, An
             elif op.spec.cost == "update":
                 updated_s += taken
         updates.append(updated_s)
-        gaps.append(sum(in_flight.alone(gap, speed) for gap in _between(host, start, stop)))
     waits = _Cover(waiting)
     taken_alone = {
-        op: median((stop - start) * speed + waits.within(start, stop) * (1 - speed) for start, stop in per_step)
+        op: median((stop - start) * sending_speed + waits.within(start, stop) * (1 - sending_speed) for start, stop in per_step)
         for op, per_step in flights.items()
     }
-    cast_s = sum(median(each) for op, each in casts.items() if schedule.ops[op].memory)
-    cast_nbytes = sum(memory.nbytes for op in casts if (memory := schedule.ops[op].memory))
-    sent_s = sum(taken_alone.values())
+    cast_s = sum(median(each) for each in casts.values())
+    cast_nbytes = sum(moved_nbytes([schedule.ops[op]], schedule.program.facts) for op in casts)
     links = _fit_links(_points(schedule, taken_alone))
     return {
         "compute": by_unit(own),
@@ -69,8 +79,48 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, An
         "memory_bandwidth": cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
         "host_bandwidth": _host_bandwidth(schedule, rows),
         "update_s": median(updates),
-        "issue": median(gaps) / sent_s if sent_s else 0.0,
+        "issue_s": median(issuing) / len(flights) if flights else 0.0,
     }
+
+
+def host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
+    """Return the part of its speed that the host keeps while collectives are under way.
+
+    ``alone`` are the seconds of each unit where nothing is sent. Ops that are under way together with collectives for more than
+    half of their time count. Without such ops the result is 1/2.
+    """
+    steps = trace.by_step()
+    flights = _flights(schedule, [row for _, rows in steps for row in rows])
+    in_flight = _Cover((start, stop) for per_step in flights.values() for start, stop in per_step)
+    rates = []
+    for _, rows in steps:
+        taken: dict[int, tuple[float, float]] = {}
+        for span in self_times(rows):
+            if span.op >= 0 and span.kind == schedule.ops[span.op].kind and schedule.ops[span.op].spec.cost == "compute":
+                seconds, covered = taken.get(span.op, (0.0, 0.0))
+                taken[span.op] = seconds + span.seconds, covered + in_flight.within(span.start_s, span.stop_s)
+        for i, (seconds, covered) in taken.items():
+            op = schedule.ops[i]
+            own_s = alone.get(op.unit, (0.0, 0.0))[op.phase == "backward"]
+            if own_s and covered > seconds / 2:
+                rates.append((1 - (seconds - own_s) / covered, covered))
+    if not rates:
+        return 0.5
+    rates.sort()
+    until = list(accumulate(covered for _, covered in rates))
+    rate, _ = rates[bisect_left(until, until[-1] / 2)]  # the median, weighted by how long both were under way
+    return min(max(rate, 0.0), 1.0)
+
+
+def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
+    """Return the bytes that ops work with in memory: those of their memory, of what they read, or of what they fill."""
+    total = 0
+    for op in ops:
+        mine = facts[op.unit]
+        read = sum(buffer_nbytes(buffer, mine) for buffer in op.spec.reads)
+        filled = buffer_nbytes(op.spec.puts_into(mine), mine) if op.spec.puts_into(mine) else 0
+        total += op.memory.nbytes if op.memory else read or filled
+    return total
 
 
 def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
@@ -183,8 +233,9 @@ def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -
     if not found:
         return {}
     rows, target = [], []
-    for point in points:
-        weight = math.sqrt(point.weight) / max(point.seconds, 1e-9)
+    usual_s = sum(point.weight * point.seconds for point in points) / sum(point.weight for point in points) if points else 0.0
+    for point in points:  # errors are relative, but small ones of short collectives do not count for more than of usual ones
+        weight = math.sqrt(point.weight) / max(point.seconds, usual_s, 1e-9)
         row = []
         for name in found:
             mine = [nbytes for link, nbytes in point.sent.items() if names[link] == name]

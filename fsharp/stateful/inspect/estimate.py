@@ -15,16 +15,16 @@ when it is entered, in front of the units nested in it.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.paths import assign
-from fsharp.stateful.inspect.calibrate import Channel, calibrate
+from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.inspect.trace import Trace
-from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream, buffer_nbytes
+from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_over
 from fsharp.tracebacks import api_boundary
@@ -57,10 +57,11 @@ class Hardware:
             5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
         synchronous_host: the host computes by itself, as on a CPU; False means that the host queues work on streams.
-        contention: how much collectives slow down a synchronous host, and the reverse, from 0 (separate cores) to 1 (one core).
-            While both work, each has ``1 - contention / 2`` of its speed.
-        issue: fraction of a collective's seconds, from 0 to 1, in which a synchronous host is busy with its issue: it copies
-            this rank's own part.
+        contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
+        host_share: the host's share, from 0 to 1, of the core for which it contends. While both work, the host has
+            ``1 - contention * (1 - host_share)`` of its speed, and collectives have ``1 - contention * host_share`` of theirs.
+        issue_s: seconds in which a synchronous host is busy with the issue of one collective: it makes labels, and copies this
+            rank's own part.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -74,32 +75,43 @@ class Hardware:
     update_s: float = 0.0
     synchronous_host: bool = False
     contention: float = 0.0
-    issue: float = 0.0
+    host_share: float = 0.5
+    issue_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "latency", "memory_bandwidth", "host_bandwidth", "update_s", "issue"):
+        for name in ("bandwidth", "latency", "memory_bandwidth", "host_bandwidth", "update_s", "issue_s"):
             value = getattr(self, name)
             is_rate = name.endswith("bandwidth")
             for number in value.values() if isinstance(value, Mapping) else (value,):
                 if not (number > 0 if is_rate else 0 <= number < math.inf):
                     expected = "more than 0" if is_rate else "at least 0 and finite"
                     raise ScheduleError(f"Hardware(): {name} is {value!r}, expected {expected}.")
-        if not 0 <= self.contention <= 1:
-            raise ScheduleError(f"Hardware(): contention is {self.contention!r}, expected 0 to 1.")
-        for name in ("contention", "issue"):
+        for name in ("contention", "host_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ScheduleError(f"Hardware(): {name} is {getattr(self, name)!r}, expected 0 to 1.")
+        for name in ("contention", "issue_s"):
             if getattr(self, name) and not self.synchronous_host:
                 what = f"{name} is {getattr(self, name)!r}, which is for a host that computes: pass synchronous_host=True."
                 raise ScheduleError(f"Hardware(): {what}")
 
     @classmethod
     @api_boundary
-    def fit(cls, trace: Trace, schedule: Schedule, *, synchronous_host: bool = False, contention: float = 0.0) -> "Hardware":
+    def fit(
+        cls,
+        trace: Trace,
+        schedule: Schedule,
+        *,
+        synchronous_host: bool = False,
+        contention: float = 0.0,
+        alone: Trace | None = None,
+    ) -> "Hardware":
         """Return the speeds of a machine from measured steps.
 
         Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes. The fit
-        uses the median over steps of each collective, then the median over collectives with equal bytes; errors are relative.
-        The seconds of a collective begin when the previous collective on its stream ends. Axes whose bytes are proportional get
-        one number. While two kinds of work slow each other down, ``1 - contention / 2`` of the time counts.
+        uses the median over steps of each collective, then the median over collectives with equal bytes. Errors count relative
+        to the seconds of a collective, or of the mean collective if these are more. The seconds of a collective begin when the
+        previous collective on its stream ends. Axes whose bytes are proportional get one number. While host and collectives
+        slow each other down, the part of the time counts that contention leaves them.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
@@ -109,6 +121,9 @@ class Hardware:
             schedule: the schedule that ran.
             synchronous_host: as in :class:`Hardware`: True for traces of CPUs.
             contention: as in :class:`Hardware`: 1 if there is exactly one core for each rank.
+            alone: trace of steps of the same model on one rank, without communication. Times of compute and of the update come
+                from this trace, and ``host_share`` from how much longer units take while collectives are under way. Without
+                it, ``host_share`` is 1/2, and all times come from ``trace``.
 
         Raises:
             ScheduleError: the trace is of another schedule, or lacks a kind of op of the schedule; or all collectives of a kind
@@ -116,10 +131,20 @@ class Hardware:
 
         Cost: a few passes over the trace.
         """
-        found = calibrate(trace, schedule, speed=1 - contention / 2 if synchronous_host else 1.0)
+        own = {} if alone is None else {"compute": alone.compute_times(), "update_s": alone.update_time()}
+        host = cls(compute=(0.0, 0.0), bandwidth=math.inf, synchronous_host=synchronous_host, contention=contention)
+        if alone is not None and contention:
+            host = replace(host, host_share=host_share(trace, schedule, alone.compute_times()))
+        host_speed, sending_speed = host.speeds
+        found = calibrate(trace, schedule, host_speed=host_speed, sending_speed=sending_speed)
         if not synchronous_host:
-            found["issue"] = 0.0
-        return cls(**found, synchronous_host=synchronous_host, contention=contention)
+            found["issue_s"] = 0.0
+        return replace(host, **{**found, **own})
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """The parts of their speed that the host and collectives have while both work."""
+        return 1 - self.contention * (1 - self.host_share), 1 - self.contention * self.host_share
 
     def collective_s(self, calls: Iterable[Call]) -> float:
         """Return the seconds of collectives in sequence; collectives of one kind along one axis count as one.
@@ -178,8 +203,8 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
         self.ops, self.schedule = schedule.ops, schedule
-        self.is_synchronous, self.speed = hardware.synchronous_host, 1 - hardware.contention / 2
-        self.issue = hardware.issue
+        self.is_synchronous, self.issue_s = hardware.synchronous_host, hardware.issue_s
+        self.host_speed, self.sending_speed = hardware.speeds
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
         facts = schedule.program.facts
@@ -226,12 +251,17 @@ class _Simulation:
                 stops |= dict.fromkeys(run, stop)
                 flying += run
             # What the host itself does in this, and since when: both are slower while collectives are under way.
-            works_s = seconds if queue == "compute" else self.issue * seconds if sends else 0.0
+            works_s = seconds if queue == "compute" else self.issue_s if sends else 0.0
             since = start if queue == "compute" else free["compute"]
-            if works_s and self.speed < 1:
-                busy = max(free["gather"], free["reduce"], since) - since
-                works_s = works_s / self.speed if works_s <= busy else works_s + busy * (1 / self.speed - 1)
-                later = partial(_later, since, works_s, self.speed)
+            busy = max(free["gather"], free["reduce"], since) - since  # were the host to stand still
+            if works_s and busy and (self.host_speed, self.sending_speed) != (1.0, 1.0):
+                both_s = busy / self.sending_speed if self.sending_speed else math.inf  # were the host to work on and on
+                works_s = (
+                    works_s / self.host_speed
+                    if works_s <= both_s * self.host_speed
+                    else works_s + both_s * (1 - self.host_speed)
+                )
+                later = partial(_later, since, works_s, self.sending_speed)
                 before = {j: (later(began), later(ended)) for j, (began, ended) in before.items()}
                 flying = [i for i in flying if stops[i] > since]
                 for i in flying:
@@ -289,7 +319,4 @@ def _seconds(
         case "send" | "memory":  # without a collective what would be sent is copied; without memory what is read counts
             of = [(op, facts[op.unit]) for op in ops]
             calls = [call for op, mine in of for call in op.spec.collectives(mine)]
-            nbytes = sum(
-                op.memory.nbytes if op.memory else sum(buffer_nbytes(b, mine) for b in op.spec.reads) for op, mine in of
-            )
-            return hardware.collective_s(calls) if calls else nbytes / hardware.memory_bandwidth
+            return hardware.collective_s(calls) if calls else moved_nbytes(ops, facts) / hardware.memory_bandwidth

@@ -177,6 +177,10 @@ class Executor:
         if isinstance(self._own, ProcessGroupComm):
             self._own.watch.fail(error, self.step or where)
 
+    def waited_s(self) -> float:
+        """Return the seconds for which the main thread has waited for collectives so far."""
+        return self._own.watch.ranks.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
+
     def run(self, bound: BoundOp) -> None:
         """Bind an op, and run its action."""
         self.bind(bound)()

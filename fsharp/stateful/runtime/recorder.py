@@ -1,7 +1,7 @@
 """Recorder: measure when the ops of a step run, by the host's clock, or by events of a GPU's streams."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,23 @@ Mark = Any  # seconds, or an event of a stream that will say
 
 
 class Recorder:
-    """Measures the ops of a plan, for a trace."""
+    """Measures the ops of a plan, for a trace.
 
-    def __init__(self, trace: Trace, device: torch.device) -> None:
-        self.trace, self.device, self.has_streams = trace, device, device.type != "cpu"
+    Args:
+        trace: what the rows are added to.
+        device: where the ops run.
+        waited_s: returns the seconds for which the main thread has waited for collectives so far.
+    """
+
+    def __init__(self, trace: Trace, device: torch.device, waited_s: Callable[[], float]) -> None:
+        self.trace, self.device, self.has_streams, self._waited_s = trace, device, device.type != "cpu", waited_s
         self.flights: list[InFlight] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
         self._base: Mark = self.mark()
         self._rows: list[tuple[int, str, Any, Mark, Mark, list[InFlight], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
+        self._waited_before = 0.0  # until the mark ``_last``
 
     def mark(self) -> Mark:
         """Return a mark of the present time on the current stream."""
@@ -40,6 +47,7 @@ class Recorder:
         """Begin a step: drop the measurements of the previous step."""
         self._open.clear()
         self._start = self._last = self.mark()
+        self._waited_before = self._waited_s()
         self._step = len(self.trace.steps)
 
     def event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
@@ -51,10 +59,14 @@ class Recorder:
             self._note(compute, compute.op.kind, began, here)
         for bound, action in ops:
             if bound.spec.cost == "update":
-                self._note(bound, bound.op.kind, self._last, here)
+                began = self._last
+                if not self.has_streams:  # the host stands still in the update until gradients and losses have arrived
+                    began += self._waited_s() - self._waited_before
+                    self._note(bound, WAITING, self._last, began)
+                self._note(bound, bound.op.kind, began, here)
             else:
                 self.op(bound, action)
-        self._last = self.mark()
+        self._last, self._waited_before = self.mark(), self._waited_s()
 
     def op(self, bound: BoundOp, action: Action) -> None:
         """Run the action of an op, and measure it."""
@@ -85,7 +97,7 @@ class Recorder:
         waiting = []
         for row in self._rows:
             op, kind, what, start, stop, flights, step = row
-            landed = [flight.landed_s for flight in flights]
+            landed = [flight.over_s for flight in flights]
             if None in landed:
                 waiting.append(row)
                 continue

@@ -217,7 +217,7 @@ class Scheduled:
     def trace(self) -> Trace:
         """Return a trace that measures every later step that follows the schedule."""
         trace = Trace()
-        self.recorder = Recorder(trace, self.scheduler.device)
+        self.recorder = Recorder(trace, self.scheduler.device, self.scheduler.executor.waited_s)
         return trace
 
     def sources(self, args: Any) -> dict[str, Sharded]:

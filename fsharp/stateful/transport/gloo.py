@@ -56,28 +56,30 @@ class GlooTransport(Transport):
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather by messages straight into ``outs``."""
         rows = [self._parts_around(x, out, axis) for x, out in zip(xs, outs, strict=True)]
-        mine, call = self.comm.mesh.coord(axis, self.comm.rank), self._begin(label, "all_gather", xs, axis)
-        work = self._swap("gather", [[row[mine]] * len(row) for row in rows], rows, axis, call)
+        mine, flight = self.comm.mesh.coord(axis, self.comm.rank), self._begin(label, "all_gather", xs, axis)
+        work = self._swap("gather", [[row[mine]] * len(row) for row in rows], rows, axis, flight)
         return self._shared(work, _same) if len(xs) > 1 else work
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
         """Sum by messages. Without ``out`` the sum replaces this rank's part, if the part has the dtype of the sum."""
         rows, results = zip(*[self._parts_to(each, axis, dtype) for each in summands], strict=True)
-        call = self._begin(label, "reduce_scatter", [each.x for each in summands], axis)
+        flight = self._begin(label, "reduce_scatter", [each.x for each in summands], axis)
         if len(summands) == 1:
-            return [self._reduce(rows, results, axis, summands, call, lambda: results[0])]
-        return self._shared(self._reduce(rows, results, axis, summands, call, lambda: results), _same).each(len(summands))
+            return [self._reduce(rows, results, axis, summands, flight, lambda: results[0])]
+        return self._shared(self._reduce(rows, results, axis, summands, flight, lambda: results), _same).each(len(summands))
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Reduce each rank's part, then gather the parts; the last parts may be shorter."""
         x, out = summands[0].x, summands[0].place
-        call = self._begin(label, "all_reduce", [x], axis)
+        first = self._call(label, "all_reduce", [x], axis)
+        # Begun now, too: the order of calls is that of the main thread.
+        second = InFlight(self._call(label, "all_gather of sums", [x], axis))
+        flight = self._told(InFlight(first, second))
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
         share = partial(self._swap, "share", [[results[mine]] * n], [results], axis, second)
-        return [self._reduce([parts], [results[mine]], axis, summands, call, share)]
+        return [self._reduce([parts], [results[mine]], axis, summands, flight, share)]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts by messages, straight into ``out``."""
@@ -86,7 +88,15 @@ class GlooTransport(Transport):
         results[mine].copy_(parts[mine])
         return self._swap("reduce", [parts], [results], axis, self._begin(label, "all_to_all", [x], axis))
 
-    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> WatchedCall:
+    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> InFlight:
+        return self._told(InFlight(self._call(label, op, xs, axis)))
+
+    def _told(self, flight: InFlight) -> InFlight:
+        if self._on_flight is not None:
+            self._on_flight(flight)
+        return flight
+
+    def _call(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> WatchedCall:
         sizes = "+".join([str(len(x)) for x in xs])
         return self.comm.watch.begin(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
 
@@ -112,10 +122,10 @@ class GlooTransport(Transport):
         send: Sequence[Sequence[torch.Tensor]],
         receive: Sequence[Sequence[torch.Tensor]],
         axis: str,
-        call: WatchedCall,
+        flight: InFlight,
     ) -> Work:
         """Send other ranks their parts of each row in ``send``; receive each other rank's part into the rows of ``receive``."""
-        messages = self.comm.messages(self.groups("gather" if kind == "gather" else "reduce", axis), axis, call)
+        messages = self.comm.messages(self.groups("gather" if kind == "gather" else "reduce", axis), axis, flight.call)
 
         def post() -> list[Any]:
             posted = []
@@ -126,7 +136,7 @@ class GlooTransport(Transport):
                     posted += _send(messages, row[to], to)
             return posted
 
-        return self._fly(kind, post, messages.wait, call)
+        return self._fly(kind, post, messages.wait, flight)
 
     def _reduce(
         self,
@@ -134,14 +144,14 @@ class GlooTransport(Transport):
         outs: Sequence[torch.Tensor],
         axis: str,
         summands: Sequence[Summand],
-        call: WatchedCall,
+        flight: InFlight,
         then: Callable[[], Any],
     ) -> Work:
         """Sum this rank's part of each row over ranks, into the row's ``out``. The Work's result is that of ``then``.
 
         Scratch serves one buffer after the other.
         """
-        messages = self.comm.messages(self.groups("reduce", axis), axis, call)
+        messages = self.comm.messages(self.groups("reduce", axis), axis, flight.call)
         n, mine = len(rows[0]), self.comm.mesh.coord(axis, self.comm.rank)
         pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
         partners = list(_partners(mine, n))
@@ -177,13 +187,11 @@ class GlooTransport(Transport):
             messages.wait(sent)
             return then()
 
-        return self._fly("reduce", post, finish, call)
+        return self._fly("reduce", post, finish, flight)
 
-    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: WatchedCall) -> Work:
+    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], flight: InFlight) -> Work:
         """Run a collective on two workers: one posts the messages, and hands them to another one, which completes them."""
-        flight, poster, finisher = InFlight(call), self._crew["posts"], self._crew[kind]
-        if self._on_flight is not None:
-            self._on_flight(flight)
+        poster, finisher = self._crew["posts"], self._crew[kind]
         poster.start()
         finisher.start()
 

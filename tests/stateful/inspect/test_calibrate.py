@@ -114,10 +114,33 @@ def test_what_is_in_each_others_way_is_told_apart(policy, contention):
 
 def test_a_host_that_begins_collectives_is_busy():
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
-    machine = replace(MACHINE, synchronous_host=True, issue=0.25)
+    machine = replace(MACHINE, synchronous_host=True, issue_s=0.25)
     found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True)
-    assert found.issue == pytest.approx(0.25)
+    assert found.issue_s == pytest.approx(0.25)
     assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_the_hosts_share_is_found_with_a_step_that_sends_nothing(share):
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
+    nothing = [replace(each, gathered=0, gather=(), outgoing=0, reduce=()) for each in UNITS]
+    machine = replace(MACHINE, synchronous_host=True, contention=1.0, host_share=share)
+    unsent = compile_schedule(sequential(nothing), SchedulePolicy(bucket_nbytes=0))
+    trace = measure(schedule, machine, steps=8)
+    found = Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0, alone=measure(unsent, machine))
+    assert found.host_share == pytest.approx(share, abs=0.02)
+    assert found.latency == pytest.approx(machine.latency, rel=0.05)
+    assert found.bandwidth == pytest.approx(machine.bandwidth, rel=0.05)
+    assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s, rel=0.02)
+
+
+def test_what_the_host_does_in_front_of_an_op_is_a_part_of_the_op():
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(prefetch=0, gather_at_start=False, bucket_nbytes=0))
+    machine = replace(MACHINE, synchronous_host=True)
+    trace = measure(schedule, machine, steps=2)
+    late = [i for i, op in enumerate(schedule.ops) if (op.kind, op.unit, op.phase) == ("compute", "u.1", "forward")]
+    trace.rows = [(*row[:5], row[5] + 0.125, *row[6:]) if row[0] in late and row[1] == "compute" else row for row in trace.rows]
+    assert Hardware.fit(trace, schedule, synchronous_host=True).compute["u.1"] == pytest.approx(machine.compute["u.1"])
 
 
 def test_noise_moves_it_by_less_than_itself():
@@ -204,7 +227,7 @@ def test_nothing_has_to_be_measured_that_the_schedule_does_not_have():
     alone = [replace(each, gathered=0, gather=(), outgoing=0, reduce=()) for each in UNITS]
     schedule = compile_schedule(sequential(alone, tail=()), SchedulePolicy(bucket_nbytes=0))
     found = Hardware.fit(measure(schedule, MACHINE), schedule)
-    assert (found.update_s, found.issue) == (0.0, 0.0)
+    assert (found.update_s, found.issue_s) == (0.0, 0.0)
     assert predict(schedule, found).step_s == predict(schedule, MACHINE).step_s
 
 

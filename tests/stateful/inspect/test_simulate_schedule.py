@@ -130,7 +130,7 @@ def test_half_a_contention_costs_a_quarter_of_the_speed_while_both_work():
 
 
 def test_host_is_busy_with_what_it_begins():
-    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, issue=0.75))
+    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, issue_s=0.75))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 2)]
     assert times(timeline, "compute")[0] == ("a", 1.5, 3.5)
     assert times(timeline, "reduce")[0] == ("b", 10, 11)
@@ -246,8 +246,9 @@ def test_what_the_hardware_does_not_say(change, error, match):
         ({"update_s": math.inf}, "update_s is inf"),
         ({"contention": 1.5, "synchronous_host": True}, "contention is 1.5, expected 0 to 1"),
         ({"contention": 0.5}, "contention is 0.5, which is for a host that computes: pass synchronous_host=True"),
-        ({"issue": 0.5}, "issue is 0.5, which is for a host that computes"),
-        ({"issue": -0.5, "synchronous_host": True}, "issue is -0.5, expected at least 0"),
+        ({"host_share": -0.5}, "host_share is -0.5, expected 0 to 1"),
+        ({"issue_s": 0.5}, "issue_s is 0.5, which is for a host that computes"),
+        ({"issue_s": -0.5, "synchronous_host": True}, "issue_s is -0.5, expected at least 0"),
     ],
 )
 def test_numbers_out_of_range(change, match):
@@ -296,7 +297,13 @@ hardwares = st.builds(
     memory_bandwidth=st.sampled_from([10.0, 100.0, math.inf]),
     update_s=st.integers(0, 9).map(float),
 )
-hardwares |= st.builds(replace, hardwares, synchronous_host=st.just(True), contention=st.sampled_from([0.0, 0.5, 1.0]))
+hardwares |= st.builds(
+    replace,
+    hardwares,
+    synchronous_host=st.just(True),
+    contention=st.sampled_from([0.0, 0.5, 1.0]),
+    host_share=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+)
 
 
 @given(schedules(), hardwares)

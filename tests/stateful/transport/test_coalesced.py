@@ -1,6 +1,7 @@
 """Buckets as they run: one collective for several units, with the bits, the bytes and the order of each alone."""
 
 import re
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -39,7 +40,7 @@ from tests.scheduling import (
 )
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_planned, measure, of_the_loss
 
-LAYERS = 4
+LAYERS, LATE_S = 4, 0.05
 JOINED = {"bucket_nbytes": 700}
 """Some two or three blocks."""
 
@@ -391,6 +392,37 @@ def test_a_trace_shows_a_bucket_as_one_collective():
         assert timeline.seconds("reduce") < sum(s.seconds for s in one)
         hardware = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0)
         assert "gather" in compare(fs.inspect.predict(schedule, hardware), timeline)
+
+
+def traced_late(comm):
+    """A step under ddp whose sums are handed out late, and in which rank 1 computes for longer."""
+    fly = gloo.GlooTransport._fly
+
+    def late(transport, kind, post, finish, flight):
+        return fly(transport, kind, post, lambda posted: (time.sleep(LATE_S * (kind == "share")), finish(posted))[1], flight)
+
+    def loss(params, batch, comm):
+        time.sleep(3 * LATE_S * comm.rank)
+        return loss_fn(params, batch, comm)
+
+    tx = fs.optim.adamw(1e-2)
+    state = make_state(comm, "ddp", tx=tx, params=make_params(layers=LAYERS))
+    step = fs.Scheduler(comm, bucket_nbytes=0)(fs.train_step(loss, tx, donate=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo.GlooTransport, "_fly", late)
+        [state, _], trace = step(state, my_batches(comm, 1)[0]), step.trace()
+        state, _ = step(state, my_batches(comm, 1)[0])
+    return trace.timeline(step.schedule)
+
+
+def test_a_trace_has_both_halves_of_an_all_reduce_and_what_an_update_waits_for():
+    """The second half begins in a thread of its own; and the host waits for gradients and losses inside of the update."""
+    first, _ = processes(DP, traced_late)
+    assert all(span.seconds >= LATE_S for span in first.spans if span.kind == "reduce")
+    (update,) = [span for span in first.spans if span.kind == "update"]
+    waited = [span for span in first.spans if span.kind == "wait" and span.op == update.op]
+    assert sum(span.seconds for span in waited) >= 2 * LATE_S
+    assert update.seconds < 2 * LATE_S
 
 
 # ------------------------------------------------------------ streams
