@@ -20,15 +20,18 @@ def unit_facts(draw, name):
     nbytes = st.integers(1, 12).map(lambda n: n * ALIGN)
     gathered = draw(st.one_of(st.just(0), nbytes, nbytes, nbytes))
     gather = draw(st.sampled_from([(GATHER,), (GATHER,), ()])) if gathered else ()
+    coded = dict.fromkeys(["decoded"], draw(st.sampled_from([0, 0, 8])) if gathered else 0)
     if not draw(st.sampled_from([True, True, True, False])):
-        return UnitFacts(name, gathered, trainable=False, gather=gather)
+        return UnitFacts(name, gathered, trainable=False, gather=gather, **coded)
     outgoing = draw(st.one_of(st.just(0), nbytes, nbytes))
     reduce = draw(st.sampled_from([(REDUCE,), (REDUCE, FINISH), ()])) if outgoing else ()
     finish, update_gather = draw(st.sampled_from([(), (FINISH,)])), draw(st.sampled_from([(), (SPREAD,)]))
     finishing = draw(st.one_of(st.just(0), nbytes)) if finish else 0
     rest = draw(st.one_of(st.just(0), nbytes, nbytes))
     host = draw(st.sampled_from([0, 0, 1])) * draw(nbytes)
-    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, update_gather, rest, host)
+    for move, calls in {"reduce": reduce, "finish": finish}.items():
+        coded |= {f"{move}_{how}": draw(st.sampled_from([0, 0, 8])) * bool(calls) for how in ("encoded", "recoded", "decoded")}
+    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, update_gather, rest, host, **coded)
 
 
 @dataclass(frozen=True)

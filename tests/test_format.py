@@ -192,7 +192,7 @@ def test_schedules_are_drawn_estimated_traced_and_free_of_races(stored, strategy
     # Under zero1 parameters rest whole, and are decoded outside of the arena.
     assert (ours.arena > theirs.arena) is (strategy == "zero3")
     if stored is STORED:  # scales take room, with which other orders are best
-        assert [op.kind for op in ours.ops] == [op.kind for op in theirs.ops]
+        assert [op.kind for op in ours.ops if op.kind != "decode"] == [op.kind for op in theirs.ops]
 
 
 @either

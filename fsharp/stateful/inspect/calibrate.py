@@ -71,12 +71,19 @@ def calibrate(trace: Trace, schedule: Schedule, *, host_speed: float, sending_sp
     }
     cast_s = sum(median(each) for each in casts.values())
     cast_nbytes = sum(moved_nbytes([schedule.ops[op]], schedule.program.facts) for op in casts)
+    codec_bandwidth = _codec_bandwidth(schedule, rows)
+    facts = schedule.program.facts
+    for run in issue_positions(schedule.ops):
+        coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
+        if coded and run[0] in taken_alone:  # between two collectives, which themselves took the rest
+            taken_alone[run[0]] = max(taken_alone[run[0]] - coded / codec_bandwidth, 0.0)
     links = _fit_links(_points(schedule, taken_alone))
     return {
         "compute": by_unit(own),
         "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
         "bandwidth": {link: bandwidth for link, (_, bandwidth) in links.items()} or math.inf,
         "memory_bandwidth": cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
+        "codec_bandwidth": codec_bandwidth,
         "host_bandwidth": _host_bandwidth(schedule, rows),
         "update_s": median(updates),
         "issue_s": median(issuing) / len(flights) if flights else 0.0,
@@ -132,6 +139,16 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
             copied[step] = copied.get(step, 0.0) + stop - start
     seconds = median(copied.values()) if copied else 0.0
     return schedule.host_nbytes / seconds if seconds else math.inf
+
+
+def _codec_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
+    """Return encoded bytes per second of the ops that encode or decode and wait for nothing, all steps together."""
+    seconds, coded, facts = 0.0, 0, schedule.program.facts
+    for i, kind, _, _, _, start, stop, _ in rows:
+        op = schedule.ops[i]
+        if kind == op.kind and op.spec.cost == "code" and not op.spec.may_wait:
+            seconds, coded = seconds + stop - start, coded + op.spec.coded_nbytes(facts[op.unit])
+    return coded / seconds if seconds and coded else math.inf
 
 
 class _Cover:

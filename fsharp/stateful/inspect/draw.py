@@ -20,7 +20,7 @@ _WIDTH_IN, _DPI = 15.0, 150
 _MARGIN_IN = 1.0  # that labels of lanes take
 _FONT = 7.0
 _LANES: dict[Stream, float] = {"compute": 1.0, "gather": 0.75, "reduce": 0.75, "host": 0.75}
-_INK, _FAINT, _UPDATE = "#222222", "#c8c8c8", "#555555"
+_INK, _FAINT, _UPDATE, _CODED = "#222222", "#c8c8c8", "#555555", "#1b9e77"
 _WAIT, _WAIT_LINES = "#f7d4d4", "#d62728"
 _MEMORY = ("#4c78a8", "#d9730d")  # of the first timeline and of the second
 _BYTES = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")
@@ -35,8 +35,8 @@ def draw(
 ) -> None:
     """Draw a step: lanes for compute, gathers, reductions and host memory, and beneath them the live bytes of the arena.
 
-    Each unit has a colour, which is paler in the forward. Red is time in which compute waits. Gathers from the end of the
-    previous step are at the left.
+    Each unit has a colour, which is paler in the forward. Red is time in which compute waits. What encodes or decodes is green;
+    a collective with a green edge does so inside. Gathers from the end of the previous step are at the left.
 
     Args:
         what: a timeline, or a schedule. A schedule without ``hardware`` is drawn in the order of its ops, with equal widths; a
@@ -67,12 +67,14 @@ def draw(
     figure = Figure((_WIDTH_IN, sum(heights) + 0.42 * len(timelines) + 1.15), _DPI, facecolor="white", layout="constrained")
     all_axes = figure.subplots(len(heights), height_ratios=heights)
     longest = max(each.step_s for each in timelines) or 1.0
-    style = _Style(_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times)
+    units = timeline.schedule.program.facts
+    coded = [op.spec.coded_nbytes(units[op.unit]) for op in timeline.schedule.ops]
+    style = _Style(_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times, coded)
     for axes, each, name in zip(all_axes, timelines, names):
         axes.set_title(_title(each, name, has_times), loc="left", fontsize=10, fontweight="bold", color=_INK)
         _draw_lanes(axes, each, lanes, style)
     _draw_memory(all_axes[-1], timelines, names, style)
-    _legend(figure, all_axes[-1], has_times)
+    _legend(figure, all_axes[-1], has_times, has_codes=any(coded))
     figure.savefig(path)
 
 
@@ -94,12 +96,21 @@ def in_order(schedule: Schedule) -> Timeline:
 
 
 class _Style(NamedTuple):
-    """Style of a picture: colours of units, the end of the axis, the axis's units per inch, and whether it has times."""
+    """Style of a picture.
+
+    Attributes:
+        colours: colours of units.
+        longest: end of the axis.
+        per_inch: units of the axis per inch.
+        has_times: whether the axis has seconds.
+        coded: for each op, the encoded bytes that it encodes or decodes.
+    """
 
     colours: dict[str, Colour]
     longest: float
     per_inch: float
     has_times: bool
+    coded: Sequence[int]
 
 
 class _Box(NamedTuple):
@@ -145,6 +156,8 @@ def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style:
     edges = ["white" if box.stop - box.start > 0.06 * style.per_inch else "none" for box in others]
     places = [(box.start, box.stop - box.start) for box in others]
     axes.broken_barh(places, where, facecolors=faces, edgecolors=edges, linewidth=0.6)
+    coded = [place for box, place in zip(others, places) if _look(box.span) != "coded" and style.coded[box.span.op]]
+    axes.broken_barh(coded, (where[0] + 0.85 * where[1], 0.15 * where[1]), facecolors=_CODED)
     for box, face in zip(others, faces):
         if _look(box.span) != "faint":
             name = box.span.unit or box.span.kind
@@ -189,7 +202,7 @@ def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str],
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Any, axes: Any, has_times: bool) -> None:
+def _legend(figure: Any, axes: Any, has_times: bool, *, has_codes: bool) -> None:
     from matplotlib.patches import Patch
 
     ramp = (0.13, 0.57, 0.55)
@@ -200,6 +213,7 @@ def _legend(figure: Any, axes: Any, has_times: bool) -> None:
         Patch(facecolor=_paler(ramp), label="forward"),
         Patch(facecolor=ramp, label="backward"),
         Patch(facecolor=_darker(ramp), label=_kinds_that_look("dark")),
+        *([Patch(facecolor=_CODED, label=_kinds_that_look("coded"))] if has_codes else []),
         Patch(facecolor=_UPDATE, label=_kinds_that_look("grey")),
         Patch(**waits, hatch="//////", linewidth=0),
         *([] if has_times else [Patch(facecolor=_FAINT, label=_kinds_that_look("faint"))]),
@@ -280,6 +294,8 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
 
 def _face(span: TimeSpan, colours: dict[str, Colour]) -> Any:
     look = _look(span)
+    if look == "coded":
+        return _CODED
     if look in ("grey", "faint") or not span.unit:
         return _FAINT if look == "faint" else _UPDATE
     colour = colours[span.unit]

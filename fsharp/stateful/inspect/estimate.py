@@ -53,6 +53,7 @@ class Hardware:
         latency: seconds of a collective that do not depend on its bytes: one number, or numbers as for ``bandwidth``.
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
             collectives along axes of one rank.
+        codec_bandwidth: encoded bytes per second that are encoded or decoded, in ops of their own or between two collectives.
         host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
             5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
@@ -71,6 +72,7 @@ class Hardware:
     bandwidth: PerLink
     latency: PerLink = 0.0
     memory_bandwidth: float = math.inf
+    codec_bandwidth: float = math.inf
     host_bandwidth: float = 50e9
     update_s: float = 0.0
     synchronous_host: bool = False
@@ -79,7 +81,7 @@ class Hardware:
     issue_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "latency", "memory_bandwidth", "host_bandwidth", "update_s", "issue_s"):
+        for name in ("bandwidth", "latency", "memory_bandwidth", "codec_bandwidth", "host_bandwidth", "update_s", "issue_s"):
             value = getattr(self, name)
             is_rate = name.endswith("bandwidth")
             for number in value.values() if isinstance(value, Mapping) else (value,):
@@ -307,6 +309,7 @@ def _seconds(
 ) -> float:
     """Return the seconds of ops that are issued as one."""
     phase, unit = ops[0].phase, ops[0].unit
+    coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
     match ops[0].spec.cost:
         case "":
             return 0.0
@@ -316,7 +319,10 @@ def _seconds(
             return hardware.update_s
         case "copy":
             return facts[unit].host / hardware.host_bandwidth
+        case "code":
+            return coded_s
         case "send" | "memory":  # without a collective what would be sent is copied; without memory what is read counts
             of = [(op, facts[op.unit]) for op in ops]
             calls = [call for op, mine in of for call in op.spec.collectives(mine)]
-            return hardware.collective_s(calls) if calls else moved_nbytes(ops, facts) / hardware.memory_bandwidth
+            bandwidth = hardware.memory_bandwidth
+            return coded_s + (hardware.collective_s(calls) if calls else moved_nbytes(ops, facts) / bandwidth)

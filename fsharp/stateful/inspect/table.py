@@ -7,17 +7,18 @@ from fsharp.stateful.schedule.ops import kinds
 from fsharp.stateful.schedule.schedule import Schedule, issue_positions
 from fsharp.type_checks import options_checked
 
-_HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after")
+_HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "coded", "after")
 
 
 @options_checked
 def table(schedule: Schedule) -> str:
     """Return a schedule as a table in text, with a row for each op, and totals.
 
+    ``coded`` are the encoded bytes that an op encodes or decodes; there is no such column if all formats are plain.
     ``'`` marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
     """
     facts = schedule.program.facts
-    rows, joined = [_HEAD], {i for run in issue_positions(schedule.ops) for i in run[1:]}
+    rows, joined = list[tuple[str, ...]]([_HEAD]), {i for run in issue_positions(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
         before = schedule.ops[i - 1] if i else None
         calls = op.spec.collectives(facts[op.unit])
@@ -31,10 +32,13 @@ def table(schedule: Schedule) -> str:
                 op.stream,
                 ", ".join(f"{m.start:,} to {m.stop:,}" for m in (op.memory, op.opens) if m),
                 nbytes_text(sum(call.nbytes for call in calls)) if calls else "",
+                nbytes_text(coded) if (coded := op.spec.coded_nbytes(facts[op.unit])) else "",
                 ", ".join(f"{j}'" if j >= i else str(j) for j in op.after),
             )
         )
-    lines = columns(rows, right={0, 7})
+    if not any(row[8] for row in rows[1:]):
+        rows = [(*row[:8], *row[9:]) for row in rows]
+    lines = columns(rows, right={0, 7, 8} if len(rows[0]) == len(_HEAD) else {0, 7})
     number = Counter(op.kind for op in schedule.ops)
     calls_sent = schedule.calls()
     sent = sum(call.nbytes * count for call, count in calls_sent.items())

@@ -87,13 +87,12 @@ class Compiled:
             fills = [op.opens, op.memory if spec.fills == spec.memory else None]
             joins = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
             after = [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
-            known: dict[str, Any] = {}
+            # Nothing of the schedule follows it at once.
+            known: dict[str, Any] = {"may_wait": self.events[op.at].kind in ("microbatch_end", "reduce")}
             if spec.memory in (OUTGOING, FINISHING):
                 assert unit is not None
                 assert unit.gradient is not None
                 route = unit.gradient.route
-                # Nothing of the schedule follows it at once.
-                known["may_wait"] = self.events[op.at].kind in ("microbatch_end", "reduce")
                 if spec.frees and known["may_wait"] and op.memory is not None:
                     late.append((op.memory, unit.gradient))
                 if spec.memory == FINISHING and op.unit not in pieces:

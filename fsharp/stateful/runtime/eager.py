@@ -139,7 +139,7 @@ class Eager:
                 yield self._of_copy(ops.RELEASE, unit, phase, copy)
             yield from self._make_room(copy, unit)
             yield self._of_copy(ops.GATHER, unit, phase, copy)
-        if copy.works or not is_filled:
+        if copy.works or copy.is_encoded or not is_filled:
             yield self._of_copy(ops.WAIT, unit, phase, copy, self._last.get("gather"))
 
     def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
@@ -193,6 +193,8 @@ class Eager:
         assert gradient is not None
         yield from self._land()
         if gradient.route.is_reduced:
+            if ops.ENCODE.is_for(self._facts(unit)):
+                yield self._emit(ops.ENCODE, unit, "backward")
             self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=gradient.block))
             yield self._under_way[-1]
         else:
@@ -207,7 +209,12 @@ class Eager:
         while self._under_way:
             began = self._under_way.pop(0)
             assert began.unit is not None
-            bound = self._accumulate(began.unit, began.block, began.key[1])
+            unit, after = began.unit, began.key[1]
+            if ops.SUM.is_for(self._facts(unit)):
+                decode = self._emit(ops.SUM, unit, "backward", after=after)
+                after = decode.key[1]
+                yield decode
+            bound = self._accumulate(unit, began.block, after)
             del began
             yield bound
             del bound
@@ -231,9 +238,17 @@ class Eager:
             gradient = unit.gradient
             assert gradient is not None
             memory = torch.empty(gradient.route.finishing_nbytes(), dtype=torch.uint8, device=self._device)
+            facts = self._facts(unit)
+            if ops.ENCODE_REST.is_for(facts):
+                yield self._emit(ops.ENCODE_REST, unit, "finish")
             reduce = self._emit(ops.FINISH, unit, "finish", pieces=gradient.route.finishing_block(memory))
             yield reduce
-            yield self._emit(ops.LAND, unit, "finish", after=reduce.key[1])
+            after = reduce.key[1]
+            if ops.FINAL_SUM.is_for(facts):
+                decode = self._emit(ops.FINAL_SUM, unit, "finish", after=after)
+                after = decode.key[1]
+                yield decode
+            yield self._emit(ops.LAND, unit, "finish", after=after)
             self._join()
 
     def after_update(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:

@@ -43,8 +43,8 @@ class BoundOp:
         block: the memory in which a gradient is collected, and from which it is sent.
         pieces: memory for the reduction to the optimizer's place.
         is_first: for a cast: whether it is the unit's first one in its microbatch.
-        may_wait: for an accumulate: whether no op of the schedule needs the result soon, so that a host without streams runs it
-            late.
+        may_wait: for a sum or an accumulate: whether no op of the schedule needs the result soon, so that a host without
+            streams runs it late.
         joins: gradients whose old memory this op is about to fill, and for which it therefore waits.
         others: for the first op of a bucket: the other ops, which run together with it.
     """
@@ -295,8 +295,6 @@ def _wait(executor: Executor, bound: BoundOp) -> Action:
             copy.wait()
         if after:
             lanes.join(after)
-        if copy.is_encoded:
-            copy.decode()
         if copy.filled_from != seen or (copy.is_carried and not copy.holds(seen)):
             raise ScheduleError(
                 f"the parameters of unit {unit.key!r} were changed in place between being gathered and being used. "
@@ -304,6 +302,17 @@ def _wait(executor: Executor, bound: BoundOp) -> Action:
             )
 
     return action
+
+
+def _decode(executor: Executor, bound: BoundOp) -> Action:
+    copy = bound.copy
+    assert copy is not None
+
+    def action() -> None:
+        if copy.is_encoded:
+            copy.decode()
+
+    return executor.joining(bound, action)
 
 
 def _release(executor: Executor, bound: BoundOp) -> Action:
@@ -369,6 +378,16 @@ def _cast(executor: Executor, bound: BoundOp) -> Action:
     return executor.joining(bound, action) if opens or fills else action
 
 
+def _encode(executor: Executor, bound: BoundOp) -> Action:
+    gradient = bound.gradient
+
+    def start() -> None:
+        assert gradient.block is not None
+        gradient.encode(gradient.route.chains, gradient.block.collected)
+
+    return executor.on_lane(bound, gradient.encode_rest if bound.spec is ops.ENCODE_REST else start)
+
+
 def _reduce(executor: Executor, bound: BoundOp) -> Action:
     transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.members]
     as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
@@ -396,6 +415,12 @@ def _reduce(executor: Executor, bound: BoundOp) -> Action:
             works = works[count:]
 
     return executor.on_lane(bound, start)
+
+
+def _sum(executor: Executor, bound: BoundOp) -> Action:
+    if bound.may_wait and executor.transport.is_async:
+        return nothing  # whoever takes the sum decodes it
+    return executor.on_lane(bound, bound.gradient.decode, begins=False)
 
 
 def _accumulate(executor: Executor, bound: BoundOp) -> Action:
@@ -449,10 +474,15 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.WAIT: _wait,
     ops.SETTLE: _settle,
     ops.COMPUTE: lambda executor, bound: nothing,
+    ops.DECODE: _decode,
     ops.RELEASE: _release,
     ops.CAST: _cast,
+    ops.ENCODE: _encode,
+    ops.ENCODE_REST: _encode,
     ops.REDUCE: _reduce,
     ops.FINISH: _reduce,
+    ops.SUM: _sum,
+    ops.FINAL_SUM: _sum,
     ops.ACCUMULATE: _accumulate,
     ops.LAND: _accumulate,
     ops.FETCH: _copy,

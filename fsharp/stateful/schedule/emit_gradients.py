@@ -4,10 +4,24 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fsharp.stateful.schedule.costs import Bundles
-from fsharp.stateful.schedule.ops import ACCUMULATE, CAST, FINISH, LAND, REDUCE, REST, OpSpec
+from fsharp.stateful.schedule.ops import (
+    ACCUMULATE,
+    CAST,
+    ENCODE,
+    ENCODE_REST,
+    FINAL_SUM,
+    FINISH,
+    LAND,
+    REDUCE,
+    REST,
+    SUM,
+    OpSpec,
+)
 from fsharp.stateful.schedule.policy import REDUCTIONS
 from fsharp.stateful.schedule.program import Event
 from fsharp.stateful.schedule.unplaced import BufferKey, OpList, UnplacedOp
+
+After = tuple[UnplacedOp, ...]
 
 
 class GradientOps:
@@ -71,7 +85,7 @@ class GradientOps:
         facts = self._ops.facts[units[0]]
         if REDUCE.is_for(facts):
             self._make_room(i, REDUCE)
-            after = {unit: (casts[unit],) for unit in units}
+            after = self._encode(ENCODE, units, i, {unit: (casts[unit],) for unit in units})
             self._launch(self._ops.add_as_one(REDUCE, units, "backward", i, after=after))
             return
         [unit] = units
@@ -93,8 +107,16 @@ class GradientOps:
         if any(self._unfinished[each] for each in units):
             return
         self._make_room(i, FINISH)
-        after = {unit: (self._fed[unit],) for unit in units if unit in self._fed}
+        after = self._encode(ENCODE_REST, units, i, {unit: (self._fed[unit],) for unit in units if unit in self._fed})
         self._launch(self._ops.add_as_one(FINISH, units, "finish", i, after=after))
+
+    def _encode(self, spec: OpSpec, units: Sequence[str], i: int, after: dict[str, After]) -> dict[str, After]:
+        """Encode the gradients of units that travel encoded. Return the ops that their reductions come after."""
+        [phase] = spec.phases
+        for unit in units:
+            if spec.is_for(self._ops.facts[unit]):
+                after |= {unit: (self._ops.add(spec, unit, phase, i, after=after.get(unit, ())),)}
+        return after
 
     def _open(self, unit: str) -> BufferKey | None:
         """Return the buffer of a unit's gradient at rest, for the first op that writes there."""
@@ -131,8 +153,11 @@ class GradientOps:
         """Add the results of reductions to the gradients. ``is_last``: the memory of the results is free afterwards."""
         sums = []
         for op in ops:
-            spec = ACCUMULATE if op.spec is REDUCE else LAND
-            added = self._ops.add(spec, op.unit, op.phase, i, after=(op,), is_last=is_last)
+            decode, spec = (SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_SUM, LAND)
+            arrived = op
+            if decode.is_for(self._ops.facts[op.unit]):
+                arrived = self._ops.add(decode, op.unit, op.phase, i, after=(op,))
+            added = self._ops.add(spec, op.unit, op.phase, i, after=(arrived,), is_last=is_last)
             if spec is ACCUMULATE and is_last:
                 added.open(self._open(op.unit), reduction=op)
             self._fed[op.unit] = added

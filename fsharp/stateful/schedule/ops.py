@@ -6,6 +6,9 @@ before it on its stream have; the host waits for nothing else.
 
 - ``gather``: copy full parameters into ``memory``; in phase ``update``: updated ones to where they rest.
 - ``wait``: the compute stream (on CPUs the host) waits for a gather.
+- ``encode``: a gradient, for the first collective of its reduction. Only where that sends a format that is not plain.
+- ``sum``: decode the parts that a reduction has brought, and add them in order of rank, before they are accumulated.
+- ``decode``: gathered parameters, behind their ``wait``, if their format is not plain.
 - ``compute``: the caller's own code, from entering the unit to the next op on this stream.
 - ``release``: ``memory`` of a gathered unit is free from here on.
 - ``cast``: write gradients of a use, when its backward ends, to ``memory`` (the first use copies, later uses add), or where
@@ -14,6 +17,15 @@ before it on its stream have; the host waits for nothing else.
 - ``accumulate``: add the result of the reduction (or ``memory`` itself) to the gradient at rest; ``memory`` is free afterwards.
 - ``fetch``, ``offload``: copy a unit's optimizer state and main copies from host memory to the device, and back.
 - ``update``: the caller's optimizer step.
+
+[Note: codecs]
+``encode`` and ``decode`` read and fill memory of the arena and memory beside it, which their unit's gradient or copy owns. What
+is encoded or decoded inside of another op has no op of its own; field ``codes`` of that op's record has its bytes:
+
+- between two collectives of one reduction: sums are decoded and encoded again for the next axis, or gathered;
+- differences of updated parameters, decoded by whoever looks at parameters first: over gloo the host would stand still before.
+
+What the optimizer step encodes is part of ``update``, whose time is measured as a whole.
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
@@ -36,11 +48,12 @@ Stream = Literal["compute", "gather", "reduce", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 Phase = Literal["forward", "backward", "finish", "update"]
 
-Cost = Literal["", "compute", "update", "send", "memory", "copy"]
-"""What the time of an op depends on: the caller's own code, its optimizer step, collectives, bytes in memory, or bytes between
-host memory and the device; an empty text: it takes none."""
-Look = Literal["unit", "dark", "grey", "faint", "hatched"]
-"""How a picture shows an op: in the colour of its unit, paler in the forward; in that colour, darker; or in the way named."""
+Cost = Literal["", "compute", "update", "send", "memory", "code", "copy"]
+"""What the time of an op depends on: the caller's own code, its optimizer step, collectives, bytes in memory, bytes that are
+encoded or decoded, or bytes between host memory and the device; an empty text: it takes none."""
+Look = Literal["unit", "dark", "coded", "grey", "faint", "hatched"]
+"""How a picture shows an op: in the colour of its unit, paler in the forward; in that colour, darker; or in the way named. What
+is ``coded`` has one colour for all units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +65,23 @@ class BufferSpec:
         fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
         is_pinned: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
         is_opened: whether the address is in ``opens`` of an op, and not in ``memory``, and holds to the end of the step.
+        made_of: buffer that an op reads to fill this one. If that buffer is changed, filled or freed, this one is empty. Empty
+            text: no such buffer.
+        is_passed: whether the buffer is filled and read at one event, so that a step that leaves its schedule finds it empty.
     """
 
     words: str
     fact: str = ""
     is_pinned: bool = False
     is_opened: bool = False
+    made_of: str = ""
+    is_passed: bool = False
 
 
 RESTING, PARAMS, STATE = "resting", "params", "state"
 OUTGOING, REST, FINISHING, FINAL = "outgoing", "rest", "finishing", "final"
+DECODED, ENCODED, SUMMED = "decoded", "encoded", "summed"
+ENCODED_REST, FINAL_SUMMED = "encoded_rest", "final_summed"
 BUFFERS = {
     RESTING: BufferSpec("parameters where they rest"),
     PARAMS: BufferSpec("parameters", "gathered", is_pinned=True),
@@ -70,6 +90,11 @@ BUFFERS = {
     REST: BufferSpec("gradient at rest", "rest", is_opened=True),
     FINISHING: BufferSpec("finishing gradient", "finishing"),
     FINAL: BufferSpec("gradient at the optimizer's place"),
+    DECODED: BufferSpec("decoded parameters", made_of=PARAMS),
+    ENCODED: BufferSpec("encoded gradient", made_of=OUTGOING, is_passed=True),
+    SUMMED: BufferSpec("decoded sum", made_of=OUTGOING),
+    ENCODED_REST: BufferSpec("encoded gradient at rest", made_of=REST, is_passed=True),
+    FINAL_SUMMED: BufferSpec("decoded final sum", made_of=FINISHING),
 }
 
 
@@ -91,6 +116,7 @@ class OpSpec:
         frees: buffer that is free after the op.
         opens: whether the op may be the first to write a gradient at rest.
         calls: field of :class:`UnitFacts` with the op's collectives.
+        codes: field of :class:`UnitFacts` with the encoded bytes that the op encodes or decodes itself; see [Note: codecs].
         cost: the quantity on which the op's time depends.
         may_wait: whether the host may block in the op.
         look: name and colour in pictures.
@@ -109,6 +135,7 @@ class OpSpec:
     frees: str = ""
     opens: bool = False
     calls: str = ""
+    codes: str = ""
     cost: Cost = ""
     may_wait: bool = False
     look: Look = "unit"
@@ -126,6 +153,10 @@ class OpSpec:
     def collectives(self, facts: UnitFacts) -> tuple[Call, ...]:
         """Return the collectives of a unit's op of this kind."""
         return getattr(facts, self.calls) if self.calls else ()
+
+    def coded_nbytes(self, facts: UnitFacts) -> int:
+        """Return the encoded bytes that such an op of a unit encodes or decodes."""
+        return getattr(facts, self.codes) if self.codes else 0
 
     @property
     @cache  # noqa: B019  # records are there as long as the process
@@ -151,17 +182,51 @@ def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
 _STEP: tuple[Phase, ...] = ("forward", "backward")
 _SPREAD = "update_gather"
 GATHER = OpSpec("gather", _STEP, "gather", when=("gathered",), reads=(RESTING,), fills=PARAMS, calls="gather", cost="send")
-SPREAD = OpSpec("gather", ("update",), "gather", when=(_SPREAD,), fills=RESTING, calls=_SPREAD, cost="send")
+SPREAD = OpSpec(
+    "gather", ("update",), "gather", when=(_SPREAD,), fills=RESTING, calls=_SPREAD, codes="update_coded", cost="send"
+)
 WAIT = OpSpec("wait", _STEP, when=("gathered",), joins=PARAMS, may_wait=True, look="hatched")
 SETTLE = OpSpec("wait", ("update",), when=("update_gather",), joins=RESTING, may_wait=True, look="hatched")
-COMPUTE = OpSpec("compute", _STEP, events=("forward", "backward"), reads=(RESTING, PARAMS), cost="compute")
+DECODE = OpSpec(
+    "decode",
+    _STEP,
+    when=("decoded",),
+    behind="wait",
+    reads=(PARAMS,),
+    fills=DECODED,
+    codes="decoded",
+    cost="code",
+    look="coded",
+)
+COMPUTE = OpSpec("compute", _STEP, events=("forward", "backward"), reads=(RESTING, PARAMS, DECODED), cost="compute")
 RELEASE = OpSpec("release", (*_STEP, "update"), when=("gathered",), frees=PARAMS, look="faint")
 CAST = OpSpec("cast", ("backward",), fills=OUTGOING, opens=True, cost="memory", look="dark")
-REDUCE = OpSpec("reduce", ("backward",), "reduce", when=("reduce",), changes=OUTGOING, opens=True, calls="reduce", cost="send")
-_SUM = OpSpec("accumulate", ("backward",), "reduce", fills=REST, cost="memory", may_wait=True, look="dark")
-ACCUMULATE = replace(_SUM, when=("reduce", "outgoing"), frees=OUTGOING, opens=True)
-FINISH = OpSpec("reduce", ("finish",), "reduce", when=("finish",), reads=(REST,), fills=FINISHING, calls="finish", cost="send")
-LAND = replace(_SUM, phases=("finish",), when=("finish",), fills=FINAL, frees=FINISHING)
+_ENCODE = OpSpec("encode", ("backward",), "reduce", cost="code", look="coded")
+ENCODE = replace(_ENCODE, when=("reduce_encoded",), reads=(OUTGOING,), fills=ENCODED, codes="reduce_encoded")
+ENCODE_REST = replace(
+    _ENCODE, phases=("finish",), when=("finish_encoded",), reads=(REST,), fills=ENCODED_REST, codes="finish_encoded"
+)
+_REDUCE = OpSpec("reduce", ("backward",), "reduce", cost="send")
+REDUCE = replace(
+    _REDUCE, when=("reduce",), reads=(ENCODED,), changes=OUTGOING, opens=True, calls="reduce", codes="reduce_recoded"
+)
+FINISH = replace(
+    _REDUCE,
+    phases=("finish",),
+    when=("finish",),
+    reads=(REST, ENCODED_REST),
+    fills=FINISHING,
+    calls="finish",
+    codes="finish_recoded",
+)
+_DECODE = OpSpec("sum", ("backward",), "reduce", cost="code", may_wait=True, look="coded")
+SUM = replace(_DECODE, when=("reduce_decoded",), reads=(OUTGOING,), fills=SUMMED, codes="reduce_decoded")
+FINAL_SUM = replace(
+    _DECODE, phases=("finish",), when=("finish_decoded",), reads=(FINISHING,), fills=FINAL_SUMMED, codes="finish_decoded"
+)
+_ADD = OpSpec("accumulate", ("backward",), "reduce", cost="memory", may_wait=True, look="dark")
+ACCUMULATE = replace(_ADD, when=("reduce", "outgoing"), reads=(SUMMED,), fills=REST, frees=OUTGOING, opens=True)
+LAND = replace(_ADD, phases=("finish",), when=("finish",), reads=(FINAL_SUMMED,), fills=FINAL, frees=FINISHING)
 FETCH = OpSpec("fetch", ("update",), "host", when=("host",), fills=STATE, cost="copy")
 UPDATE = OpSpec("update", ("update",), events=("update",), reads=(FINAL, STATE), changes=RESTING, cost="update", look="grey")
 OFFLOAD = OpSpec("offload", ("update",), "host", when=("host",), frees=STATE, cost="copy")
@@ -205,6 +270,7 @@ def _unknown_name(spec: OpSpec) -> str:
     leaders = [kind for kind in kinds() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
     known: dict[str, Sequence[str]] = {"when": [*facts], "behind": leaders}
     known["calls"] = [name for name in facts if facts[name] == tuple[Call, ...]]
+    known["codes"] = [name for name in facts if facts[name] is int]
     known |= dict.fromkeys(("reads", "joins", "fills", "changes", "frees"), (*BUFFERS,))
     for field, names in known.items():
         value = getattr(spec, field)
@@ -215,5 +281,9 @@ def _unknown_name(spec: OpSpec) -> str:
     return ""
 
 
-for _spec in GATHER, WAIT, COMPUTE, RELEASE, CAST, REDUCE, ACCUMULATE, FINISH, LAND, FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE:
+for _spec in (
+    *(GATHER, WAIT, DECODE, COMPUTE, RELEASE),
+    *(CAST, ENCODE, REDUCE, SUM, ACCUMULATE, ENCODE_REST, FINISH, FINAL_SUM, LAND),
+    *(FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE),
+):
     declare(_spec)

@@ -36,6 +36,14 @@ class UnitFacts:
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
         wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; None shares
             none.
+        decoded: encoded bytes that are decoded behind a gather; 0 if the format of parameters is plain. As in the fields below.
+        reduce_encoded: encoded bytes of the first collective of a microbatch's reduction, encoded before it.
+        reduce_recoded: encoded bytes that this reduction decodes and encodes between two collectives.
+        reduce_decoded: encoded bytes that its last collective brings, decoded after it.
+        finish_encoded: as ``reduce_encoded``, of the reduction once a step.
+        finish_recoded: as ``reduce_recoded``, of the reduction once a step.
+        finish_decoded: as ``reduce_decoded``, of the reduction once a step.
+        update_coded: encoded bytes of differences of updated parameters, decoded where parameters rest.
     """
 
     name: str
@@ -50,6 +58,14 @@ class UnitFacts:
     rest: int = 0
     host: int = 0
     wire: str | None = ""
+    decoded: int = 0
+    reduce_encoded: int = 0
+    reduce_recoded: int = 0
+    reduce_decoded: int = 0
+    finish_encoded: int = 0
+    finish_recoded: int = 0
+    finish_decoded: int = 0
+    update_coded: int = 0
 
     @property
     def calls(self) -> tuple[Call, ...]:

@@ -80,13 +80,11 @@ class Summand(NamedTuple):
         out: memory for the sum. None, for a reduce_scatter only, leaves the sum in the memory in which the transport computes
             it.
         scratch: memory of :meth:`Transport.scratch_nbytes` bytes.
-        residual: encoding errors of earlier summands, which are added to this summand; overwritten. None: nothing is added.
     """
 
     x: torch.Tensor
     out: torch.Tensor | None
     scratch: torch.Tensor
-    residual: torch.Tensor | None = None
 
     @property
     def place(self) -> torch.Tensor:
@@ -197,19 +195,24 @@ class Transport(ABC):
         """Send part ``i`` of ``x`` to the rank at coordinate ``i``, and receive that rank's part into part ``i`` of ``out``."""
 
     def reduce_scatter_encoded(
-        self, summands: Sequence[Summand], axis: str, n: int, wire: Format, facts: Sequence[Facts], *, label: str = ""
+        self,
+        summands: Sequence[Summand],
+        stored: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        wire: Format,
+        facts: Sequence[Facts],
+        *,
+        label: str = "",
     ) -> list[Work]:
-        """Run :meth:`reduce_scatter` as one exchange of encoded parts. This rank decodes and adds the parts that it receives.
+        """Run :meth:`reduce_scatter` as one exchange of encoded parts. The first wait decodes and adds the parts that arrive.
 
-        Buffers are cut into ``n`` parts in whole blocks of ``wire``. The last parts are shorter if the split is uneven. ``out``
-        has a full part; without ``out`` the sum replaces the first part of ``x``. Errors of the format have the buffer's facts.
+        ``stored`` are the buffers from :func:`encoded_parts`. ``out`` has a full part; without ``out`` the sum replaces the
+        first part of ``x``. Errors of the format have the buffer's facts.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded(len(x), n) for x in xs]
-        padded = [torch.nn.functional.pad(x, (0, n * part - len(x))) for x, part in zip(xs, parts, strict=True)]
-        rows = zip(padded, parts, summands, facts, strict=True)
-        stored = [wire.store_summand(x, part, each.residual, about).view(n, -1) for x, part, each, about in rows]
-        sent = torch.cat(stored, 1)
+        sent = torch.cat(list(stored), 1)
         received = torch.empty_like(sent)
         outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
         self._count("all_to_all", axis, sent.nbytes // n)
@@ -220,7 +223,7 @@ class Transport(ABC):
             _copy(outs, [wire.sum(row, part, x.dtype, about) for row, part, x, about in each])
             return outs
 
-        return self._shared(self.exchange(sent.view(-1), received.view(-1), axis, label), add).each(len(xs))
+        return SharedWork(self.exchange(sent.view(-1), received.view(-1), axis, label), add).each(len(xs))
 
     def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
         """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather.
@@ -260,6 +263,20 @@ class Transport(ABC):
 
     def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
         """Call ``on_flight`` with each later collective that runs in a thread of its own; None ends that."""
+
+
+def encoded_parts(x: torch.Tensor, n: int, wire: Format, residual: torch.Tensor | None, facts: Facts) -> torch.Tensor:
+    """Return a buffer encoded in ``n`` rows, one for each receiver, in whole blocks of ``wire``. The last ones are padded.
+
+    Args:
+        x: the buffer, 1-D.
+        n: the number of receivers.
+        wire: the format.
+        residual: what the format has lost of earlier buffers, which is added to this one; overwritten. None: nothing is added.
+        facts: what is encoded, for errors of the format.
+    """
+    part = wire.padded(len(x), n)
+    return wire.store_summand(torch.nn.functional.pad(x, (0, n * part - len(x))), part, residual, facts).view(n, -1)
 
 
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from fsharp.functional.formats.format import Format
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.stateful.transport.base import Summand, Transport, Work
+from fsharp.stateful.transport.base import Summand, Transport, Work, encoded_parts
 from fsharp.stateful.units.full import aligned
 
 Pieces = list[tuple[int, torch.dtype]]
@@ -25,6 +25,14 @@ class AxisCollective(NamedTuple):
     op: str
     axis: str
     n: int
+
+
+class CodedBytes(NamedTuple):
+    """The encoded bytes of a chain: encoded before its first collective, between two, and decoded after its last."""
+
+    before: int = 0
+    between: int = 0
+    after: int = 0
 
 
 class AxisChain:
@@ -85,6 +93,25 @@ class AxisChain:
             size = out
         return result
 
+    def coded(self) -> CodedBytes:
+        """Return the encoded bytes on the way. :func:`reduce_along` codes those between two collectives."""
+        found, last = [0, 0, 0], len(self.stages) - 1
+        for k, (stage, out) in enumerate(zip(self.stages, self.sizes(), strict=True)):
+            if stage.op == "all_to_all":
+                wire = self.dtypes.wire_along(stage.axis)
+                nbytes = stage.n * wire.size(out) * wire.dtype.itemsize
+                found[0 if k == 0 else 1] += nbytes
+                found[2 if k == last else 1] += nbytes
+        return CodedBytes(*found)
+
+    def encode(self, x: torch.Tensor, residuals: Mapping[str, torch.Tensor], stage: int = 0) -> torch.Tensor | None:
+        """Return what a stage sends of a buffer, if it sends the buffer encoded, else None. Residuals are overwritten."""
+        if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
+            return None
+        _, axis, n = self.stages[stage]
+        facts = partial(self.unit.facts, self.group, axis)
+        return encoded_parts(x, n, self.dtypes.wire_along(axis), residuals.get(axis), facts)
+
     @property
     def first(self) -> torch.dtype:
         """The dtype of the chain's input; for a chain without stages the dtype of its output."""
@@ -116,6 +143,7 @@ class ChainInput(NamedTuple):
         out: memory for the result; None leaves the result in the memory of the last stage.
         memory: the tensors that :meth:`AxisChain.pieces` asks for.
         residuals: by axis, encoding errors of earlier buffers; overwritten.
+        encoded: the buffer from :meth:`AxisChain.encode`, if the first stage sends it encoded.
     """
 
     chain: AxisChain
@@ -123,10 +151,14 @@ class ChainInput(NamedTuple):
     out: torch.Tensor | None
     memory: Sequence[torch.Tensor]
     residuals: Mapping[str, torch.Tensor] = MappingProxyType({})
+    encoded: torch.Tensor | None = None
 
 
 def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
-    """Begin to reduce buffers, in the same collectives if stages and dtypes are equal. Return the Works of the last stage."""
+    """Begin to reduce buffers, in the same collectives if stages and dtypes are equal. Return the Works of the last stage.
+
+    The first wait for the last Works decodes what they bring, if it comes encoded.
+    """
     if as_one:
         return _reduce(legs, transport, label)
     works = []
@@ -150,12 +182,15 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
     for k, (op, axis, n) in enumerate(chain.stages):
         at, is_last = 3 * k, k == len(chain.stages) - 1  # in AxisChain.pieces
         outs = [leg.out if is_last else leg.memory[at + 1] for leg in legs]
-        summands = list(map(Summand, xs, outs, [leg.memory[at] for leg in legs], [leg.residuals.get(axis) for leg in legs]))
+        summands = list(map(Summand, xs, outs, [leg.memory[at] for leg in legs]))
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
             facts = [partial(leg.chain.unit.facts, leg.chain.group, axis) for leg in legs]
-            last = transport.reduce_scatter_encoded(summands, axis, n, chain.dtypes.wire_along(axis), facts, label=label)
+            pairs = zip(legs, xs, strict=True)
+            stored = [leg.chain.encode(x, leg.residuals, k) if k or leg.encoded is None else leg.encoded for leg, x in pairs]
+            sent = [each for each in stored if each is not None]
+            last = transport.reduce_scatter_encoded(summands, sent, axis, n, chain.dtypes.wire_along(axis), facts, label=label)
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:

@@ -1,5 +1,6 @@
 """The facts of a unit that a schedule needs, from the unit's layout."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -8,8 +9,8 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_gathering, calls_reducing
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.units.axis_chain import AxisChain
-from fsharp.stateful.units.full import full_nbytes
+from fsharp.stateful.units.axis_chain import AxisChain, CodedBytes
+from fsharp.stateful.units.full import full_nbytes, stored_sizes
 from fsharp.stateful.units.unit_state import UnitState
 
 
@@ -28,11 +29,22 @@ def facts_of(
     gathered = full_nbytes(layout) if unit.axes else 0
     updates = [(layout.update_nbytes(g), unit.update_axes) for g in layout.trainable * updated]
     update_gather = [call for nbytes, axes in updates for call in calls_gathering(layout, nbytes, axes)]
-    key, wire, sent, spread = unit.key, _wire(layout), tuple(gather), tuple(update_gather)
-    facts = UnitFacts(key, gathered, trainable=False, gather=sent, update_gather=spread, host=unit.host_nbytes, wire=wire)
+    differences = [layout.update_nbytes(g) for g in layout.trainable * updated if layout.update_format(g) is not None]
+    facts = UnitFacts(
+        unit.key,
+        gathered,
+        trainable=False,
+        gather=tuple(gather),
+        update_gather=tuple(update_gather),
+        host=unit.host_nbytes,
+        wire=_wire(layout),
+        decoded=sum(numel * dtype.itemsize for numel, dtype in stored_sizes(layout)) if unit.axes else 0,
+        update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, unit.update_axes)),
+    )
     if not trained or unit.gradient is None:
         return facts
     route = unit.gradient.route
+    reduced, finished = _coded(route.chains), _coded(route.finishes)
     return replace(
         facts,
         outgoing=route.outgoing_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
@@ -41,6 +53,12 @@ def facts_of(
         trainable=True,
         reduce=_calls(route.chains),
         finish=_calls(route.finishes),
+        reduce_encoded=reduced.before,
+        reduce_recoded=reduced.between,
+        reduce_decoded=reduced.after,
+        finish_encoded=finished.before,
+        finish_recoded=finished.between,
+        finish_decoded=finished.after,
     )
 
 
@@ -48,6 +66,11 @@ def _wire(unit: UnitLayout) -> str | None:
     """Return the dtypes on the wire that all groups of a unit share; None if they differ."""
     found = {group.dtypes for group in unit.groups}
     return " ".join(found.pop().names) if len(found) == 1 else None
+
+
+def _coded(chains: Iterable[AxisChain]) -> CodedBytes:
+    """The encoded bytes of all groups of a unit."""
+    return CodedBytes(*map(sum, zip(*[chain.coded() for chain in chains], strict=True)))
 
 
 def _calls(chains: Iterable[AxisChain]) -> tuple[Call, ...]:

@@ -10,7 +10,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.residuals import ByAxis
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
-from fsharp.stateful.units.axis_chain import ChainInput
+from fsharp.stateful.units.axis_chain import AxisChain, ChainInput
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
@@ -63,6 +63,7 @@ class GradientBuffer:
         self._deferred: Callable[[], None] | None = None
         self.is_under_way = False
         self._residuals: Mapping[int, ByAxis] = {}
+        self._encoded: list[torch.Tensor | None] = []
         self._ignored: set[int] = set()
 
     def _move(self, phase: GradientPhase) -> None:
@@ -201,6 +202,21 @@ class GradientBuffer:
             "buffers are. Pass sparse=False to the embedding."
         )
 
+    def encode(self, chains: Sequence[AxisChain], buffers: Sequence[torch.Tensor]) -> None:
+        """Encode the buffers that are about to go through chains, if the chains begin with an exchange of encoded parts."""
+        pairs = zip(chains, buffers, strict=True)
+        self._encoded = [chain.encode(x, self._residuals.get(chain.group, {})) for chain, x in pairs]
+
+    def encode_rest(self) -> None:
+        """Encode what rests, for :meth:`finish`."""
+        self.join()
+        self.settle()
+        self.encode(self.route.finishes, self.rest.tensors)
+
+    def _take_encoded(self, chains: Sequence[AxisChain]) -> list[torch.Tensor | None]:
+        found, self._encoded = self._encoded or [None] * len(chains), []
+        return found
+
     def reduce(self, block: OutgoingBlock, *, direct: bool) -> list[ChainInput]:
         """Return the chain inputs that reduce a microbatch's gradient in ``block``, one for each group.
 
@@ -208,17 +224,23 @@ class GradientBuffer:
         """
         self._move(GradientPhase.REDUCING)
         self.block = None
-        legs = []
+        legs, encoded = [], self._take_encoded(self.route.chains)
         for i, chain in enumerate(self.route.chains):
             if block.sent[i] is not block.collected[i]:
                 block.sent[i].copy_(block.collected[i])
             out = self.rest.tensors[i] if direct else block.received[i]
-            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._residuals.get(chain.group, {})))
+            residuals = self._residuals.get(chain.group, {})
+            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], residuals, encoded[i]))
         return legs
 
     def send(self, works: Sequence[Work]) -> None:
         """Note the Works of the collectives of :meth:`reduce` or :meth:`finish`."""
         self._works += works
+
+    def decode(self) -> None:
+        """Decode and add what :meth:`reduce` or :meth:`finish` has brought, once it is there."""
+        for work in self._works:
+            work.wait()
 
     def accumulate(self, block: OutgoingBlock) -> None:
         """Wait for the sum of a microbatch, and add it to the gradient at rest if it is not there already."""
@@ -275,12 +297,18 @@ class GradientBuffer:
         assert self.final is not None
         if self.final.is_held:
             self.final.release()
-        rows = zip(self.route.finishes, self.rest.tensors, self.final.tensors, pieces, strict=True)
+        chains = self.route.finishes
+        rows = zip(chains, self.rest.tensors, self.final.tensors, pieces, self._take_encoded(chains), strict=True)
         return [
             ChainInput(
-                chain, sent.copy_(source) if len(sent) else source, target, scratch, self._residuals.get(chain.group, {})
+                chain,
+                sent.copy_(source) if len(sent) else source,
+                target,
+                scratch,
+                self._residuals.get(chain.group, {}),
+                encoded,
             )
-            for chain, source, target, (sent, *scratch) in rows
+            for chain, source, target, (sent, *scratch), encoded in rows
         ]
 
     def end_finish(self) -> None:

@@ -45,6 +45,8 @@ class GradientCheck(Check):
         elif any(spec in takers for takers in self.takers.values()):
             self._take(i, op, spec)
             self.last = i
+        elif REST in spec.reads:
+            self._read_rest(i, op)
         elif FINAL in spec.reads and self.last >= 0 and not self.order.before(self.last, i):
             raise self.unordered(i, op, "may run before the end of", self.last)
 
@@ -98,6 +100,12 @@ class GradientCheck(Check):
         if spec.fills == REST:
             self._write(i, op, [])
             self.waiting.pop(op.unit, None)
+
+    def _read_rest(self, i: int, op: Op) -> None:
+        written = self.written.get(op.unit, -1)
+        if written >= 0 and not self.order.before(written, i):
+            raise self.unordered(i, op, "may start before the end of", written)
+        self.read[op.unit] = i
 
     def _reductions(self, spec: OpSpec) -> list[OpSpec]:
         """Return the ops that compute the sum in the buffer that an op of ``spec`` frees."""

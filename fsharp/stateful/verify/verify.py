@@ -11,6 +11,7 @@ from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, channel, issue_groups
 from fsharp.stateful.verify.check import UNDO, Check, HappensBefore, refusal
+from fsharp.stateful.verify.derived import DerivedCheck
 from fsharp.stateful.verify.gradients import GradientCheck
 from fsharp.stateful.verify.memory import Limits, MemoryCheck, StateCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
@@ -34,7 +35,7 @@ def verify(schedule: Schedule) -> None:
     """
     _check_form(schedule)
     order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
-    for kind in (ParameterCheck, GradientCheck, StateCheck, MemoryCheck, Limits):
+    for kind in (ParameterCheck, GradientCheck, DerivedCheck, StateCheck, MemoryCheck, Limits):
         check: Check = kind(schedule, order)
         for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
             check.see(i, op, spec)

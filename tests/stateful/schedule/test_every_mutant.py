@@ -17,11 +17,15 @@ from tests.gpt_like import loss_fn, make_params
 from tests.schedule_mutants import mutants, texts
 from tests.scheduling import STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches
 
-STEPS = {  # strategy, policy, microbatches; and of how many mutants one is tried by default
+CODED = {"precision": fs.Precision(stored=fs.formats.mxint8, wire=fs.formats.mxint4)}
+STEPS = {  # strategy, policy and options of plan, microbatches; and of how many mutants one is tried by default
     "zero3": ("zero3", {}, 1, 300),
     "zero2": ("zero2", {}, 2, 400),
     "zero1, offload": ("zero1", {"offload": True}, 1, 400),
     "buckets": ("zero3", {"bucket_nbytes": 2000, "release": "forward"}, 1, 400),
+    "8 and 4 bits": ("zero3", CODED, 1, 400),
+    "zero1 in 8 and 4 bits": ("zero1", CODED, 2, 0),
+    "late in 8 and 4 bits": ("late", CODED, 1, 0),
     "ddp": ("ddp", {"keep_gradients": True}, 2, 0),
     "hsdp": ("hsdp", {"release": "backward"}, 1, 0),
     "late": ("late", {}, 2, 0),
@@ -36,7 +40,9 @@ class Trainer:
 
     def __init__(self, comm, strategy, policy, microbatches):
         self.comm, tx = comm, make_tx()
-        self.state = make_state(comm, strategy, tx=tx, params=make_params(layers=2))
+        plan = {name: policy[name] for name in policy if name in CODED}
+        policy = {name: policy[name] for name in policy if name not in CODED}
+        self.state = make_state(comm, strategy, tx=tx, params=make_params(layers=2), **plan)
         self.batches = my_batches(comm, 2, size=2 * microbatches)
         self.fn = fs.train_step(loss_fn, tx, microbatches=microbatches)
         self.scheduler = fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, "sum_late": False, **policy}))

@@ -26,8 +26,10 @@ from tests.gpt_like import loss_fn
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same_training, make_state, make_tx, my_batches, run_both, train
 from tests.stateful.inspect.test_simulate_schedule import HARDWARE
 from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departing
+from tests.test_format import HALVES
 
 STEP = ("forward", "backward")
+CODED = kinds(lambda spec: spec.cost == "code")
 COUNT = OpSpec(kind="count", phases=STEP, when=("gathered",), behind="wait", reads=(PARAMS,), cost="memory", look="dark")
 """Counts elements of full parameters, on the compute stream."""
 SUM = OpSpec(kind="checksum", phases=STEP, stream="gather", behind="count", reads=(PARAMS,), cost="memory")
@@ -173,7 +175,10 @@ def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
         ({"events": ("forwrad",)}, "a tuple of 'forward' or 'forward_end' or"),
         ({"behind": "wiat"}, "'gather' or 'wait' or"),
         ({"behind": "count"}, "'gather' or 'wait' or"),
-        ({"behind": "cast"}, "'gather' or 'wait' or 'compute' or 'release' or '': another kind, with ops in all of its phases"),
+        (
+            {"behind": "cast"},
+            "'gather' or 'wait' or 'decode' or 'compute' or 'release' or '': another kind, with ops in all of its phases",
+        ),
         ({"reads": ("parms",)}, "'resting' or 'params' or"),
         ({"reads": "params"}, "a tuple of a str"),
         ({"joins": "parms"}, "'resting' or 'params' or"),
@@ -183,6 +188,7 @@ def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
         ({"opens": "yes"}, "True or False"),
         ({"calls": "gahter"}, "'gather' or 'reduce' or 'finish' or 'update_gather' or ''"),
         ({"calls": "gathered"}, "'gather' or 'reduce' or"),
+        ({"codes": "wire"}, "'gathered' or 'outgoing' or"),
         ({"cost": "memroy"}, "'' or 'compute' or 'update' or"),
         ({"may_wait": 1}, "True or False"),
         ({"look": "drak"}, "'unit' or 'dark' or"),
@@ -385,9 +391,10 @@ def test_there_may_be_one_behind_each_kind(kind):
         return lambda: calls.update([executor.comm.rank])
 
     policy = {"bucket_nbytes": 2000, "gather_at_start": False, "offload": True}
-    expected = simulate(HYBRID, lambda comm: train(comm, "late", policy, steps=3))
+    options = {"steps": 3, "precision": fs.Precision(stored=HALVES, wire=HALVES)} if kind in CODED else {"steps": 3}
+    expected = simulate(HYBRID, lambda comm: train(comm, "late", policy, **options))
     with declared(OpSpec(kind="probe", phases=phases, behind=kind), bind):
-        found = simulate(HYBRID, lambda comm: train(comm, "late", policy, steps=3))
+        found = simulate(HYBRID, lambda comm: train(comm, "late", policy, **options))
         schedule = found[0].schedule
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_training(ours, theirs)

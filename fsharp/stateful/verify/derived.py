@@ -1,0 +1,46 @@
+"""What :func:`~fsharp.stateful.verify.verify.verify` checks of buffers that are made of others, such as encoded gradients."""
+
+from fsharp.stateful.schedule.ops import BUFFERS, OPS, OpSpec
+from fsharp.stateful.schedule.schedule import Op, Schedule
+from fsharp.stateful.schedule.unplaced import BufferKey
+from fsharp.stateful.verify.check import Check, HappensBefore, refusal
+
+
+class DerivedCheck(Check):
+    """A buffer that is made of another one is made anew whenever that one changes, and is there before it is read."""
+
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
+        super().__init__(schedule, order)
+        self.made_of = {name: spec.made_of for name, spec in BUFFERS.items() if spec.made_of}
+        self.makers = {name: [spec for spec in OPS.values() if spec.fills == name] for name in self.made_of}
+        self.filled: dict[BufferKey, int] = {}  # the op that has made what is in a buffer
+
+    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+        """Follow which of these buffers have something in them."""
+        facts = self.facts[op.unit]
+        for buffer in [each for each in spec.reads if each in self.made_of]:
+            if any(maker.is_for(facts) for maker in self.makers[buffer]):
+                self._read(i, op, buffer)
+        if spec.fills in self.made_of:
+            if not spec.is_for(facts):
+                raise refusal(i, op, "is of a unit that has none.", f"{op.kind} of units whose format is not plain")
+            if (spec.fills, op.unit) in self.filled:
+                at = self.filled[spec.fills, op.unit]
+                raise refusal(i, op, f"happens twice: op {at} has done it.", "one", "Drop one.")
+            self.filled[spec.fills, op.unit] = i
+        gone = {spec.changes, spec.frees, spec.fills, spec.puts_into(facts)} - {""}
+        for buffer in [name for name, source in self.made_of.items() if source in gone]:
+            self.filled.pop((buffer, op.unit), None)
+
+    def _read(self, i: int, op: Op, buffer: str) -> None:
+        words, maker, is_passed = BUFFERS[buffer].words, self.makers[buffer][0].kind, BUFFERS[buffer].is_passed
+        if (buffer, op.unit) not in self.filled:
+            raise refusal(i, op, f"nothing has filled the {words} that it reads.", f"{maker} {op.unit} before it")
+        at = self.filled.pop((buffer, op.unit)) if is_passed else self.filled[buffer, op.unit]
+        if not self.order.before(at, i):
+            raise self.unordered(i, op, f"may read the {words} before the end of", at)
+        if is_passed and self.order.ops[at].at != op.at:
+            what = f"reads the {words}, which op {at} fills at another event."
+            raise refusal(
+                i, op, what, f"event {self.order.ops[at].at}", f"Issue both at one event: the {words} is kept nowhere."
+            )
