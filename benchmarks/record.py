@@ -7,20 +7,25 @@ from typing import Any
 
 
 class Record:
-    """A file of JSON lines, each a result with all that the result depends on.
+    """A file of JSON lines, each a result with all that the result depends on, but for the code.
 
     Args:
-        path: of the file, which need not exist; None keeps results in memory alone.
+        path: of the file, which need not exist.
+        commit: of the code that measures.
+
+    Attributes:
+        commits: those that results asked for were measured at.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path, commit: str) -> None:
+        self._path, self._commit = path, commit
         self._found: dict[str, Any] = {}
-        if path is not None and path.exists():
+        self.commits: set[str] = set()
+        if path.exists():
             whole, _, torn = path.read_text().rpartition("\n")
             if torn:  # by a process that was killed while it wrote
                 path.write_text(f"{whole}\n" if whole else "")
-            self._found = {_key(line["of"]): line["result"] for line in map(json.loads, whole.splitlines())}
+            self._found = {_key(line["of"]): line for line in map(json.loads, whole.splitlines())}
 
     def __contains__(self, of: Any) -> bool:
         return _key(of) in self._found
@@ -28,12 +33,14 @@ class Record:
     def once(self, of: Any, measure: Callable[[], Any]) -> Any:
         """Return the result of ``of`` in the file; if there is none, measure it and add a line."""
         if of not in self:
-            self._found[_key(of)] = result = measure()
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a") as file:
-                    file.write(json.dumps({"of": of, "result": result}) + "\n")
-        return self._found[_key(of)]
+            line = {"of": of, "commit": self._commit, "result": measure()}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            self._found[_key(of)] = line
+        line = self._found[_key(of)]
+        self.commits.add(line["commit"])
+        return line["result"]
 
 
 def _key(of: Any) -> str:

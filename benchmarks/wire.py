@@ -10,8 +10,7 @@ ZeRO-2 and ZeRO-3 cut a unit alike, so a format rounds the same blocks, and loss
 trained under the first of its strategies; under the others :data:`SHARED` steps count bytes, and their losses have to be equal.
 Sums of 4 ranks are rounded otherwise than those of 2: each number of processes has runs of its own.
 
-Each run is a line of a file under ``runs/``, with the commit, versions and sizes. A benchmark that was interrupted goes on
-where it ended; with files that differ from the commit it begins anew.
+Each run is a line of a file under ``runs/``. At the same commit, a benchmark that was interrupted goes on where it ended.
 """
 
 import json
@@ -64,13 +63,13 @@ class Options:
     training: Training = field(default_factory=Training)
     """Sizes of the model and of a run."""
     only: tuple[str, ...] = tuple(CODECS)
-    """Codecs; float32's has to be one."""
+    """Codecs to train with; float32's has to be one."""
     network: limited.Options = field(default_factory=limited.Options)
     """Steps over a limited network."""
     network_alone: bool = False
     """Time steps over the limited network, keep them for the next call, and end."""
     record: Path | None = None
-    """Each run, as soon as it ends; the default is a file of the commit under runs/."""
+    """Each run, as soon as it ends. The default is a file of the commit; of another file, runs at other commits count too."""
     out: Path | None = ROOT / "benchmarks/results/wire.json"
     """Everything measured."""
     docs: Path | None = ROOT / "docs/benchmarks.md"
@@ -81,10 +80,11 @@ class Options:
             raise ValueError(
                 f"--seeds {self.seeds} and --nproc {self.nproc}: expected as many of each, and 2 processes or more."
             )
-        if unknown := set(self.only) - set(CODECS):
-            raise ValueError(f"--only: there is no codec {sorted(unknown)}; there are {list(CODECS)}.")
-        if EXACT not in self.only:
-            raise ValueError(f"--only: {EXACT!r} has to be among the codecs, as losses are compared with its.")
+        for flag, names in (("--only", self.only), ("--network.codecs", self.network.codecs)):
+            if unknown := set(names) - set(CODECS):
+                raise ValueError(f"{flag}: there is no codec {sorted(unknown)}; there are {list(CODECS)}.")
+            if EXACT not in names:
+                raise ValueError(f"{flag}: {EXACT!r} has to be among the codecs, as the others are compared with it.")
 
 
 class _Sent(TorchDispatchMode):
@@ -125,6 +125,7 @@ def losses_of(
     """
     mesh, of = fs.Mesh({"dp": nproc}), {**about, "nproc": nproc, "training": asdict(options.training)}
     fsdp2 = record.once({**of, "bytes of": FSDP2}, lambda: processes(mesh, partial(fsdp2_nbytes, options=options.training))[0])
+    until = min(SHARED, options.training.steps)
     first = {name: next(x for x in options.only if CODECS[x].precision == CODECS[name].precision) for name in options.only}
     found: dict[str, list[Any]] = {name: [] for name in options.only}
     for seed in range(seeds):
@@ -132,11 +133,11 @@ def losses_of(
             shared = first[name] != name
             if shared and seed:
                 continue
-            key = {**of, "codec": name, "seed": seed, **({"until": SHARED} if shared else {})}
-            fn = partial(train, codec=CODECS[name], seed=seed, options=options.training, until=SHARED if shared else None)
+            key = {**of, "codec": name, "seed": seed, **({"until": until} if shared else {})}
+            fn = partial(train, codec=CODECS[name], seed=seed, options=options.training, until=until if shared else None)
             began, known = time.monotonic(), key in record
             run = record.once(key, lambda fn=fn: processes(mesh, fn, timeout=RUN_S)[0])
-            if shared and run["losses"] != (same := found[first[name]][0]["losses"][:SHARED]):
+            if shared and run["losses"] != (same := found[first[name]][0]["losses"][:until]):
                 raise LossMismatch(
                     f"{name}, {nproc} processes: losses are {run['losses']}, expected those of {first[name]}, {same}."
                 )
@@ -164,9 +165,9 @@ def over_limited(options: Options, record: Record, about: Mapping[str, Any], say
     """Time steps over a limited network, unless the record has them; return why not if there is none."""
     reason = "it was left out by --network.rate-mbit 0"
     if options.network.rate_mbit:
-        of = {**about, "network": asdict(options.network), "codecs": list(options.only)}
+        of = {**about, "network": asdict(options.network)}
         try:
-            return dict(record.once(of, lambda: limited.measure(options.network, options.only)))
+            return dict(record.once(of, lambda: limited.measure(options.network)))
         except limited.NoLink as error:
             reason = str(error)
     say(f"no steps over a limited network: {reason}")
@@ -200,10 +201,11 @@ def main(options: Options) -> dict[str, float | None]:
     if options.docs:
         wire_page.check(options.docs)  # raises now, and not at the end
     here = machine(options)
-    about = {name: here[name] for name in ("commit", "cpu", "versions")}
-    if here["commit"].endswith("-dirty"):
-        about["date"] = here["date"]  # runs of other files are not reused
-    record = Record(options.record or ROOT / f"runs/bench-wire-{here['commit']}.jsonl")
+    about = {name: here[name] for name in ("cpu", "versions")}
+    path = ROOT / f"runs/bench-wire-{here['commit']}.jsonl"
+    if path.stem.endswith("-dirty"):
+        path.unlink(missing_ok=True)  # other changes may have been measured
+    record = Record(options.record or path, here["commit"])
     network = over_limited(options, record, about, say)
     if options.network_alone:
         return {name: each["median"] for name, each in limited.ratios(network["rounds"]).items()} if "rounds" in network else {}
@@ -212,7 +214,7 @@ def main(options: Options) -> dict[str, float | None]:
         for nproc, seeds in zip(options.nproc, options.seeds, strict=True)
     }
     found = figures(trained, network)
-    results = {"summary": found, **here, "trained": trained, "limited": network}
+    results = {"summary": found, **here, "commit": ", ".join(sorted(record.commits)), "trained": trained, "limited": network}
     for table in wire_page.tables(results):
         console.print(wire_page.on_terminal(table))
     if options.out:

@@ -778,7 +778,7 @@ def test_formats_send_the_bytes_that_are_said(tmp_path):
     names = ("float32, zero3", "mxint8, gradients mxint4, zero2", "mxint8, gradients mxint4, zero3")
     sizes = Training(steps=3, dim=32, layers=1, batch=4, context=32, eval_bytes=256)
     options = wire.Options(nproc=(2,), seeds=(1,), training=sizes, only=names, out=None, docs=None)
-    found = wire.losses_of(2, 1, options, Record(tmp_path / "record"), {}, silent)
+    found = wire.losses_of(2, 1, options, Record(tmp_path / "record", "a"), {}, silent)
     assert 4 <= found["fsdp2_bytes"] <= 6
     exact, packed, again = [found["codecs"][name] for name in names]
     assert 8 <= exact["bytes"] <= 12
@@ -799,14 +799,15 @@ def test_a_record_goes_on_where_a_killed_process_ended(tmp_path):
         made.append(len(made))
         return made[-1]
 
-    record = Record(path)
+    record = Record(path, "a")
     assert [record.once({"a": x}, measure) for x in (1, 2, 1)] == [0, 1, 0]
     path.write_text(path.read_text()[:-3])  # killed within the second line
-    again = Record(path)
+    again = Record(path, "b")
     assert ({"a": 1} in again, {"a": 2} in again) == (True, False)
     assert again.once({"a": 2}, measure) == 2
-    assert Record(path).once({"a": 2}, measure) == 2
+    assert Record(path, "c").once({"a": 2}, measure) == 2
     assert made == [0, 1, 2]
+    assert again.commits == {"b"}
 
 
 def test_launches_are_pooled():
