@@ -181,7 +181,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         return _opened(storage, folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{instead_of(folder)}") from error
+        raise CheckpointError(f"{error}{complete_sibling(folder)}") from error
 
 
 def _opened(storage: Storage, folder: str) -> Checkpoint:
@@ -210,7 +210,7 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
     return Manifest.from_json(where, data)
 
 
-def instead_of(folder: str) -> str:
+def complete_sibling(folder: str) -> str:
     """Return the end of an error message: the complete checkpoint beside an incomplete one."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
     for other in newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
@@ -320,7 +320,7 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"verify(): {found.path} has no digests to compare with: others have written it.")
     problems = verify_files(found.path, found.manifest)
     if problems:
-        raise CheckpointError("\n".join(problems[:20]) + instead_of(found.path))
+        raise CheckpointError("\n".join(problems[:20]) + complete_sibling(found.path))
     return found
 
 

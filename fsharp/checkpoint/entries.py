@@ -208,7 +208,7 @@ def plain_dicts(state: Any) -> Any:
     return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_node)
 
 
-def give_state(owner: Any, state: Any) -> Any:
+def load_into_object(owner: Any, state: Any) -> Any:
     """Load the state in a tree into its object, and return the object."""
     if not hasattr(owner, "state_template"):  # else it has other keys before
         was = owner.state_dict()

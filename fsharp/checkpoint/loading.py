@@ -11,16 +11,16 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, instead_of, newest_except, open_checkpoint, problems_of
+from fsharp.checkpoint.catalog import Checkpoint, complete_sibling, newest_except, open_checkpoint, problems_of
 from fsharp.checkpoint.entries import (
     Contents,
     Entry,
     PerRank,
     contents_of,
-    give_state,
     is_node,
     is_object,
     leaves_of,
+    load_into_object,
     renamed,
     template_of,
 )
@@ -143,7 +143,7 @@ def load_one(
             with recording_damage(damage):
                 found.reader.read(needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}{instead_of(found.path)}") from error
+            raise CheckpointError(f"{error}{complete_sibling(found.path)}") from error
 
     tree = load_by(read, opened, like, comm=comm, **options)
     return seen[0], tree
@@ -223,7 +223,7 @@ def load_by(
         return tree
 
     def handed_back(leaf: Any, loaded: Any) -> Any:
-        return give_state(leaf, loaded) if is_object(leaf) else loaded
+        return load_into_object(leaf, loaded) if is_object(leaf) else loaded
 
     return together("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_node))
 

@@ -146,7 +146,7 @@ class Deferred:
             raise self._error
 
 
-def send_along(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
+def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
     """Send bytes to rank ``r + shift``, modulo the number of ranks, and return the bytes from rank ``r - shift``.
 
     All ranks call it.
@@ -213,7 +213,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
                 end += each.nbytes
                 send = outgoing[:end]
             batch = asked[shift][i] if i < len(asked[shift]) else []
-            receive = send_along(send, sum(each.nbytes for each in batch), shift, comm, label="restore()")
+            receive = shift_over_ranks(send, sum(each.nbytes for each in batch), shift, comm, label="restore()")
             end = 0
             for each in batch:
                 deferred.run(each.take, receive[end : end + each.nbytes])
@@ -230,8 +230,8 @@ def _swapped(text: str, comm: Comm, shift: int) -> str:
     """Send a text to rank ``r + shift``, and return the text of rank ``r - shift``."""
     body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
-    size = send_along(head, 8, shift, comm, label="restore() sizes of requests")
-    theirs = send_along(body, int.from_bytes(bytes_of(size), "little"), shift, comm, label="restore() requests")
+    size = shift_over_ranks(head, 8, shift, comm, label="restore() sizes of requests")
+    theirs = shift_over_ranks(body, int.from_bytes(bytes_of(size), "little"), shift, comm, label="restore() requests")
     return bytes(bytes_of(theirs)).decode()
 
 

@@ -30,7 +30,7 @@ from fsharp.checkpoint.peers import (
     held_here,
     held_saves,
     read_from_hosts,
-    send_along,
+    shift_over_ranks,
 )
 from fsharp.checkpoint.reading import Need
 from fsharp.checkpoint.saver import Background
@@ -41,10 +41,10 @@ from fsharp.checkpoint.saving import (
     check_written,
     manifest_of,
     metadata_of,
+    naming_path,
     publish,
     snapshot,
     tensors_of,
-    told,
     write_shards,
 )
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
@@ -147,7 +147,7 @@ class Replicas(Background):
                 raise CheckpointError(f"Replicas(): {os.fspath(folder)!r} is a URL, expected a folder in this host's memory.")
             _check_sizes(comm.mesh.size, copies, size)
             if comm.rank % size == 0:
-                self._claim = told(self._folder, lambda: Claim(self._folder, token))
+                self._claim = naming_path(self._folder, lambda: Claim(self._folder, token))
                 remove_incomplete(self._folder)
                 self._created = max((created for _, _, created, *_ in held_here(self._folder)), default=0.0)
 
@@ -165,7 +165,7 @@ class Replicas(Background):
             )
             tokens = gather_bytes(token, comm)
             self._run, self._numbers = tokens[0], count()
-            together("Replicas()", comm, lambda: told(self._folder, check_shared))
+            together("Replicas()", comm, lambda: naming_path(self._folder, check_shared))
             own = inner.on_host(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
             self._close_claim()
@@ -241,13 +241,13 @@ class Replicas(Background):
         def stage() -> None:
             if self._claim is not None:
                 check_room(self._folder, self._nbytes_of(shot.contents).held)
-                told(shot.folder, lambda: _files.stage(shot.folder))
+                naming_path(shot.folder, lambda: _files.stage(shot.folder))
 
         def commit() -> None:
             if self._claim is not None:
                 here = [records[rank] for rank in self._held_by_host]
                 manifest = manifest_of(shot, records, self._comm.mesh, created)
-                told(shot.folder, lambda: publish(shot, staged, here, manifest, rank=own.rank))
+                naming_path(shot.folder, lambda: publish(shot, staged, here, manifest, rank=own.rank))
 
         def remove_others() -> None:
             for name in newest_first(_files, self._folder) if self._claim is not None else ():
@@ -280,11 +280,11 @@ class Replicas(Background):
                 for start in range(0, max(record.nbytes for record in records), PIECE_NBYTES):
                     send, due = outgoing[: max(mine.nbytes - start, 0)], max(min(theirs.nbytes - start, PIECE_NBYTES), 0)
                     deferred.run(_files.read, f"{staged}/{mine.name}", start, bytes_of(send))
-                    receive = send_along(send, due, shift, own, label=f"refresh() of step {shot.step}")
+                    receive = shift_over_ranks(send, due, shift, own, label=f"refresh() of step {shot.step}")
                     deferred.run(out, bytes_of(receive))
                 deferred.run(stack.close)
             deferred.run(check_written, staged, theirs, source, shot.save_id)
-        together("refresh()", own, lambda: told(staged, deferred.raise_))
+        together("refresh()", own, lambda: naming_path(staged, deferred.raise_))
 
     @api_boundary
     def latest(self) -> int | None:

@@ -15,7 +15,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, created_of, folder_name, if_complete, newest_first, remove_incomplete
 from fsharp.checkpoint.retention import Retention
-from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, naming_path, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
@@ -173,7 +173,7 @@ class Saver(Background):
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
-                told(self._root, lambda: _prepare(self._root))
+                naming_path(self._root, lambda: _prepare(self._root))
 
         together("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self._saved_at = math.inf

@@ -113,7 +113,7 @@ def agreed_snapshot(
             check_room(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
             draw = bytes.fromhex(new_save_id(where))
             mine = f"{where}/{folder_name(step, draw.hex())}"
-            told(mine, lambda: storage_of(where).stage(mine))
+            naming_path(mine, lambda: storage_of(where).stage(mine))
             folder = mine
 
     try:
@@ -224,7 +224,7 @@ def _fields(contents: Contents) -> dict[str, str]:
     }
 
 
-def told(path: str, write: Callable[[], T]) -> T:
+def naming_path(path: str, write: Callable[[], T]) -> T:
     """Return the result of ``write``. An error of the file system becomes a CheckpointError that names ``path``."""
     try:
         return write()
@@ -251,7 +251,7 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
 
     try:
         records = write_shards(shot, staged, comm)
-        together("save()", comm, lambda: told(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
+        together("save()", comm, lambda: naming_path(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
     except BaseException:
         if comm.rank == 0 and not is_published:
             abandon(shot.folder)
@@ -273,7 +273,7 @@ def write_shards(shot: Snapshot, staged: str, comm: Comm, where: str = "save()")
         check_written(staged, record, comm.rank, shot.save_id)
         return record
 
-    mine = together(where, comm, lambda: told(path, write))
+    mine = together(where, comm, lambda: naming_path(path, write))
     sent = gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
     return [FileRecord(file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)]
 

@@ -10,7 +10,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
-from fsharp.functional.release import let_go, unchanged, version_of, written_to
+from fsharp.functional.release import release_saved, unchanged, version_of, written_to
 from fsharp.functional.remat import Remat, check_choice, recomputed
 from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed
 from fsharp.torch_compile import compiled_by_caller, nothing_compiled, uncompiled
@@ -82,7 +82,7 @@ def forward(
         if old != new:
             raise written_to(node.name)
     if release and torch.is_grad_enabled() and not is_differentiated():
-        let_go(out, units, whole, first, comm)
+        release_saved(out, units, whole, first, comm)
     return out
 
 

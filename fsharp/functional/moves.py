@@ -54,7 +54,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.transforms import beneath_vmap, check_untraced, is_differentiated, is_transformed
+from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed, vmap_disabled
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
 
@@ -97,7 +97,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         named = Labelled(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
-            with beneath_vmap():  # which has no dim of these
+            with vmap_disabled():  # which has no dim of these
                 moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in _sent(sharded)]
                 moved = _arrived(sharded, moved, target, named, whole=whole)
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))

@@ -18,7 +18,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import gather
-from fsharp.functional.transforms import beneath, is_batched
+from fsharp.functional.transforms import is_batched, without_vmap
 from fsharp.tracebacks import api_boundary, call_hook
 
 View = tuple[int, torch.Size, tuple[int, ...], int]
@@ -42,7 +42,7 @@ class _Saved:
         return buffer.as_strided(size, strides, buffer.storage_offset() + offset)
 
 
-def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None:
+def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None:
     """Release the gathered units that autograd has saved for a call, after its function has returned.
 
     Args:
@@ -55,11 +55,11 @@ def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None
     nodes = units_of(rested)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
         return  # vmap over parameters: they cannot be gathered again when it is over
-    whole = [beneath(buffer) for node in units_of(gathered) for buffer in node.buffers]
+    whole = [without_vmap(buffer) for node in units_of(gathered) for buffer in node.buffers]
     own = {buffer.untyped_storage().data_ptr() for node in nodes for buffer in node.buffers}
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
     numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
-    outputs = {beneath(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
+    outputs = {without_vmap(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
     outputs = {fn for fn in outputs if fn is not None and is_since(fn, first)}
     if not numbers or not outputs:
         return
@@ -200,4 +200,4 @@ def written_to(unit: str) -> TreeError:
 
 def version_of(x: torch.Tensor) -> int:
     """Return the version of a tensor, which counts writes in place; 0 for a tensor without a version counter."""
-    return 0 if x.is_inference() else beneath(x)._version
+    return 0 if x.is_inference() else without_vmap(x)._version

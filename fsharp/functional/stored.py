@@ -16,7 +16,7 @@ import torch
 
 from fsharp.functional.comm.protocol import Comm, telling_format_errors
 from fsharp.functional.comm.tree_names import label_of
-from fsharp.functional.formats.format import Format, LeafPart, some_of
+from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
@@ -158,7 +158,7 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
         return tree
     work = _of_chosen(encoded, tree, like, by_leaf=True)
     for (_, axes), (form, label, parts, units) in jobs.items():
-        about = [("units", some_of(units)), ("axes", some_of(axes))]
+        about = [("units", first_few(units)), ("axes", first_few(axes))]
         with telling_format_errors(comm, label):
             form.encode_leaves(parts, partial(_agree, comm, axes, label), partial(list, about))
 

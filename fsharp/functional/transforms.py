@@ -52,7 +52,7 @@ def check_untraced(where: str) -> None:
         )
 
 
-def beneath_vmap() -> AbstractContextManager[Any]:
+def vmap_disabled() -> AbstractContextManager[Any]:
     """Return a context in which vmap's levels are off, for computations on tensors without a vmap dim."""
     return temporarily_clear_interpreter_stack()
 
@@ -62,7 +62,7 @@ def is_batched(x: torch.Tensor) -> bool:
     return _functorch.is_batchedtensor(x)
 
 
-def beneath(x: torch.Tensor) -> torch.Tensor:
+def without_vmap(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor beneath all vmap levels: vmap's dims become ordinary dims."""
     while _functorch.is_batchedtensor(x):
         x = _functorch.get_unwrapped(x)

@@ -85,7 +85,7 @@ def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str 
     return "; ".join(rows[:2]) + (f"; and {len(rows) - 2} more" if len(rows) > 2 else "") if rows else None
 
 
-def taken(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
+def taken_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
     The tensor is taken by a sum of integers over ranks, to which other ranks add zero. Along axes ``varying`` each rank has a

@@ -259,7 +259,7 @@ class Watch:
         if self.error is not None:
             raise self.error.with_traceback(None)  # else it shows where it was raised before as well
 
-    def hear(self) -> None:
+    def end_if_failed(self) -> None:
         """End all collectives under way if another rank has failed."""
         failed = self._failed() if self.error is None else None
         if failed is not None:
@@ -271,7 +271,7 @@ class Watch:
         return own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
 
     def listen(self, every_s: float) -> None:
-        """Start a thread that calls :meth:`hear` every so many seconds, while this object lives and this rank is in the job.
+        """Start a thread that calls :meth:`end_if_failed` every ``every_s`` seconds, while this rank is in the job.
 
         For collectives that the host issues to a device and does not wait for: nothing else would look.
         """
@@ -380,7 +380,7 @@ def _listen(reference: "weakref.ref[Watch]", is_over: threading.Event, every_s: 
         watch = reference()
         if watch is None or watch.error is not None:
             return
-        watch.hear()
+        watch.end_if_failed()
         del watch
 
 

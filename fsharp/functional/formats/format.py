@@ -318,7 +318,7 @@ class Format:
         codec = self.leaves
         assert codec is not None
         self._called(
-            "encode", lambda: codec.encode(parts, agree), lambda: [*facts(), ("leaves", some_of([p.path for p in parts]))]
+            "encode", lambda: codec.encode(parts, agree), lambda: [*facts(), ("leaves", first_few([p.path for p in parts]))]
         )
 
     @api_boundary
@@ -414,7 +414,7 @@ def format_named(name: str) -> Format:
     return _formats[name]
 
 
-def some_of(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """Return the first few of ``names`` as text, for an error message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

@@ -18,7 +18,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import Facts, Format, LeafClass, LeafPart, aligned, dtype_name, some_of
+from fsharp.functional.formats.format import Facts, Format, LeafClass, LeafPart, aligned, dtype_name, first_few
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard, Strategy
@@ -387,9 +387,11 @@ class UnitLayout:
         """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
         leaves = [self.full_path(leaf) for leaf in self.leaves_of(group)]
         along = (
-            ("gradients", f"along axis {axis!r}") if axis else ("parameters", f"over axes {some_of(self.strategy.optim.order)}")
+            ("gradients", f"along axis {axis!r}")
+            if axis
+            else ("parameters", f"over axes {first_few(self.strategy.optim.order)}")
         )
-        return [("unit", self.shown), ("leaves", some_of(leaves)), along]
+        return [("unit", self.shown), ("leaves", first_few(leaves)), along]
 
     @api_boundary
     def subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -18,7 +18,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import innermost, prefixes
 from fsharp.functional.layout.sharded import Sharded, units_by_name
 from fsharp.functional.release import cloned
-from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
+from fsharp.stateful.modules.initial.dtensors import Spec, as_dtensors, local
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import owners
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, views_of
@@ -204,7 +204,7 @@ class ModuleCalls:
         if not self.specs:
             return leaves
         rows = zip([self._layout[name] for name in names], leaves, strict=True)
-        return [dressed(map(unit.full_path, unit.leaves), each, self.specs) for unit, each in rows]
+        return [as_dtensors(map(unit.full_path, unit.leaves), each, self.specs) for unit, each in rows]
 
     def differentiated(self, names: Sequence[str], leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Return units' leaves, with paused ones detached."""

@@ -14,7 +14,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource, own_buffers
-from fsharp.stateful.modules.initial.dtensors import dressed
+from fsharp.stateful.modules.initial.dtensors import as_dtensors
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank, whole_tensors
@@ -153,10 +153,10 @@ class ShardedModule(nn.Module):
             raise ScheduleError("unsharded(write=True): in averaged(), which ends with what the parameters were before.")
         _warn_of_rounding("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
-        session.state.take_writes()
+        session.state.follow_writes()
         parts = whole_tensors(session.parameters.values(), session.scheduler.comparing)
         full = {part.path: value for part, value in parts}
-        shown = zip(full, dressed(full, full.values(), session.calls.specs), strict=True)
+        shown = zip(full, as_dtensors(full, full.values(), session.calls.specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
         session.is_unsharded = True
         try:
@@ -294,7 +294,7 @@ class ShardedModule(nn.Module):
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounding("full_parameters()", chosen)
-        session.state.take_writes()
+        session.state.follow_writes()
         for part, value in whole_tensors(chosen, session.scheduler.comparing):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.whole(value).full_tensor()
 

@@ -83,7 +83,7 @@ class ModuleState:
         self.generation += 1
         self.stamp()
 
-    def take_writes(self) -> bool:
+    def follow_writes(self) -> bool:
         """After writes to the optimizer's copies, update parameters at rest, by a collective.
 
         Return whether there were writes.

@@ -55,7 +55,7 @@ class ModuleStep:
     def forward(self) -> Iterator[Any]:
         """Return a context for a forward, which becomes part of the step under way or of a new step. Yield its parameters."""
         self.recover()
-        self.take_writes()
+        self.follow_writes()
         if self.run is None:
             self.state.account_for_writes(self.scheduler.account)
             self.means.clear()
@@ -67,9 +67,9 @@ class ModuleStep:
         with self._guarded():
             yield self.params
 
-    def take_writes(self) -> None:
+    def follow_writes(self) -> None:
         """After writes to the module's parameters, update parameters at rest, and gather them anew in the step under way."""
-        if self.state.take_writes() and self.run is not None:
+        if self.state.follow_writes() and self.run is not None:
             self.run.leave()  # a schedule would use what it has gathered before
 
     def recover(self) -> None:

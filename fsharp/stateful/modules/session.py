@@ -21,7 +21,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, refuse_added
-from fsharp.stateful.modules.initial.dtensors import Spec, dressed
+from fsharp.stateful.modules.initial.dtensors import Spec, as_dtensors
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
@@ -95,10 +95,10 @@ class Session:
         if source is not None:
             out = run(source)
         elif not torch.is_grad_enabled():
-            step.take_writes()
+            step.follow_writes()
             out = self._evaluation(run, self.state.train_state.params)
         elif step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
-            step.take_writes()
+            step.follow_writes()
             out = run(ParameterSource.of(self.state.train_state.params, self.scheduler))
         else:
             self._refuse_to_train()
@@ -186,7 +186,7 @@ class Session:
         leaf = full.leaf(part.leaf.path)
         if part.requires_grad and torch.is_grad_enabled():
             leaf.requires_grad_().register_hook(partial(_refuse_reentrant, part.path))
-        whole: torch.Tensor = dressed([part.path], [leaf], self.calls.specs)[0]
+        whole: torch.Tensor = as_dtensors([part.path], [leaf], self.calls.specs)[0]
         return whole
 
     def differentiate(

@@ -11,7 +11,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import MeshError, ScheduleError, TreeError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
-from fsharp.functional.comm.equal_values import check_same, digest, taken
+from fsharp.functional.comm.equal_values import check_same, digest, taken_from_rank
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.placement import Place
@@ -88,7 +88,7 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
     refuse_dtensors(where, session)
     if session.is_averaged:
         raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
-    session.state.take_writes()
+    session.state.follow_writes()
     awaiting: dict[str, _Awaiting] = {}
     for path, parameter in session.parameters.items():
         awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_Awaiting)
@@ -242,12 +242,12 @@ def scatter_from_rank(
     mine = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8, device="meta")
     )
-    outline, metadata = _unpacked(bytes(taken(mine, rank, comm).cpu().numpy()))
+    outline, metadata = _unpacked(bytes(taken_from_rank(mine, rank, comm).cpu().numpy()))
 
     def fill(path: Any, x: Any, own: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        value, part = taken(own, rank, comm), like(tuple(each.key for each in path if hasattr(each, "key")))
+        value, part = taken_from_rank(own, rank, comm), like(tuple(each.key for each in path if hasattr(each, "key")))
         if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value
         return ShardedTensor.of(value.reshape(-1)[slice(*part.run)].clone(), part)

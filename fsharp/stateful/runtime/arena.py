@@ -54,7 +54,7 @@ class Arena:
                 each.programs.bound.clear()
             for unit in units.values():
                 if unit.gradient is not None:
-                    unit.gradient.go_home()
+                    unit.gradient.end_step()
         if bound is None or bound.arena is not self.memory:
             bound = Compiled(schedule, units, self.memory, self._executor)
             scheduled.programs.bound[id(schedule)] = bound

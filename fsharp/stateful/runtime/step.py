@@ -192,7 +192,7 @@ class Step:
             # In a backward a checkpoint has them, which computes again for a backward of the same unit that is to come.
             (uses.recomputed if in_backward() else uses.held)[use.unit.key] = None
 
-    def come_back(self, uses: Sequence[UnitUse], grads: object = None) -> None:
+    def enter_backward(self, uses: Sequence[UnitUse], grads: object = None) -> None:
         """Begin the backwards of uses: a backward has reached the results of the function that used these units."""
         gathered = [use.unit.key for use in uses if use.copy is not None] if self.is_over or torch.is_grad_enabled() else []
         if gathered and torch.is_grad_enabled():
@@ -200,11 +200,11 @@ class Step:
         if self.is_over and not gathered:
             return
         if self.is_over or self._on_backward is not None:
-            self._come_back(gathered)
+            self._enter_backward(gathered)
         for use in uses:
             self._open(use)
 
-    def _come_back(self, gathered: Sequence[str]) -> None:
+    def _enter_backward(self, gathered: Sequence[str]) -> None:
         """Call ``on_backward`` for a backward of gathered units. A backward that comes too late raises an error."""
         if self._on_backward is not None:
             self._on_backward()
@@ -239,7 +239,7 @@ class Step:
     def _gradient(self, use: UnitUse, grads: Grads) -> None:
         """End the backward of a use, with the gradients of its leaves."""
         if self.is_over or self._on_backward is not None:
-            self._come_back([use.unit.key])
+            self._enter_backward([use.unit.key])
         uses = self.uses
         if use not in uses.backward:
             self._open(use)

@@ -180,7 +180,7 @@ class Tracer(Engine):
             for use in reversed(uses):
                 step.exit(use)
         if torch.is_grad_enabled():
-            before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.come_back, uses))
+            before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.enter_backward, uses))
         return out
 
     def run_value_and_grad(

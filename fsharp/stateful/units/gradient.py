@@ -109,7 +109,7 @@ class GradientBuffer:
             self.rest = self._own
         return True
 
-    def go_home(self) -> None:
+    def end_step(self) -> None:
         """Leave the arena at the end of the step."""
         self.copy_out()
         self.rest, self._place, self._is_open = self._own, None, False

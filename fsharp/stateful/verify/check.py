@@ -24,7 +24,7 @@ class HappensBefore:
         runs = issue_positions(ops)
         self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
         _, waited = self._run(-1)
-        self._over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
+        self._over, _ = self._run(next((i for i in self.trailing_gathers() if i + len(ops) > waited), 0) - 1)
 
     def _run(self, landed: int) -> tuple[list[list[int]], int]:
         """Return for each op the last op of each stream that is over when the op ends, and the last gather awaited by compute.
@@ -56,7 +56,7 @@ class HappensBefore:
         """Return whether op ``i``, of this or the previous step, is over when op ``j`` starts."""
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
-    def tail(self) -> list[int]:
+    def trailing_gathers(self) -> list[int]:
         """Return the gathers of the previous step after its last update, as negative positions."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
@@ -95,7 +95,7 @@ class Check:
         """Return the position of an op in the schedule; ops of the previous step have negative numbers."""
         return i % len(self.order.ops)
 
-    def unordered(self, i: int, op: Op, what: str, j: int) -> ScheduleError:
+    def unordered_error(self, i: int, op: Op, what: str, j: int) -> ScheduleError:
         """Return the error for an op that has to come after op ``j``, but is not ordered."""
         j = self.position(j)
         what = f"{what} op {j}, {self.order.ops[j]}: nothing orders it after that."

@@ -48,7 +48,7 @@ class GradientCheck(Check):
         elif REST in spec.reads:
             self._read_rest(i, op)
         elif FINAL in spec.reads and self.last >= 0 and not self.order.before(self.last, i):
-            raise self.unordered(i, op, "may run before the end of", self.last)
+            raise self.unordered_error(i, op, "may run before the end of", self.last)
 
     def _key(self, op: Op) -> tuple[str, int]:
         return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.at)
@@ -80,7 +80,7 @@ class GradientCheck(Check):
                 raise refusal(i, op, what, f"a position before {at}", f"Move it before op {at}.")
         reader = self.read.get(op.unit)
         if reader is not None and op.spec.puts_into(self.facts[op.unit]) == REST and not self.order.before(reader, i):
-            raise self.unordered(i, op, "changes what may still be read by", reader)
+            raise self.unordered_error(i, op, "changes what may still be read by", reader)
         self.written[op.unit] = i
 
     def _take(self, i: int, op: Op, spec: OpSpec) -> None:
@@ -93,7 +93,7 @@ class GradientCheck(Check):
         reduced = [self.done[each, *key] for each in self._reductions(spec) if (each, *key) in self.done]
         source = reduced[0] if reduced else self.written.get(op.unit, -1)
         if source >= 0 and not self.order.before(source, i):
-            raise self.unordered(i, op, "may start before the end of", source)
+            raise self.unordered_error(i, op, "may start before the end of", source)
         self.done[mine] = i
         if REST in spec.reads:
             self.read[op.unit] = i

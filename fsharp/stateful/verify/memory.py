@@ -30,7 +30,7 @@ class StateCheck(Check):
             if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
                 raise refusal(i, op, "is not asked for here, or has happened.", "one for each event that says so")
             if self.computed >= 0 and not self.order.before(self.computed, i):
-                raise self.unordered(i, op, "may fill memory still in use by", self.computed)
+                raise self.unordered_error(i, op, "may fill memory still in use by", self.computed)
             self.fetched[op.unit] = i
         if STATE in spec.reads:
             self._check_over()
@@ -39,14 +39,14 @@ class StateCheck(Check):
                 raise refusal(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
             for j in self.fetched.values():
                 if not self.order.before(j, i):
-                    raise self.unordered(i, op, "may read state before the end of", j)
+                    raise self.unordered_error(i, op, "may read state before the end of", j)
             self.updated, self.seen = i, op.at
             self.due, self.fetched = self.fetched, {}
         if spec.frees == STATE:
             if op.unit not in self.due or op.at != self.seen:
                 raise refusal(i, op, "copies what was not fetched, or has left already.", "one for each fetch, at the update")
             if not self.order.before(self.updated, i):
-                raise self.unordered(i, op, "may copy state before the end of", self.updated)
+                raise self.unordered_error(i, op, "may copy state before the end of", self.updated)
             del self.due[op.unit]
 
     def _check_over(self) -> None:
@@ -108,7 +108,7 @@ class MemoryCheck(Check):
             if key not in self.live:
                 raise refusal(i, op, f"nothing has filled the {words} that it reads.", "an op before it")
             if not self.order.before(self.changed[key], i):
-                raise self.unordered(i, op, f"may read the {words} before the end of", self.changed[key])
+                raise self.unordered_error(i, op, f"may read the {words} before the end of", self.changed[key])
             self.readers.setdefault(key, []).append(i)
 
     def _see_memory(self, i: int, op: Op, spec: OpSpec) -> None:
@@ -118,7 +118,9 @@ class MemoryCheck(Check):
         readers = self.readers.get(key, [])
         for j in readers:
             if j != i and not self.order.before(j, i):
-                raise self.unordered(i, op, f"changes or frees the {BUFFERS[spec.memory].words} that may still be read by", j)
+                raise self.unordered_error(
+                    i, op, f"changes or frees the {BUFFERS[spec.memory].words} that may still be read by", j
+                )
         self.readers[key] = [i] if i in readers else []
         self.changed[key] = i
         if fills and BUFFERS[spec.memory].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
@@ -145,7 +147,7 @@ class MemoryCheck(Check):
         for filled, freed in self.freed.over(memory.start, memory.stop):
             for j in (freed, filled):
                 if not self.order.before(j, i):
-                    raise self.unordered(i, op, "may fill memory still in use by", j)
+                    raise self.unordered_error(i, op, "may fill memory still in use by", j)
 
 
 class Limits(Check):

@@ -20,7 +20,7 @@ class ParameterCheck(Check):
             if i < order.last_update:
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
                 raise refusal(i, order.ops[i], what, "a release after its last use")
-        tail = order.tail()
+        tail = order.trailing_gathers()
         self.readers = {order.ops[i].stream: i for i in tail}  # by stream, what last reads or fills where parameters rest
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}
         spread = {order.ops[i].unit: i for i in tail if order.ops[i].spec.fills == RESTING}
@@ -45,7 +45,7 @@ class ParameterCheck(Check):
 
     def _gather(self, i: int, op: Op, spec: OpSpec) -> None:
         if self.updated >= 0 and not self.order.before(self.updated, i):
-            raise self.unordered(i, op, "may read stale parameters, before", self.updated)
+            raise self.unordered_error(i, op, "may read stale parameters, before", self.updated)
         if spec.fills == RESTING:
             if op.unit not in self.stale:
                 raise refusal(i, op, "brings updated parameters twice, or before an update.", "one after each update")
@@ -67,7 +67,7 @@ class ParameterCheck(Check):
         if gather is None:
             raise refusal(i, op, "waits for a gather that was not made, or whose copy is released.", "a gather before it")
         if not self.order.before(gather, i):
-            raise self.unordered(i, op, "does not wait for its gather,", gather)
+            raise self.unordered_error(i, op, "does not wait for its gather,", gather)
         if is_updated:
             self.arriving.pop(op.unit)
         else:
@@ -87,7 +87,7 @@ class ParameterCheck(Check):
             what = f"uses a unit before its gather, op {self.position(gather)}, is waited for."
             raise refusal(i, op, what, "a wait between the two", "Add the wait.")
         if not self.order.before(gather, i):
-            raise self.unordered(i, op, "uses a unit before the end of", gather)
+            raise self.unordered_error(i, op, "uses a unit before the end of", gather)
 
     def _release(self, i: int, op: Op) -> None:
         if op.unit not in self.copies:
@@ -105,7 +105,7 @@ class ParameterCheck(Check):
             raise refusal(i, op, what, f"a release of {unit!r} before the update, or its gather after")
         for j in self.readers.values():
             if not self.order.before(j, i):
-                raise self.unordered(i, op, "changes what may still be read by", j)
+                raise self.unordered_error(i, op, "changes what may still be read by", j)
         self._check_spread()
         self.updated = i
         self.stale = {unit.name for unit in self.facts.values() if unit.update_gather}

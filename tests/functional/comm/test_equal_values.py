@@ -7,7 +7,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import AgreementError, MeshError, OptionError, TreeError
 from fsharp.functional.comm import equal_values as module_values
-from fsharp.functional.comm.equal_values import check_same, digest, taken
+from fsharp.functional.comm.equal_values import check_same, digest, taken_from_rank
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, Net, train, values
@@ -63,7 +63,7 @@ def test_taken_to_the_bit(dtype, source, monkeypatch):
 
     def rank_fn(comm):
         mine = list(samples(dtype))
-        return [taken(x if comm.rank == source else torch.empty_like(x, device="meta"), source, comm) for x in mine]
+        return [taken_from_rank(x if comm.rank == source else torch.empty_like(x, device="meta"), source, comm) for x in mine]
 
     for found in simulate(HYBRID, rank_fn):
         for mine, expected in zip(found, samples(dtype)):

@@ -63,7 +63,7 @@ def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
     return found
 
 
-def dressed(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, Spec]) -> list[Any]:
+def as_dtensors(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, Spec]) -> list[Any]:
     """Return leaves with DTensors in place of their local tensors, as a module's code expects."""
     return [specs[path].whole(leaf) if path in specs else leaf for path, leaf in zip(paths, leaves, strict=True)]
 
@@ -73,7 +73,7 @@ def local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def anywhere(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
+def largest_flag(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
     """Return the largest ``flag`` of all ranks, also along the axes of DTensors."""
     for axis, size in comm.mesh.axes:
         if size > 1:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
-from fsharp.functional.comm.equal_values import check_same, taken
+from fsharp.functional.comm.equal_values import check_same, taken_from_rank
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.formats.gather_hooks import plain_value
@@ -106,12 +106,12 @@ def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
-        whole = {leaf: taken(_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
+        whole = {leaf: taken_from_rank(_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
         nodes.append(build(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         around, mine = layout.unit_around(path), local(buffer.detach())
-        value = taken(mine, source, comm, varying=() if around is None else around.strategy.full.varying)
+        value = taken_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying)
         parent, _, name = path.rpartition(".")
         if mine.is_meta or 0 in mine.stride():  # one that several modules share stays one; an expanded one cannot be written to
             module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)

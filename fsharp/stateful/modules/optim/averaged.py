@@ -23,7 +23,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
     session.step.abandon_forwards("averaged()")
-    state.take_writes()
+    state.follow_writes()
     shown = _buffers(state.visible())
     trees = [_buffers(tree) for tree in (state.train_state.params, state.train_state.main)]
     targets = [buffers[key] for buffers in trees for key in buffers if key in shown]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import AgreementError, ScheduleError
-from fsharp.stateful.modules.initial.dtensors import anywhere
+from fsharp.stateful.modules.initial.dtensors import largest_flag
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.type_checks import options_checked
 
@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         session.step.means.edits.append("unscale")
         # The largest and the smallest scale come along, and show in what the host reads anyway: it does not wait for them.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])
-        found, most, least = self._seen = anywhere(seen, session.calls.specs, session.scheduler)
+        found, most, least = self._seen = largest_flag(seen, session.calls.specs, session.scheduler)
         return {flag.device: torch.where(most == -least, found, math.nan)}
 
     def _maybe_opt_step(

@@ -11,7 +11,7 @@ import torch
 
 from fsharp.errors import AgreementError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
-from fsharp.functional.comm.equal_values import digest, taken
+from fsharp.functional.comm.equal_values import digest, taken_from_rank
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
@@ -110,7 +110,7 @@ def _completed(kind: list[Any], value: Any, like: ShardedTensor, source: int, co
     device = comm.device if device == comm.device.type else torch.device(device)
     if single is not None:
         return torch.full(shape, single, dtype=dtype, device=device) if value is None else value
-    sent = taken(
+    sent = taken_from_rank(
         torch.empty(shape, dtype=dtype, device="meta") if value is None else value, source, comm, varying=like.place.varying
     )
     return sent.to(device) if value is None else value
