@@ -38,7 +38,7 @@ class DerivedCheck(Check):
             raise refusal(i, op, f"nothing has filled the {words} that it reads.", f"{maker} {op.unit} before it")
         at = self.filled.pop((buffer, op.unit)) if is_passed else self.filled[buffer, op.unit]
         if not self.order.before(at, i):
-            raise self.unordered(i, op, f"may read the {words} before the end of", at)
+            raise self.unordered_error(i, op, f"may read the {words} before the end of", at)
         if is_passed and self.order.ops[at].at != op.at:
             what = f"reads the {words}, which op {at} fills at another event."
             raise refusal(

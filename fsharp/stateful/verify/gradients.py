@@ -104,7 +104,7 @@ class GradientCheck(Check):
     def _read_rest(self, i: int, op: Op) -> None:
         written = self.written.get(op.unit, -1)
         if written >= 0 and not self.order.before(written, i):
-            raise self.unordered(i, op, "may start before the end of", written)
+            raise self.unordered_error(i, op, "may start before the end of", written)
         self.read[op.unit] = i
 
     def _reductions(self, spec: OpSpec) -> list[OpSpec]:
