@@ -317,7 +317,7 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     """
     found = open_checkpoint(path)
     if any(file.digest is None for file in found.manifest.files):
-        raise CheckpointError(f"verify(): {found.path} has no digests to compare with: others have written it.")
+        raise CheckpointError(f"verify(): {found.path} has no digests to compare with: another library has written it.")
     problems = verify_files(found.path, found.manifest)
     if problems:
         raise CheckpointError("\n".join(problems[:20]) + complete_sibling(found.path))

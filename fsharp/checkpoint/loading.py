@@ -257,8 +257,8 @@ def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]
         parameter = f"params.{name.removeprefix('main.')}"
         if name.startswith("main.") and parameter in wanted and parameter not in left:
             raise CheckpointError(
-                f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would make "
-                "the parameter of the main copy as it was. Load the parameters alone, with subtree='params', into a tree at "
+                f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would "
+                "overwrite the parameter from the old main copy. Load parameters alone, with subtree='params', into a tree at "
                 "the optimizer's place, and pass that to init_state()."
             )
 

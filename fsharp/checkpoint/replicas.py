@@ -394,9 +394,9 @@ class Replicas(Background):
             remedy += (
                 "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
             )
-            raise CheckpointError(problem("restore()", "what hosts hold is not whole.", lost, remedy))
+            raise CheckpointError(problem("restore()", "no newer save in memory of hosts is complete.", lost, remedy))
         if lost and self._comm.rank == 0:
-            _log.warning(problem("restore()", f"using step {found and found.step}: what is newer is not whole.", lost))
+            _log.warning(problem("restore()", f"using step {found and found.step}: newer saves are incomplete.", lost))
         return found
 
     def _on_disk(self, damaged: Collection[str]) -> "_OnDisk | None":

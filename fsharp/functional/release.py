@@ -193,8 +193,8 @@ def is_since(node: Any, first: int) -> bool:
 def written_to(unit: str) -> TreeError:
     """Return the error for a function that has written to its parameters in place."""
     return TreeError(
-        f"forward(): the function has written to a parameter of unit {unit!r} in place. Parameters are values, and what it "
-        "gets may be a copy that is let go of: return what is new, or write to a clone. nn.Embedding(max_norm=) writes as well."
+        f"forward(): the function has written to a parameter of unit {unit!r} in place. The writes may be lost, as the "
+        "function may get a copy. Return new values, or write to a clone. nn.Embedding(max_norm=) writes, too."
     )
 
 

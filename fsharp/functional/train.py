@@ -159,7 +159,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residu
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradients(node, comm)]
     if all(g is None for g in found):
-        raise LossError("value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?")
+        raise LossError("value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?")
     flat = iter(_own_memory(sinks, found))
     grads = map_units(
         lambda node: Sharded(

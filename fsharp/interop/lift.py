@@ -244,8 +244,8 @@ class Lifted:
         part, op = self.leaves[leaf], REDUCTIONS[name]
         if part.is_varying:
             raise LayoutError(
-                f"from_optax(): the transformation reduces all elements of {part.path!r} ({name}), of which ranks have leaves "
-                "of their own. Use a transformation that looks at each element alone."
+                f"from_optax(): the transformation reduces all elements of {part.path!r} ({name}), whose values "
+                "differ between ranks. Use a transformation that updates each element by itself."
             )
         if at not in self.known:
             if op == "sum":

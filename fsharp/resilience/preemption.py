@@ -88,7 +88,7 @@ class Preemption:
         """Begin to record signals."""
         if self.signals and threading.current_thread() is not threading.main_thread():
             raise RunError(
-                "Preemption: signals are noted in the main thread alone, and this is another one, as simulated ranks have: "
+                "Preemption: signals can be caught only in the main thread, and simulated ranks run in other threads: "
                 "pass signals=(), also to Run()."
             )
         self._pid = os.getpid()

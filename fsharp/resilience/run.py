@@ -285,7 +285,7 @@ class Run:
         if some rank has received a signal, and RunError before :meth:`resume`.
         """
         if self._phase == "new":
-            raise RunError("Run.check(): call resume(tree) first: what is there before is not what the run has come to.")
+            raise RunError("Run.check(): call resume(tree) first: before it, the tree is not the newest state of the run.")
         if self.preemption.agreed():
             self._save(tree)
             self._exit()

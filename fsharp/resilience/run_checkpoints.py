@@ -60,8 +60,8 @@ class RunCheckpoints:
                     "Run",
                     "the tree has other leaves than it had in resume(), so that a restart could not load it.",
                     [(name, "gone" if name in self._names else "new") for name in changed[:8]],
-                    "Begin with all that it will have: a number in place of None, lists as long as they get, a step made by a "
-                    "plain optimizer of torch before resume().",
+                    "Begin with a tree that has all later leaves: a number in place of None, lists of their final lengths, a "
+                    "step of a plain optimizer of torch before resume().",
                 )
             )
 

@@ -277,8 +277,8 @@ class _Hooks:
         sizes = [[(x.shape, x.dtype) for x in (*each.inputs, *each.tensors)] for each in (expected, found)]
         if not is_same or sizes[0] != sizes[1]:
             raise OptionError(
-                f"{part.path!r}: {self._about(PRE)} returns metadata {found.rest[2]!r:.120} beside tensors, which are others "
-                "for other values. Put what depends on values into tensors, of a size that does not."
+                f"{part.path!r}: {self._about(PRE)} returns metadata {found.rest[2]!r:.120} beside tensors, which depends "
+                "on values. Return such metadata as tensors, of sizes that do not depend on values."
             )
 
     def _scales_in(self, part: LeafPart) -> list[torch.Tensor]:

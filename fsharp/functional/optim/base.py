@@ -126,7 +126,7 @@ def as_transform(tx: Any) -> Transform:
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):
-        raise TreeError(f"got optax's {type(tx).__name__}, which knows arrays of JAX alone. Pass fs.optim.from_optax(tx).")
+        raise TreeError(f"got optax's {type(tx).__name__}, which takes only arrays of JAX. Pass fs.optim.from_optax(tx).")
     init, update = (getattr(tx, name, None) for name in ("init", "update"))
     if init is None and isinstance(tx, tuple) and len(tx) == 2:
         init, update = tx

@@ -198,7 +198,7 @@ def check_slot(slot: Slot, layout: Layout) -> None:
 def _check_rests(slot: Slot, node: Sharded) -> None:
     facts = [("in", slot), ("unit", node.unit.shown), ("place", node.place)]
     if node.is_donated:
-        raise TreeError(problem("reshard()", "a unit has been given away with donate=True.", facts, "Use the state that came."))
+        raise TreeError(problem("reshard()", "a unit was donated (donate=True).", facts, "Use the returned state."))
     if node.place.partial or node.is_gathered or node.ledger is not None:
         what = "a unit does not rest: each rank has values of its own."
         remedy = "Call it between two steps; sums of gradients are for reduce_scatter() first."

@@ -59,7 +59,7 @@ def draw(
     has_times = isinstance(what, Timeline) or hardware is not None
     if measured and not has_times:
         facts = [("drawn", "ops in their order"), ("measured", f"a step of {seconds_text(measured.step_s)}")]
-        raise ScheduleError(problem("draw()", "an order has no seconds to compare.", facts, "Pass hardware=."))
+        raise ScheduleError(problem("draw()", "a schedule without hardware has no times to compare.", facts, "Pass hardware=."))
     timelines = [timeline, measured] if measured else [timeline]
     names = ["predicted", "measured"] if measured else [""]
     lanes = [stream for stream in STREAMS if any(span.stream == stream for t in timelines for span in t.spans)]

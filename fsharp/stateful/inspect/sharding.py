@@ -330,7 +330,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     chosen = max(layout.units, key=_size) if unit is None else layout[unit]
     size = layout.mesh.size
     if size > _MAX_RANKS:
-        raise LayoutError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer: pictures are alike.")
+        raise LayoutError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer ranks.")
     if not _size(chosen):
         raise LayoutError(f"draw_sharding(): unit {chosen.name!r} has no parameters.")
     figure = Figure(figsize=(_WIDTH_IN, 1.7 + _ROW_IN * size), dpi=_DPI, layout="constrained")

@@ -53,8 +53,8 @@ class ParameterEntries:
         for i, places, name in self._entries:
             if places.get(name) is not self._present[id(places), name]:
                 raise TreeError(
-                    f"parameter {self._paths[i]!r} is not there, or is not the one that shard_module() has put there, and a "
-                    "forward computes with that one. Write values in `with model.unsharded(write=True):`; replace, tie and "
+                    f"parameter {self._paths[i]!r} was removed or replaced after shard_module(), and a forward would ignore "
+                    "the change. Write values in `with model.unsharded(write=True):`; replace, tie and "
                     "parametrize before shard_module(); in place of torch.func.functional_call() take "
                     "`fn, params = model.functional()`."
                 )
@@ -224,7 +224,7 @@ class ModuleCalls:
                 path, mine = unit.stored_path(unit.leaves[i]), local(value)
                 if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
                     raise TreeError(
-                        f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape."
+                        f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by a tensor of another shape."
                     )
                 if mine.data_ptr() != full[path].data_ptr():
                     found[path] = mine

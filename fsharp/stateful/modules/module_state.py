@@ -103,8 +103,9 @@ class ModuleState:
             is_copy = kind == "params" and (unit, group) in mains
             if address != before[0] or (is_copy and version != before[1]):
                 raise ScheduleError(
-                    f"what unit {unit!r} computes with was changed in place since the last step. It follows the optimizer's "
-                    "copy in another dtype. Write to the module's parameters, or in `with model.unsharded(write=True):`."
+                    f"the parameters with which unit {unit!r} computes were changed in place since the last step. They are a "
+                    "copy of the optimizer's parameters in another dtype. Write to the module's parameters, or in "
+                    "`with model.unsharded(write=True):`."
                 )
         self.is_written = True
         self.stamp()

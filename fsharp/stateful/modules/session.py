@@ -80,7 +80,7 @@ class Session:
         """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs."""
         if self.is_unsharded:
             raise ScheduleError(
-                "the model was called inside of unsharded(), where its parameters are not its own. Call it outside."
+                "the model was called inside of unsharded(), where whole tensors replace its parameters. Call it outside."
             )
         dtypes = self.casts.get(path)
         if dtypes is not None:
@@ -115,7 +115,7 @@ class Session:
             )
         if torch._C._are_functorch_transforms_active():
             raise ScheduleError(
-                "a sharded module was called inside of a transformation of torch.func, which its step does not know of. Take "
+                "a sharded module was called inside of a transformation of torch.func, which its step does not support. Take "
                 "`fn, params = model.functional()`, and transform fn(params, ..., comm=model.comm); or use torch.no_grad()."
             )
 

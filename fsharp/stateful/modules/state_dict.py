@@ -50,8 +50,8 @@ def refuse_dtensors(where: str, session: Session) -> None:
     for path, spec in session.calls.specs.items():
         if spec.is_sharded:
             raise TreeError(
-                f"{where}: parameter {path!r} is a DTensor with the placements {list(spec.placements)}, and what ranks "
-                "hold are parts of its parts. Save what model.full_parameters() yields; load it in `with "
+                f"{where}: parameter {path!r} is a DTensor with the placements {list(spec.placements)}, and ranks "
+                "hold parts of its local tensor. Save what model.full_parameters() yields; load it in `with "
                 "model.unsharded(write=True):`."
             )
 

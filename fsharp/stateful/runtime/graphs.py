@@ -104,7 +104,7 @@ def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warm
     if device.type != "cuda":
         raise ScheduleError(f"CapturedStep(): the scheduler is on {device}; CUDA graphs need a CUDA device.")
     if policy.offload:
-        raise ScheduleError("CapturedStep(): a graph has its optimizer state where it was captured: leave out offload=True.")
+        raise ScheduleError("CapturedStep(): a graph needs optimizer state at fixed device addresses: leave out offload=True.")
     if policy.gather_at_start:
         raise ScheduleError("CapturedStep(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
     if warmup < 2:

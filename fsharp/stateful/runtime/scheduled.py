@@ -177,7 +177,7 @@ class Scheduled:
             ScheduleError: the last call had a schedule, or there was no call.
         """
         if self._emitted is None:
-            raise ScheduleError("emitted(): the last call has followed a schedule: look at `schedule`.")
+            raise ScheduleError("emitted(): the last call has followed a schedule: read `schedule` instead.")
         return self._emitted()
 
     def begin_call(self) -> str:

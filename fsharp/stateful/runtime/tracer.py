@@ -221,7 +221,7 @@ class Tracer(Engine):
         self.lanes.join_all("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
-                "value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?"
+                "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
             )
         self._issued = issued = IssuedGradients()
         position = iter(units)

@@ -28,7 +28,7 @@ class StateCheck(Check):
         if spec.fills == STATE:
             event = self.events[op.at]
             if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
-                raise refusal(i, op, "is not asked for here, or has happened.", "one for each event that says so")
+                raise refusal(i, op, "belongs to no event here, or comes twice.", "one for each event that says so")
             if self.computed >= 0 and not self.order.before(self.computed, i):
                 raise self.unordered_error(i, op, "may fill memory still in use by", self.computed)
             self.fetched[op.unit] = i
@@ -44,7 +44,9 @@ class StateCheck(Check):
             self.due, self.fetched = self.fetched, {}
         if spec.frees == STATE:
             if op.unit not in self.due or op.at != self.seen:
-                raise refusal(i, op, "copies what was not fetched, or has left already.", "one for each fetch, at the update")
+                raise refusal(
+                    i, op, "copies state that was not fetched, or is back already.", "one for each fetch, at the update"
+                )
             if not self.order.before(self.updated, i):
                 raise self.unordered_error(i, op, "may copy state before the end of", self.updated)
             del self.due[op.unit]

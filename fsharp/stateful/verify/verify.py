@@ -121,14 +121,14 @@ def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, 
     op, before = ops[i], ops[i - 1] if i else None
     mine = channel(op.spec, facts[op.unit])
     if mine is None:
-        raise refusal(i, op, f"cannot be in bucket {op.bucket}: it shares its collectives with none.", "bucket -1")
+        raise refusal(i, op, f"cannot be in bucket {op.bucket}: it can share its collectives with no other op.", "bucket -1")
     if is_new:
         return
     if before is None or before.bucket != op.bucket:
-        raise refusal(i, op, f"is apart from the others of bucket {op.bucket}.", "ops of one bucket next to each other")
+        raise refusal(i, op, f"is not next to the other ops of bucket {op.bucket}.", "ops of one bucket next to each other")
     what = (before.kind, before.phase, before.at, channel(before.spec, facts[before.unit]))
     if what != (op.kind, op.phase, op.at, mine):
-        raise refusal(i, op, f"is another thing than the others of bucket {op.bucket}.", f"{what}")
+        raise refusal(i, op, f"differs from the other ops of bucket {op.bucket}.", f"{what}")
     start = next(k for k in reversed(range(i)) if k == 0 or ops[k - 1].bucket != op.bucket)
     if any(start <= j < i for j in op.after):
         raise refusal(i, op, f"waits for others of bucket {op.bucket}, which begin with it.", f"other ops than {op.after}")
@@ -142,7 +142,7 @@ def _check_size(i: int, op: Op, spec: OpSpec, facts: UnitFacts, arena: int) -> N
         raise refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes" if nbytes else "None")
     if op.opens is not None and not (spec.opens and op.opens.nbytes == facts.rest > 0):
         expected = f"{facts.rest:,} bytes, in an op that puts a gradient to rest"
-        raise refusal(i, op, "what it opens is of the wrong size, or not its business.", expected)
+        raise refusal(i, op, "its `opens` has a wrong size, or belongs to no op of this kind.", expected)
     for memory in (op.memory, op.opens):
         if memory and not 0 <= memory.start <= memory.stop <= arena:
             raise refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")

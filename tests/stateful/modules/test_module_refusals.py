@@ -135,7 +135,9 @@ def test_changes_behind_its_back():
         [(x, y)] = modules.batches(comm, 1)
         with torch.no_grad():
             fs.layouts.units_of(model.train_state.params)[0].buffers[0].mul_(2)
-        with pytest.raises(ScheduleError, match=r"what unit '\w*' computes with was changed in place since the last step"):
+        with pytest.raises(
+            ScheduleError, match=r"parameters with which unit '\w*' computes were changed in place since the last step"
+        ):
             model(x, y)
 
     simulate(DP, rank_fn)

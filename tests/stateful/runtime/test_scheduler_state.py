@@ -414,7 +414,10 @@ def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strat
 LOSSES = {
     "no use": (lambda p, b, comm: b["w"].sum().requires_grad_() * 1.0, "no parameter reaches it"),
     "constant": (lambda p, b, comm: b["w"].sum(), "no parameter reaches it. Use parameters by fs.forward"),
-    "detached": (lambda p, b, comm: (logits(p, b["x"], comm).detach() * b["w"].requires_grad_()[:, None]).sum(), "detached on"),
+    "detached": (
+        lambda p, b, comm: (logits(p, b["x"], comm).detach() * b["w"].requires_grad_()[:, None]).sum(),
+        "Were parameters detached",
+    ),
     "not a scalar": (lambda p, b, comm: logits(p, b["x"], comm), r"4, 11\] with a gradient, expected a floating-point"),
 }
 

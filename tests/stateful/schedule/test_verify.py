@@ -120,7 +120,7 @@ FAULTS = {
     "stream": (lambda s: edit(s, 5, stream="compute"), r"op 5, gather a .*: runs on the wrong stream"),
     "at": (lambda s: edit(s, 5, at=2), r"op 5, gather a .*: is issued at event 2"),
     "after": (lambda s: edit(s, 5, after=(5,)), r"op 5, gather a .*: runs after ops \(5,\)"),
-    "bucket": (lambda s: edit(s, 5, 20, bucket=3), r"op 20, gather a .*: is apart from the others of bucket 3"),
+    "bucket": (lambda s: edit(s, 5, 20, bucket=3), r"op 20, gather a .*: is not next to the other ops of bucket 3"),
     "bucket of computes": (lambda s: edit(s, 3, bucket=3), r"op 3, compute b .*: cannot be in bucket 3"),
     "needless gather": (lambda s: edit(s, 5, unit="b", memory=None), r"op 5, gather b .*: there is nothing to gather"),
     "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
@@ -283,9 +283,9 @@ def test_a_bucket_begins_when_all_that_its_ops_wait_for_is_there():
 
 
 BUCKET_FAULTS = {
-    "kind of collective": (lambda s, i: facts(s, i, reduce=(FINISH,)), "is another thing than the others of bucket"),
-    "wire": (lambda s, i: facts(s, i, wire="bfloat16"), "is another thing than the others of bucket"),
-    "alone": (lambda s, i: facts(s, i, wire=None), "cannot be in bucket .*: it shares its collectives with none"),
+    "kind of collective": (lambda s, i: facts(s, i, reduce=(FINISH,)), "differs from the other ops of bucket"),
+    "wire": (lambda s, i: facts(s, i, wire="bfloat16"), "differs from the other ops of bucket"),
+    "alone": (lambda s, i: facts(s, i, wire=None), "cannot be in bucket .*: it can share its collectives with no other op"),
     "nothing sent": (lambda s, i: edit(s, i, unit=s.ops[i - 1].unit, kind="release"), "runs on the wrong stream|cannot be in"),
     "apart": (lambda s, i: edit(s, i + 1, i + 2, bucket=s.ops[i].bucket), "cannot be in bucket|is another thing|is apart"),
     "waits for itself": (lambda s, i: edit(s, i, after=(*s.ops[i].after, i - 1)), "waits for others of bucket"),

@@ -240,7 +240,7 @@ PLANTED = {  # the fault, what is said about it, and facts of units and fields o
     without_opens: ("puts a gradient where nothing is open for it", RESTING, {}),
     second_opens: ("opens what op [0-9]+, .*, has opened", {**SENDING, **RESTING}, {}),
     opens_another_size: ("what it opens is of the wrong size", RESTING, {}),
-    opens_of_no_gradient: ("what it opens is of the wrong size, or not its business", RESTING, {}),
+    opens_of_no_gradient: ("its `opens` has a wrong size, or belongs to no op of this kind", RESTING, {}),
     opens_live_memory: ("fills memory in which the .* is live", RESTING, {}),
     opens_outside: ("its memory is outside of the arena", RESTING, {}),
     tiny_budget: ("larger than the memory budget", MOVING, {}),
