@@ -31,7 +31,7 @@ from fsharp.type_checks import options_checked
 
 Value = bool | int | float | str | None
 _LEAST_NBYTES = 1 << 16
-"""Replicas that would write less than this each leave it to fewer of them."""
+"""Bytes that a replica writes at least: a smaller tensor is divided among fewer replicas."""
 
 
 class Piece(NamedTuple):
@@ -210,7 +210,7 @@ def plain_dicts(state: Any) -> Any:
 
 def load_into_object(owner: Any, state: Any) -> Any:
     """Load the state in a tree into its object, and return the object."""
-    if not hasattr(owner, "state_template"):  # else it has other keys before
+    if not hasattr(owner, "state_template"):  # a Counter has other keys before its first count
         was = owner.state_dict()
         state = optree.tree_map(lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_node)
     owner.load_state_dict(state)
@@ -224,7 +224,7 @@ def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str],
     an optimizer does in its first step, have ``state_template(has)``. ``shape_of`` returns the shape of a tensor in the
     checkpoint: the extra state of modules, which is 1-D, has that size.
     """
-    copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with what they are of, whose address is then nobody else's
+    copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with the tensor, which keeps its address from being reused
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensor):

@@ -22,7 +22,7 @@ from fsharp.checkpoint.shard_file import (
 from fsharp.checkpoint.storage import Readable, storage_of
 from fsharp.errors import CheckpointError
 
-BUFFER_NBYTES = 4 << 20  # by default: what is read stays in the processor's cache while it is compared and copied
+BUFFER_NBYTES = 4 << 20  # the default: bytes stay in the processor's cache while they are compared and copied
 
 
 class Need(NamedTuple):
@@ -171,7 +171,7 @@ class ShardFile:
         for begin, stop, run in window.parts:
             data = buffer[begin - start : stop - start]
             if data.storage_offset() % run.dtype.itemsize:
-                data = data.clone()  # in a file of others elements may lie anywhere
+                data = data.clone()  # in a file of another library elements may begin at any byte
             first, last = ((x - run.begin) // run.dtype.itemsize for x in (begin, stop))
             run.target[first:last].copy_(data.view(run.dtype))
 

@@ -26,7 +26,7 @@ from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-_busy: "set[Background]" = set()  # those with a save under way: one that nobody else holds may have failed as well
+_busy: "set[Background]" = set()  # Savers with a save under way, kept alive so that their errors are reported
 os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along
 
 
@@ -57,7 +57,7 @@ class Background:
         self._under_way = outcome
         _busy.add(self)
 
-    @torch.inference_mode(False)  # what is made in it cannot be written to outside
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
     def _copy(self, shot: Snapshot) -> None:
         """Replace values by copies in host memory. The memory of the last save is reused."""
         values, devices = list(shot.values), {x.device for x in shot.values if x.device.type != "cpu"}

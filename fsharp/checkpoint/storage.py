@@ -176,7 +176,7 @@ class LocalFiles:
         parent, name = os.path.split(folder)
         gone = folder if name.endswith(REMOVED) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED}")
         try:
-            # At once: who is writing into it cannot publish it any more, and what an interruption leaves is no checkpoint.
+            # After the rename a save under way cannot publish the folder, and an interrupted removal leaves no checkpoint.
             os.rename(folder, gone)
             _sync(parent)
         except (FileNotFoundError, NotADirectoryError):
@@ -184,7 +184,7 @@ class LocalFiles:
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be removed: {error.strerror}.") from error
         try:
-            os.unlink(gone) if os.path.islink(gone) else shutil.rmtree(gone)  # of a link not what it points at
+            os.unlink(gone) if os.path.islink(gone) else shutil.rmtree(gone)  # removes a link, and not its target
         except OSError as error:
             _log.warning("%s: left behind: %s", gone, error)
 

@@ -88,7 +88,7 @@ def forward(
 
 def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm, remat: Remat) -> Any:
     sharded, ties = units
-    # An engine knows itself what has changed, and buffers may still be on their way to it.
+    # An engine checks for changes by itself, and its buffers may not be filled yet.
     check = unchanged(units_of(units)) if not isinstance(comm, Engine) else lambda: None
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -296,7 +296,7 @@ def move_sums(
     """Reduce one buffer of partial gradients to the place ``target``. Residuals of its group are overwritten."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
     comm = Labelled(comm, label)
-    axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # along others nothing travels, so nothing is cast
+    axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
     with telling_format_errors(comm, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:

@@ -83,7 +83,7 @@ def per_sample_norms(
 
 def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Comm, randomness: str) -> torch.Tensor:
     count = _batch_size(leaves)
-    if count == 0:  # vmap over nothing is not defined; other ranks need this one in their gathers
+    if count == 0:  # vmap over zero samples is not defined, but other ranks need this rank in their gathers
         leaves = [x.new_zeros(1, *x.shape[1:]) if isinstance(x, torch.Tensor) else x for x in leaves]
     ledger = _SquareLedger(torch.zeros(max(count, 1), dtype=torch.float64, device=comm.device))
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]

@@ -203,7 +203,7 @@ class _Program:
             out, residuals = self._run(*arrays), None
         else:
             out, residuals = self._run_and_keep(record.wanted, *arrays)
-        jax.block_until_ready((out, residuals))  # XLA reads the arguments, which may be let go of after the call
+        jax.block_until_ready((out, residuals))  # XLA reads the arguments, which may be freed after the call
         leaves = record.keep(out, residuals)
         taken = {x.data_ptr() for x in tensors}
         result = []

@@ -58,7 +58,7 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         module = nnx.merge(graph, to_arrays(tree, variables), others, copy=True)
         before = _leaves_by_name(nnx.state(module))
         out = module(*args, **keywords)
-        after = _leaves_by_name(nnx.state(module))  # what the call has added, such as intermediates, is let go of
+        after = _leaves_by_name(nnx.state(module))  # collections that the call has added, such as intermediates, are dropped
         for name, leaf in before.items():
             if after.get(name) is not leaf:
                 raise TreeError(

@@ -17,7 +17,7 @@ from fsharp.functional.comm.watch import RankStatuses, StatusBoard
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked
 
-_OTHERS_SPEAK_S = 2.0  # for which the first rank to fail lets others print before it
+_OTHERS_SPEAK_S = 2.0  # seconds for which the first rank that fails waits for the output of other ranks
 _FIRST_SPEAKS_S = 4.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 4000

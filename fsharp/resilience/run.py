@@ -216,7 +216,7 @@ class Run:
         if not has_own and (is_there or self._left_out.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
-            self._save(tree)  # what is in memory alone is not the end of a run
+            self._save(tree)  # a state only in memory is not the end of a run
         return tree
 
     @api_boundary

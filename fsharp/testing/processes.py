@@ -99,7 +99,7 @@ class _Launcher:
                     print(json.dumps((folder, size, timeout)), file=server.stdin, flush=True)
                     answer = server.stdout.readline() if server.stdout is not None else ""
             finally:
-                if not answer:  # interrupted, or it has ended: what it was running is nobody's
+                if not answer:  # interrupted, or the launcher has ended: its ranks belong to no call
                     self._server = None
                     with suppress(ProcessLookupError):
                         os.killpg(server.pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ _CLASSES = {
     "pathlib": {"PosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""All that the metadata of a checkpoint is made of, besides names of dtypes."""
+"""Names of all classes in the metadata of a checkpoint, besides dtypes."""
 
 
 @options_checked

@@ -475,6 +475,6 @@ def _leave(error: BaseException | None) -> None:
 os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and does not leave for one
 
 
-@atexit.register  # after that of worker_threads, and so before it: threads still run
+@atexit.register  # registered after worker_threads' handler, so it runs before: threads still run
 def _leave_at_exit() -> None:
     _leave(getattr(sys, "last_value", None))

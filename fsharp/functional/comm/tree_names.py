@@ -78,7 +78,7 @@ def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     if counts is None:
         return ""
     name, place = node.tree_name, node.place
-    if name.tree and not name.replaced and not name.mapped:  # as most have: no other values have the same text
+    if name.tree and not name.replaced and not name.mapped:  # the usual case: the text identifies the tree
         return f"tree {name.tree} at update {name.updates}, "
     axes = tuple(
         axis

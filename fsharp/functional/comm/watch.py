@@ -140,7 +140,7 @@ class RankStatuses:
         self.error: Exception | None = None
         self._looks = 0
         self._heard_s: dict[int, float] = {}  # when a rank has left its newest note
-        self._begun: dict[str, int] = {}  # by name of a watch, also of those that are gone: others may still wait in theirs
+        self._begun: dict[str, int] = {}  # by name of a watch; closed watches are kept, as other ranks may still wait in theirs
 
     def exchange(self, note: "RankStatus", peer: int | None) -> list[int]:
         """Write this rank's note, and read the notes of some ranks, ``peer`` among them.
@@ -251,7 +251,7 @@ class Watch:
         self.count = 0
         self.is_over = threading.Event()
         self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
-        self._blocked: dict[int, RankStatus] = {}  # by rank, a note by which it and this rank wait for each other
+        self._blocked: dict[int, RankStatus] = {}  # by rank, a note that says that the rank and this rank wait for each other
         ranks.watches[name] = self
 
     def check(self) -> None:

@@ -82,13 +82,13 @@ class Outcome:
 
     def land(self) -> None:
         """Wake the callers that wait: the job is done, or has failed."""
-        self._has_landed = True  # whatever becomes of the lock, if Ctrl-C comes to who waits for it
+        self._has_landed = True  # set first: Ctrl-C may interrupt a waiting caller, and leave the lock in any state
         self._under_way.release()
 
     def is_done(self, within_s: float = 0.0) -> bool:
         """Wait for at most ``within_s`` seconds, and return whether the job is done; -1 waits without a limit."""
         if not self._has_landed and self._under_way.acquire(timeout=within_s):
-            self._under_way.release()  # for others who wait for the job
+            self._under_way.release()  # for further callers that wait for the job
         return self._has_landed
 
     @property
@@ -143,7 +143,7 @@ class InFlight(Outcome):
         since = time.perf_counter()
         while not self.is_done(_LOOK_EVERY_S):
             self.call.check()
-        if threading.current_thread() is threading.main_thread():  # others wait while it computes
+        if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
             self.call.waited(time.perf_counter() - since)
         if self._error is not None:
             raise self.call.lost(self._error) from self._error

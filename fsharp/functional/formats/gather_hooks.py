@@ -117,7 +117,7 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
 
 
 _made: dict[str, list[tuple["_Hooks", Format]]] = {}
-"""Formats that were made, by the text that tells them apart: those of equal settings are one."""
+"""Registered formats by the text of their settings: equal settings give one format."""
 
 
 class _Made(NamedTuple):

@@ -31,7 +31,7 @@ BLOCK = 16
 _LEAST, _MOST = 2.0**-6, 448.0
 """Scales of blocks, of which the least is the least normal number of torch.float8_e4m3fn."""
 _LIMIT = 6 * 464.0
-"""The largest magnitude of a tensor whose scale is 1: half way to what would come after the largest scale of a block."""
+"""The largest magnitude of a tensor whose scale is 1: half way to the next value after the largest scale of a block."""
 
 
 def _encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:

@@ -16,7 +16,7 @@ from fsharp.errors import PatternError, TreeError, problem
 
 T = TypeVar("T")
 Patterns = str | Sequence[str] | Mapping[str, bool] | Callable[[str], bool]
-"""One pattern, several, whether to by pattern (the last that selects a path counts), or a predicate on the path."""
+"""A pattern, several patterns, booleans by pattern (the last match counts), or a predicate on the path."""
 
 
 def join(entries: Iterable[Any]) -> str:

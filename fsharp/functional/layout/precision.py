@@ -12,7 +12,7 @@ from fsharp.functional.formats.format import Format, dtype_name, plain
 from fsharp.tracebacks import api_boundary
 
 FEEDBACK = "feedback:"
-"""What :attr:`Dtypes.names` ends with if what is lost of gradients is fed back."""
+"""The end of :attr:`Dtypes.names` with error feedback."""
 Wire = torch.dtype | Format | None
 """How gradients travel; None: in the dtype in which parameters are used."""
 

@@ -43,7 +43,7 @@ class LazyBuffers:
     """Base class of buffers that an engine may not have filled yet. Reading such buffers waits until they are filled."""
 
     raw: tuple[Any, ...]
-    """The tensors themselves: to know which they are, not what is in them."""
+    """The tensors, possibly not filled yet: to compare identities, not to read values."""
 
     def wait(self) -> tuple[Any, ...]:
         """Block until the tensors are filled, and return them."""

@@ -49,4 +49,4 @@ class TreeName:
 
 
 UNNAMED = TreeName()
-"""The name of values that come from no tree which ranks have made together, as long as nobody has asked for their number."""
+"""The name of values from no tree that ranks have made together, before they are numbered."""

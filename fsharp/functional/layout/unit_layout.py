@@ -127,7 +127,7 @@ class UnitLayout:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hashes of strings differ between processes: what is cached stays behind.
+        # Hashes of strings differ between processes, so cached values are not pickled.
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __eq__(self, other: object) -> bool:

@@ -52,7 +52,7 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
             raise _overlap((matched[outer], outer), (matched[hit], hit))
     split = set(prefixes(matched).values())
     units: dict[str, str] = {}
-    for path in sorted(around, key=len):  # what is around a path comes before it
+    for path in sorted(around, key=len):  # outer paths come before inner ones
         above = around[path]
         units[path] = path if above is None or above in split else units[above]
     return {path: units[path] for path in paths}

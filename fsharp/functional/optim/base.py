@@ -203,7 +203,7 @@ def apply_transform(
 
 
 Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
-"""Of a transformation, gradients, its state and parameters: updates and state, or new parameters and state."""
+"""A function of a transformation, gradients, state and parameters to updates or new parameters, and state."""
 
 
 def around(step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:

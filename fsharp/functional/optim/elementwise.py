@@ -188,7 +188,7 @@ def sgd(
                         x.copy_(y)
                 return
             p, g, *m = lists
-            if momentum == 0:  # the kernel takes no buffer then; what it would hold is the gradient
+            if momentum == 0:  # the kernel then takes no momentum buffer, as the momentum would equal the gradient
                 for x, y, w in zip(*m, g, p, strict=True):
                     x.copy_(y + w * decay)
             torch._fused_sgd_(

@@ -44,7 +44,7 @@ def partition(
     """
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
     config = {label: dict(tx.config) for label, tx in txs.items()}
-    kind = "partition" if param_labels is None else "partition by param_labels"  # they keep state of other leaves
+    kind = "partition" if param_labels is None else "partition by param_labels"  # with state for all leaves
     name = named(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
     extra = known_extra(*txs.values())
     if param_labels is not None:

@@ -18,7 +18,7 @@ from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 
 _LARGEST_DIM = 3
 _SCALES = (1.0, 1e-3, 1e3, 1e6, math.nan)
-"""Of the gradients, step by step: some rules clip large ones. In the last step one element is NaN: some leave that out."""
+"""Sizes of gradients in each step, as some rules clip large gradients. In the last step one element is NaN."""
 
 Init = Callable[[Any], Any]
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -172,7 +172,7 @@ class _Trial:
             for key, shape, x in zip(group.keys, group.shapes, vector.split(group.sizes), strict=True):
                 leaves[key] = x.clone().view(shape)
 
-        def subtree(node: Sharded) -> Any:  # without what is frozen, or tied to another leaf
+        def subtree(node: Sharded) -> Any:  # without frozen leaves and leaves that are tied to another leaf
             return optree.tree_unflatten(node.unit.spec, [leaves.get((node.name, leaf.path), ()) for leaf in node.unit.leaves])
 
         return map_units(subtree, self._like)

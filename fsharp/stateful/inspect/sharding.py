@@ -24,12 +24,12 @@ from fsharp.type_checks import options_checked, options_explained
 _COLUMNS = 100
 _MAX_CELLS = 16
 _MAX_ROWS, _MAX_BOXES = 40, 8
-"""Of the text of a tree, and of that of a leaf."""
+"""Columns of the text of a tree, and of the text of a leaf."""
 _WIDTH_IN, _ROW_IN, _DPI = 13.0, 0.3, 150
 _MAX_RANKS = 64
 _MAX_NAMES = 18
 _GAP = 0.02
-"""Between the buffers of two groups, of the width of all."""
+"""Gap between the buffers of two groups, as a part of the whole width."""
 _INK, _PADDING = "#222222", "#dddddd"
 
 

@@ -142,7 +142,7 @@ def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
     """Return spans of the compute stream without nesting: inner spans are cut out of the spans around them."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
-    open_: list[TimeSpan] = []  # what is left of those that enclose each other
+    open_: list[TimeSpan] = []  # outer spans without their inner spans
 
     def leave(until: float) -> None:
         while open_ and open_[-1].stop_s <= until:

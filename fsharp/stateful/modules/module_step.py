@@ -49,7 +49,7 @@ class ModuleStep:
         self._units: list[UnitState] = []
         self._pass = -1  # id of the backward pass that is under way
         self._is_apart = False
-        self._lost = False  # whether an error has cost gradients, and nobody was told so far
+        self._lost = False  # whether gradients were lost by an error that was not reported yet
 
     @contextmanager
     def forward(self) -> Iterator[Any]:
@@ -70,7 +70,7 @@ class ModuleStep:
     def follow_writes(self) -> None:
         """After writes to the module's parameters, update parameters at rest, and gather them anew in the step under way."""
         if self.state.follow_writes() and self.run is not None:
-            self.run.leave()  # a schedule would use what it has gathered before
+            self.run.leave()  # a schedule would use parameters that it has gathered before the write
 
     def recover(self) -> None:
         """Make the scheduler usable again after an error. All ranks do this.

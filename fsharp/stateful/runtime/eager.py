@@ -54,7 +54,7 @@ class Eager:
         self._executor, self._device, self._left, self.left_at = executor, executor.comm.device, left, left_at
         self._is_in_use = is_in_use
         self.slots: dict[str, UnshardedBuffer] = {}
-        self._number = -1 - next(_numbers)  # those of compiled schedules are positive
+        self._number = -1 - next(_numbers)  # numbers of compiled schedules are positive
         executor.lanes.follow(self, self._number)
         self._at = 0
         self.ops: list[Op] = []

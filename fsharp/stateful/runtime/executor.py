@@ -252,7 +252,7 @@ def _gather(executor: Executor, bound: BoundOp) -> Action:
         if not executor.is_connected:
             executor.connect()
         moves: list[Move] = []
-        found = [row for row in units if row[1].node is not None]  # others are gathered when they are waited for
+        found = [row for row in units if row[1].node is not None]  # other units of the bucket are gathered in their own wait
         for _, unit, copy in found:
             node = unit.node
             assert node is not None
@@ -336,10 +336,10 @@ def _spread(executor: Executor, bound: BoundOp) -> Action:
             spread.expect(works)
         differences = [each for _, spread in moving for each in spread.differences]
         for _, spread in moving if differences and not executor.transport.is_async else ():
-            spread.wait()  # differences are added on this lane: later gathers, and who looks at parameters, are behind it
+            spread.wait()  # differences are added on this lane, before later gathers and before reads of parameters
         if executor.lanes.has_streams:
             for source, parts in moves:
-                executor.lanes.keep(source)  # of a state that its user may drop at any time, as what is filled
+                executor.lanes.keep(source)  # sources and targets: the user may drop the state at any time
                 executor.lanes.keep(parts[0])
             for difference in differences:
                 executor.lanes.keep(difference.params)
@@ -359,7 +359,7 @@ def _settle(executor: Executor, bound: BoundOp) -> Action:
 
     def action() -> None:
         assert unit.node is not None
-        if unit.key not in executor.spreading:  # else what is waited for is of the update before, which update() has seen
+        if unit.key not in executor.spreading:  # else the wait is for the previous update, of which update() knows
             _ = unit.node.buffers
 
     return action
@@ -419,7 +419,7 @@ def _reduce(executor: Executor, bound: BoundOp) -> Action:
 
 def _sum(executor: Executor, bound: BoundOp) -> Action:
     if bound.may_wait and executor.transport.is_async:
-        return nothing  # whoever takes the sum decodes it
+        return nothing  # the reader of the sum decodes it
     return executor.on_lane(bound, bound.gradient.decode, begins=False)
 
 

@@ -301,7 +301,7 @@ class Scheduler(PassingComm, Tracer):
         if step.is_planned and step.schedule is not None:
             scheduled.programs.went(step.schedule.schedule.program)
             scheduled.end_call("planned", "it has followed its schedule to the end")
-            if scheduled.followed_by() in (None, scheduled):  # the next step of others begins with who knows what
+            if scheduled.followed_by() in (None, scheduled):  # the next step of other functions may begin with any unit
                 self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
         else:
             self._record(scheduled, step)

@@ -326,7 +326,7 @@ class Step:
         self.executor.take(moves)
         for key in moves:
             self._event("fetch", self.units[key])
-        self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
+        self.executor.lanes.join(self.executor.fetched[-1:])  # earlier ops of the lane are over then
 
     def update(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
         """After an update, gather updated parameters to their place, and copy offloaded state to host memory."""

@@ -86,7 +86,7 @@ class IssuedGradients:
             buffers = node.raw_buffers
             if list(map(_address_of, buffers)) != list(map(_address_of, tensors)):
                 return False
-            is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # without what was changed
+            is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # without the residuals that were changed
             if is_sent and list(map(_version_of, buffers)) != versions:
                 return False
         return True
@@ -169,7 +169,7 @@ class Tracer(Engine):
                 uses.append(step.enter(node, self.unit_of(node)))
             out = compiled_by_caller(
                 fn, _tree_of(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
-            )  # which nobody here holds: what is left of it is the function's
+            )  # not referenced here, so only the function keeps the leaves alive
             for use in uses:
                 use.check_unwritten()
             out = _without_views(out, uses)

@@ -66,7 +66,7 @@ def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_l
         # With more microbatches gradients are there already when the next one begins, and a unit has one address in all.
         return best
     most, fewer = best[2], 1
-    # Uses of one pass lie within each other: the use that a backward comes to first was the last one forward.
+    # Uses nest: the use whose backward comes first had the last forward.
     number = bisect_right(range(1, len(first) + 1), most, key=lambda n: _bound(emit(first[:n]), program))
     while number > 0:
         found = place(emit(first[:number]), program, within=best[1])
@@ -109,7 +109,7 @@ def place(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | Non
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
     freed = ByteRanges[
         tuple[Stream, int]
-    ]()  # what has filled these bytes meanwhile has waited for those that freed them before
+    ]()  # the ops that have filled these bytes since then have waited for the earlier frees
     ops = []
     for op in unplaced:
         if op.marks is None:

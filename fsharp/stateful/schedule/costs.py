@@ -26,7 +26,7 @@ def bucket_limit(sent: Iterable[int]) -> int:
 Bundle = tuple[str, ...]
 """Names of units that move as one, in order."""
 Bundles = Mapping[str, Bundle]
-"""By unit, the bundle that it is in."""
+"""The bundle of each unit."""
 
 
 def bundles(

@@ -38,10 +38,10 @@ class GradientOps:
     def __init__(self, ops: OpList, reduces: Bundles, finishes: Bundles, num_finishes: int, *, sum_late: bool) -> None:
         self._ops, self._reduces, self._finishes, self._sum_late = ops, reduces, finishes, sum_late
         self._most = {REDUCE: REDUCTIONS, FINISH: num_finishes}
-        self._due, self._to_come = Counter[str](), Counter[str]()  # by unit, its casts in this microbatch, and those to come
+        self._due, self._to_come = Counter[str](), Counter[str]()  # casts of each unit in this microbatch, and missing ones
         self._casts: dict[str, UnplacedOp] = {}  # by unit, the last one of this microbatch so far
         self._unfinished: dict[str, bool] = {}  # of units that go to the optimizer's place: whether they have yet to go
-        self._fed: dict[str, UnplacedOp] = {}  # by unit, what has last put something where its gradient rests
+        self._fed: dict[str, UnplacedOp] = {}  # by unit, the last op that has written to its gradient at rest
         self._under_way: list[list[UnplacedOp]] = []
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 

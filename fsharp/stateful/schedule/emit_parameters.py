@@ -25,7 +25,7 @@ class ParameterOps:
         self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
         first = first_wanted(program, policy, gathers) if self._carries else ()
         self._changes, self._carried = residency(program, policy, gathers, kept, first)
-        self._gathers: dict[str, UnplacedOp] = {}  # by unit, of what is resident
+        self._gathers: dict[str, UnplacedOp] = {}  # gathers of resident units, by unit
         self._ready: set[str] = set()  # units that are waited for
         self._arriving: list[UnplacedOp] = []  # waits for what the step before has gathered
         self._updated: tuple[UnplacedOp, ...] = ()  # the last update of this step
@@ -41,7 +41,7 @@ class ParameterOps:
         """Release the units that the plan releases at an event."""
         for unit in (unit for bundle in self._changes[i].released for unit in bundle):
             gather = self._gathers.pop(unit, None)
-            after = (gather,) if gather is not None and unit not in self._ready else ()  # nobody has waited for it
+            after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
             self._ops.add(RELEASE, unit, phase, i, after=after)
             self._ready.discard(unit)
 

@@ -100,9 +100,9 @@ class Transport(ABC):
     """
 
     is_async = False
-    """Whether a Work that the host waits for may have something to wait for."""
+    """Whether a wait for a Work may block the host."""
     counters: Sequence[CountingComm] = ()
-    """What counts the collectives."""
+    """Counter of the collectives."""
     groups: "ProcessGroups | None" = None
 
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:

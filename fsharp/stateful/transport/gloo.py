@@ -25,7 +25,7 @@ from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Wo
 _CHUNK = 1 << 20
 """Bytes."""
 _WORTH_A_MESSAGE = 1 << 17
-"""Bytes: where packing costs what a message does, while others compute."""
+"""Bytes at which packing costs as much as a message, while ranks compute."""
 
 
 class GlooTransport(Transport):

@@ -93,7 +93,7 @@ class DeviceLanes(Lanes):
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
         """Run an op on the lane's stream, after the given ops, and with ``begins`` after all work of compute so far."""
         if name not in self.streams:
-            # What ranks wait for goes first: the kernel of a collective is small, and would queue behind those of compute.
+            # Collectives go first: their kernels are small, and would queue behind kernels of compute.
             self.streams[name] = torch.Stream(self.device, priority=0 if name == "host" else -1)
         stream = self.streams[name]
         if begins:

@@ -206,7 +206,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
 
 
 Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""What a rank has of a buffer, and what each gather of it fills."""
+"""A rank's part of a buffer, and the buffers that its gathers fill."""
 
 
 def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Work]:

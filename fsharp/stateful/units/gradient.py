@@ -34,7 +34,7 @@ _MOVES = {
     GradientPhase.FINISHING: {GradientPhase.FINISHED},
     GradientPhase.FINISHED: {GradientPhase.COLLECTING, GradientPhase.RESTING, GradientPhase.FINISHING},
 }
-"""From each phase, those that an op may bring a gradient to."""
+"""For each phase, the phases that may follow."""
 
 
 class GradientBuffer:

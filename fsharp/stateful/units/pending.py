@@ -31,7 +31,7 @@ class PendingBuffers(LazyBuffers):
     def wait(self) -> tuple[Any, ...]:
         """Block until the tensors are filled, and return them."""
         if self._arrive is not None:
-            with self._lock:  # others who look wait as well
+            with self._lock:  # further readers wait, too
                 if self._arrive is not None:
                     self._arrive()
                     self._arrive = None

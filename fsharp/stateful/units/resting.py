@@ -32,7 +32,7 @@ class RestingGradient:
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None
         self.shown: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
-        self._storage: Any = None  # that of the views; None if it is empty
+        self._storage: Any = None  # the storage of the views; None if it is empty
         self._alone = 0
         self._leaves: list[torch.Tensor] | None = None
         self._gaps: list[torch.Tensor] = []

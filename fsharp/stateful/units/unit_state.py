@@ -62,7 +62,7 @@ class UnitState:
             self.tree_label = "" if self.node is None else label_of(self.node, comm)
         return self.tree_label
 
-    @torch.inference_mode(False)  # what is kept here will be trained as well
+    @torch.inference_mode(False)  # kept leaves will be trained, too
     def at_rest(self) -> FullUnit:
         """Return the parameters of a unit that rests in full."""
         assert self.node is not None

@@ -27,7 +27,7 @@ from fsharp.stateful.units.handed_out import HandedOut
 Stamp = list[tuple[int, int]]
 
 _VERSIONS_A_FILL = 1024
-"""What is filled from other values, or in another step, has other versions; a write to a leaf adds one."""
+"""Distance of version counters between fills from other values or in other steps; a write to a leaf adds one."""
 
 
 def stamp(node: Sharded) -> Stamp:
@@ -79,7 +79,7 @@ class UnshardedBuffer:
         self.memory: torch.Tensor | None = None
         self.full: FullUnit | None = None
         self._outs: list[list[torch.Tensor]] = []
-        self._stored: list[torch.Tensor] = []  # what is gathered; of groups whose format is plain, the parameters themselves
+        self._stored: list[torch.Tensor] = []  # gathered buffers; for groups with a plain format the parameters themselves
         if memory is not None:
             self._make(memory)
         self.filled_from: Stamp | None = None
@@ -125,7 +125,7 @@ class UnshardedBuffer:
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
         self.filled_from = stamp(node)
         self._sources, self.is_carried, self.is_held = [], False, False
-        if self.filled_from != self._last_filled_from or step != self._step:  # what was saved of other values is refused
+        if self.filled_from != self._last_filled_from or step != self._step:  # tensors saved for other values are refused
             self._last_filled_from = self.filled_from
             self.begin_step(step)
         elif self.full is not None and self.where is not None:

@@ -86,4 +86,4 @@ class UpdateGather:
             group, params, encoded = self.differences[-1]
             with torch.no_grad(), _unsafe_preserve_version_counter(params):  # as what arrives by a gather
                 params.copy_(with_difference(self.unit.layout, group, params, encoded))
-            self.differences.pop()  # once added: after an error whoever looks again gets it again
+            self.differences.pop()  # marked as added afterwards, so that after an error the next read raises the error again

@@ -13,7 +13,7 @@ class DerivedCheck(Check):
         super().__init__(schedule, order)
         self.made_of = {name: spec.made_of for name, spec in BUFFERS.items() if spec.made_of}
         self.makers = {name: [spec for spec in OPS.values() if spec.fills == name] for name in self.made_of}
-        self.filled: dict[BufferKey, int] = {}  # the op that has made what is in a buffer
+        self.filled: dict[BufferKey, int] = {}  # the op that has filled a buffer
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
         """Follow which of these buffers have something in them."""

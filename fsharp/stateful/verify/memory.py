@@ -139,7 +139,7 @@ class MemoryCheck(Check):
         if spec.frees == spec.memory:
             filled, _ = self.live.pop(key)
             self.owners.clear(op.memory.start, op.memory.stop)
-            self.freed.put(op.memory.start, op.memory.stop, (filled, i))  # who filled them waited for those before
+            self.freed.put(op.memory.start, op.memory.stop, (filled, i))  # the op that filled them has waited for earlier frees
 
     def _fill(self, i: int, op: Op, memory: Memory) -> None:
         for (buffer, unit), j in self.owners.over(memory.start, memory.stop):

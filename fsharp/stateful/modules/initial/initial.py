@@ -29,7 +29,7 @@ SEED_ALIKE = (
     "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0, to take rank 0's values."
 )
 Initialize = Callable[[nn.Module], None]
-_MARK = 0x55  # an integer that nobody has written
+_MARK = 0x55  # an integer that was not written
 _drawing = threading.Lock()  # ranks that are threads share the generator
 
 

@@ -13,7 +13,7 @@ from fsharp.functional.optim.ema import WithEmaState
 from fsharp.stateful.modules.session import Session
 
 Buffers = dict[tuple[str, int], torch.Tensor]
-"""By unit and group."""
+"""Buffers by unit and group."""
 
 
 @contextmanager

@@ -26,9 +26,9 @@ class Scope(IntEnum):
     """The inputs of an element's update: the element itself, its whole parameter, or all parameters."""
 
     ELEMENT = 0
-    """Nothing: buffers may be cut and joined anywhere."""
+    """The element alone: buffers may be cut and joined anywhere."""
     PARAMETER = 1
-    """Others of its parameter, or its shape."""
+    """Other elements of its parameter, or the parameter's shape."""
     EVERYTHING = 2
     """Other parameters."""
 

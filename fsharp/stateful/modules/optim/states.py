@@ -195,7 +195,7 @@ def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[st
             raise TreeError(f"{where}: {name!r} is a {type(value).__name__}, expected a {type(want).__name__}.")
         is_elementwise = isinstance(want, ShardedTensor) or (
             key not in wanted and is_tensor and like.leaf.shape and value.shape == like.leaf.shape
-        )  # what it keeps from a later step on
+        )  # state that exists only from a later step on
         if is_elementwise:
             found[key] = own_part(where, name, value, like, dtypes=[value.dtype if want is None else want.dtype])
         elif isinstance(want, torch.Tensor):
