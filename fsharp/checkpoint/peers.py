@@ -202,7 +202,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
     outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
-        requests = json.loads(_swapped(json.dumps(mine), comm, -shift))
+        requests = json.loads(_exchanged_text(json.dumps(mine), comm, -shift))
         wanted_here = [Wanted(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests]
         theirs = batches(wanted_here, PIECE_NBYTES)
         for i in range(int(rounds[shift])):
@@ -226,7 +226,7 @@ def _read_asked(rank: int, folder: str, asked: Wanted, into: memoryview) -> None
         _files.read(f"{folder}/{asked.file}", asked.start, into)
 
 
-def _swapped(text: str, comm: Comm, shift: int) -> str:
+def _exchanged_text(text: str, comm: Comm, shift: int) -> str:
     """Send a text to rank ``r + shift``, and return the text of rank ``r - shift``."""
     body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
@@ -288,7 +288,7 @@ def read_from_hosts(
         for number, holder in away.items():
             record, length = manifest.files[number], save.hosts[holder - holder % domain_size][number]
             head, table = bytearray(length), bytearray(table_nbytes(record.nbytes - length))
-            fetched.parts[f"{_at(folder, holder)}/{record.name}"] = record.nbytes, head, table
+            fetched.parts[f"{_file_path(folder, holder)}/{record.name}"] = record.nbytes, head, table
             asked += _wanted_whole(holder, record.name, 0, head)
             asked += _wanted_whole(holder, record.name, record.nbytes - len(table), table)
         return asked
@@ -298,10 +298,10 @@ def read_from_hosts(
         for number, holder in away.items():
             record = manifest.files[number]
             with _blamed(holder, record.name):
-                file = ShardFile(fetched, _at(folder, holder), record, number, manifest.save_id)
+                file = ShardFile(fetched, _file_path(folder, holder), record, number, manifest.save_id)
                 windows = file.windows(file.runs(manifest, parts[number]), PIECE_NBYTES)
             for window in windows:
-                take = _taking(file, window, holder, record.name)
+                take = _window_taker(file, window, holder, record.name)
                 asked.append(Wanted(holder, record.name, window.start, window.nbytes, take))
         return asked
 
@@ -314,11 +314,11 @@ def read_from_hosts(
             file.read(file.runs(manifest, parts[number]), PIECE_NBYTES)
 
 
-def _at(folder: str, holder: int) -> str:
+def _file_path(folder: str, holder: int) -> str:
     return f"on the host of rank {holder}: {folder}"
 
 
-def _taking(file: ShardFile, window: Window, holder: int, name: str) -> Callable[[torch.Tensor], None]:
+def _window_taker(file: ShardFile, window: Window, holder: int, name: str) -> Callable[[torch.Tensor], None]:
     def take(data: torch.Tensor) -> None:
         with _blamed(holder, name):
             file.take(window, data)

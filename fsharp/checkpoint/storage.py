@@ -243,10 +243,10 @@ class Claim:
             raise in_use from error
         os.pwrite(file, token, 0)
         self._claimed.add(folder)
-        self._end = weakref.finalize(self, self._let_go, folder, file)
+        self._end = weakref.finalize(self, self._release_lock, folder, file)
 
     @classmethod
-    def _let_go(cls, folder: str, file: int) -> None:
+    def _release_lock(cls, folder: str, file: int) -> None:
         cls._claimed.discard(folder)
         os.close(file)
 

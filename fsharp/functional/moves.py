@@ -98,21 +98,21 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with vmap_disabled():  # which has no dim of these
-                moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in _sent(sharded)]
-                moved = _arrived(sharded, moved, target, named, whole=whole)
+                moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in _without_scales(sharded)]
+                moved = _completed(sharded, moved, target, named, whole=whole)
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
             moved = []
-            for x in _sent(sharded):
+            for x in _without_scales(sharded):
                 moved.append(move_values(x, sharded.place, target, named, **ways))
-            moved = _arrived(sharded, moved, target, named, whole=whole)
+            moved = _completed(sharded, moved, target, named, whole=whole)
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with telling_format_errors(comm, "gather()"):
         return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
-def _sent(node: Sharded) -> Sequence[torch.Tensor]:
+def _without_scales(node: Sharded) -> Sequence[torch.Tensor]:
     """Return a node's buffers without scales of whole leaves, which every rank has already."""
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
@@ -120,7 +120,7 @@ def _sent(node: Sharded) -> Sequence[torch.Tensor]:
     return [unit.travelling(g, x) if unit.groups[g].is_stored(x) else x for g, x in rows]
 
 
-def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool) -> list[torch.Tensor]:
+def _completed(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool) -> list[torch.Tensor]:
     """Complete moved buffers of a node: append scales of whole leaves, or decode the buffers for functions."""
     unit = node.unit
     if not unit.has_formats:

@@ -62,7 +62,7 @@ class SinkLedger:
         return self._handles[id(sink)]
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        out: torch.Tensor = _Deliver.apply(sink, unit, group, comm, self.residuals(unit, group))
+        out: torch.Tensor = _ReduceIntoSink.apply(sink, unit, group, comm, self.residuals(unit, group))
         return out
 
 
@@ -101,22 +101,22 @@ def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
         grad, sink.grad = sink.grad, None
         if group in held and (direct := held[group].grad) is not None:
             held[group].grad = None
-            moved = _from_buffer(direct, node, group, comm)
+            moved = _gradient_at_rest(direct, node, group, comm)
             grad = moved if grad is None else grad + moved
         result.append(grad)
     return result
 
 
-def _from_buffer(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torch.Tensor:
+def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torch.Tensor:
     """Return the gradient of a buffer in the place and dtype in which gradients rest."""
     source, target = node.place.dual if node.is_gathered else node.place, node.unit.strategy.grads
-    x = _unsummed(x, source, target, comm)
+    x = _as_summands(x, source, target, comm)
     if source.partial:
         x = move_sums(x, node.unit, group, source, target, comm, node.ledger.residuals(node.unit, group))
     return x.to(node.unit.groups[group].dtypes.accumulate)
 
 
-class _Deliver(torch.autograd.Function):
+class _ReduceIntoSink(torch.autograd.Function):
     """An autograd function from a sink to its handle. Its backward reduces the gradient to the sink's place and dtype.
 
     Without it a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
@@ -159,7 +159,7 @@ class _Attach(torch.autograd.Function):
         return None, cotangents[0].to(ctx.dtype)
 
 
-def _unsummed(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
+def _as_summands(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
     """Return a shared gradient as summands: one rank keeps the gradient, all other ranks have zeros."""
     for axis in reversed(source.order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)

@@ -110,7 +110,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     params = gather(resting, comm=comm, to="params")
     name_as(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
-    copies = map_units(lambda node: node.with_buffers(list(map(_apart, node.buffers))), _main_copies(main))
+    copies = map_units(lambda node: node.with_buffers(list(map(_own_copy, node.buffers))), _main_copies(main))
     residuals = zero_residuals([node.unit for node in units_of(params)], comm.device)
     state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name), residuals)
     if donate:
@@ -231,6 +231,6 @@ def _with_main_copies(node: Sharded, main: Sharded) -> Sharded:
     return node.replace([b.clone() if g in missing else b for g, b in zip(node.groups, node.buffers, strict=True)])
 
 
-def _apart(buffer: torch.Tensor) -> torch.Tensor:
+def _own_copy(buffer: torch.Tensor) -> torch.Tensor:
     """Return a copy of a buffer that is a slice of a larger one; return any other buffer itself."""
     return buffer.clone() if buffer.untyped_storage().nbytes() > buffer.nbytes else buffer

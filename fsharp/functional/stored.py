@@ -39,7 +39,7 @@ def stored(tree: Any, comm: Comm) -> Any:
         pairs = zip(is_cast, rows, strict=True)
         return node.with_buffers([b.to(d.compute, copy=d.update is not None) if cast else b for cast, (d, b) in pairs])
 
-    if all(map(_rests_alike, units_of(tree))):
+    if all(map(_rests_unchanged, units_of(tree))):
         return tree
     tree = map_units(cast, tree)
     if not any(node.unit.has_formats for node in units_of(tree)):
@@ -49,7 +49,7 @@ def stored(tree: Any, comm: Comm) -> Any:
     return encode_leaves(tree, comm)
 
 
-def _rests_alike(node: Sharded) -> bool:
+def _rests_unchanged(node: Sharded) -> bool:
     """Return whether values of a unit can rest unchanged: no cast, no encoding, and no main copy beside them."""
     unit = node.unit
     for g, x in zip(node.groups, node.raw_buffers, strict=True):
@@ -122,7 +122,7 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
         unit = node.unit
         return node.with_buffers([unit.groups[g].store(b, partial(unit.facts, g)) if g in groups else b for g, b in rows])
 
-    return _of_chosen(one, tree, like, by_leaf=False)
+    return _encode_chosen(one, tree, like, by_leaf=False)
 
 
 def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
@@ -156,7 +156,7 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
 
     if not any(node.unit.has_leaf_formats for node in units_of(tree)):
         return tree
-    work = _of_chosen(encoded, tree, like, by_leaf=True)
+    work = _encode_chosen(encoded, tree, like, by_leaf=True)
     for (_, axes), (form, label, parts, units) in jobs.items():
         about = [("units", first_few(units)), ("axes", first_few(axes))]
         with telling_format_errors(comm, label):
@@ -168,7 +168,7 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     return map_units(back, tree, work)
 
 
-def _of_chosen(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
+def _encode_chosen(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
     """Return the tree with ``fn`` applied to the groups of each node that are to be encoded, by leaf or by block."""
 
     def one(node: Any, other: Any = None) -> Any:

@@ -165,7 +165,7 @@ class _Residuals:
         return jax.tree.unflatten(self.vjp, leaves)
 
 
-def _pulled(vjp: Any, cotangents: Any) -> Any:
+def _in_torch_convention(vjp: Any, cotangents: Any) -> Any:
     """Return gradients in torch's convention: for complex numbers the conjugates of JAX's gradients."""
     return jax.tree.map(jnp.conj, vjp(jax.tree.map(jnp.conj, cotangents)))
 
@@ -177,7 +177,7 @@ class _Program:
         self._fn = fn
         self._run = jax.jit(fn)
         self._run_and_keep = jax.jit(self._keeping, static_argnums=0)
-        self._pull_back = jax.jit(_pulled)
+        self._pull_back = jax.jit(_in_torch_convention)
         self._derived: dict[Any, _Program] = {}
 
     __name__ = "as_torch"
@@ -226,7 +226,7 @@ class _Program:
         def fn(*arrays: Any) -> Any:
             of_wanted, chosen = self._of(wanted, arrays)
             _, vjp, _ = jax.vjp(of_wanted, *chosen, has_aux=True)
-            return list(_pulled(vjp, list(arrays[len(wanted) :])))
+            return list(_in_torch_convention(vjp, list(arrays[len(wanted) :])))
 
         return self._made("gradients", wanted, fn)
 

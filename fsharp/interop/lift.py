@@ -140,10 +140,10 @@ class Lifted:
             return value
         if value.leaf == leaf and math.prod(value.shape) == math.prod(self.leaves[leaf].shape):
             return value
-        known = self._known(value, at)
+        known = self._as_known_array(value, at)
         if isinstance(known, ShardedArray):
             part = self.leaves[known.leaf]
-            raise self._elsewhere(f"{what} is made of elements of {part.path!r}", part)
+            raise self._other_ranks_error(f"{what} is made of elements of {part.path!r}", part)
         return known
 
     def _apply(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
@@ -156,7 +156,7 @@ class Lifted:
         if name == "optimization_barrier":
             return values
         if len({value.leaf for value in values if isinstance(value, ShardedArray)}) > 1:
-            values = [self._known(value, (*at, -1 - i)) for i, value in enumerate(values)]
+            values = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if any(value is UNKNOWN for value in values):
             return [UNKNOWN] * len(equation.outvars)
         leaf = self._leaf_of(name, values)
@@ -182,13 +182,13 @@ class Lifted:
         if not part.axes:  # all of it is here
             found = _bind(equation, [_whole(value) for value in values])
             return [ShardedArray(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
-        known = [self._known(value, (*at, -1 - i)) for i, value in enumerate(values)]
+        known = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if not any(isinstance(value, ShardedArray) for value in known):
             is_unknown = any(value is UNKNOWN for value in known)
             return [UNKNOWN] * len(shapes) if is_unknown else self._without_leaves(equation, known)
         raise self._refused(name, leaf)
 
-    def _known(self, value: Any, at: Key) -> Any:
+    def _as_known_array(self, value: Any, at: Key) -> Any:
         """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return the value."""
         if not isinstance(value, ShardedArray) or self.leaves[value.leaf].is_varying:
             return value
@@ -205,10 +205,10 @@ class Lifted:
         if len(found) > 1:
             first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
             what = f"the transformation combines elements of {first.path!r} and {second.path!r} ({name})"
-            raise self._elsewhere(what, second if second.axes or second.is_varying else first)
+            raise self._other_ranks_error(what, second if second.axes or second.is_varying else first)
         return next(iter(found), None)
 
-    def _elsewhere(self, what: str, part: LeafPart) -> LayoutError:
+    def _other_ranks_error(self, what: str, part: LeafPart) -> LayoutError:
         """Return the error for elements of a leaf that are on other ranks, or differ between ranks."""
         why = "of which ranks have leaves of their own" if part.is_varying else "which are on different ranks"
         remedy = "Use a transformation that looks at each leaf by itself"
@@ -260,9 +260,9 @@ class Lifted:
 
     def _choose(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
         index, *operands = values
-        index, branches = _scalar(self._known(index, (*at, -1))), equation.params["branches"]
+        index, branches = _scalar(self._as_known_array(index, (*at, -1))), equation.params["branches"]
         if isinstance(index, ShardedArray):
-            raise self._elsewhere(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
+            raise self._other_ranks_error(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
         if not any(isinstance(value, ShardedArray | Splat | _Unknown) for value in (index, *operands)):
             return _bind(equation, [index, *operands])
         found = [self.run(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
@@ -270,7 +270,7 @@ class Lifted:
 
     def _chosen(self, index: Any, cases: list[Any], at: Key) -> Any:
         if len({case.leaf for case in cases if isinstance(case, ShardedArray)}) > 1:
-            cases = [self._known(case, (*at, k)) for k, case in enumerate(cases)]
+            cases = [self._as_known_array(case, (*at, k)) for k, case in enumerate(cases)]
         if index is UNKNOWN or any(case is UNKNOWN for case in cases):
             return UNKNOWN
         leaf = self._leaf_of("cond", cases)

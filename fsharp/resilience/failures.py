@@ -81,7 +81,7 @@ class _Hook:
             return
         _noted(error, f"{me}, {told}")
         if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can
-            self._is_first(f"{me}, {told}: {_said(error)}")
+            self._is_first(f"{me}, {told}: {_error_text(error)}")
 
     def _is_first(self, told: str) -> bool:
         return self.board.claim("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
@@ -91,7 +91,7 @@ class _Hook:
             self.before(kind, error, trace)
             return
         self._wait(["first failure"], _OTHERS_SPEAK_S)
-        if self._is_first(_said(error)):
+        if self._is_first(_error_text(error)):
             if self.is_own:
                 others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
                 self._wait([f"rank {rank} has spoken" for rank in others], _OTHERS_SPEAK_S)
@@ -120,7 +120,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return the text of an error, shortened if it is very long."""
     try:
         text = str(error)
@@ -139,8 +139,8 @@ def _write_error_file(error: Exception, raised_at: float, *, is_own: bool) -> No
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    trace = "".join(traceback.format_exception(error)) if is_own else _said(error)
+    trace = "".join(traceback.format_exception(error)) if is_own else _error_text(error)
     extra = {"py_callstack": trace, "timestamp": str(int(raised_at) + (not is_own))}
-    message = {"message": f"{type(error).__name__}: {_said(error)}", "extraInfo": extra}
+    message = {"message": f"{type(error).__name__}: {_error_text(error)}", "extraInfo": extra}
     with suppress(OSError):  # the error itself is what has to be heard
         Path(path).write_text(json.dumps({"message": message}))

@@ -102,7 +102,9 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
     with telling_format_errors(comm, "find_nonfinite()"):
         pieces = list(_pieces(tree))
         # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
-        sums = [_plain(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held, comm.rank)]
+        sums = [
+            _computable(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held, comm.rank)
+        ]
         bad = [_is_bad(x) for x in [*losses, *sums]]
         flag = (
             torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
@@ -123,11 +125,11 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
 
 def _is_bad(x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
-        return ~torch.isfinite(_plain(x)).all()
+        return ~torch.isfinite(_computable(x)).all()
     return torch.tensor(not isinstance(x, Integral) and not cmath.isfinite(x))
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
+def _computable(x: torch.Tensor) -> torch.Tensor:
     """Return the elements in a dtype with which torch can compute: float8 and complex32 are cast."""
     if x.layout is not torch.strided:
         x = x._values() if x.layout is torch.sparse_coo else x.values()

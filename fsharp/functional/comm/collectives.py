@@ -92,7 +92,7 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
     Gradient: :func:`reduce_scatter_last`. Cost: each rank sends ``(n - 1) * x.nbytes``.
     """
-    if _is_free(x, comm, axis):
+    if _needs_no_collective(x, comm, axis):
         return x
 
     def joined(parts: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     Gradient: :func:`all_gather_last`. Cost: each rank sends ``(n - 1) / n * x.nbytes``.
     """
     _check_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
-    if _is_free(x, comm, axis):
+    if _needs_no_collective(x, comm, axis):
         return x.to(dtype or x.dtype)
     n, wire = comm.mesh.axis_size(axis), x.dtype
 
@@ -149,7 +149,7 @@ def reduce_scatter_encoded(
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """
     _check_divides("reduce_scatter_encoded()", x, axis, comm.mesh.axis_size(axis) * wire.block)
-    if _is_free(x, comm, axis):
+    if _needs_no_collective(x, comm, axis):
         return x
     n = comm.mesh.axis_size(axis)
 
@@ -172,7 +172,7 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
     Gradient: :func:`all_reduce`. Cost: each rank sends ``2 * (n - 1) / n * x.nbytes``.
     """
-    if _is_free(x, comm, axis):
+    if _needs_no_collective(x, comm, axis):
         return x
     again = partial(all_reduce, comm=comm, axis=axis)
     return _Primitive.apply(x, _Collective(partial(comm.all_reduce, axis=axis), again, again))  # type: ignore[no-any-return]
@@ -194,5 +194,5 @@ def _check_divides(where: str, x: torch.Tensor, axis: str, n: int) -> None:
         raise TreeError(f"{where}: a last dim of {x.shape[-1]} does not divide into {n} parts along axis {axis!r}.")
 
 
-def _is_free(x: torch.Tensor, comm: Comm, axis: str) -> bool:
+def _needs_no_collective(x: torch.Tensor, comm: Comm, axis: str) -> bool:
     return comm.mesh.axis_size(axis) == 1 or x.numel() == 0

@@ -168,7 +168,7 @@ class ProcessGroupComm:
                 self.watch.check()
                 job_store.all_gather_into(_bytes(out), _bytes(x), group=self.group(axis))
             else:
-                self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _text("all_gather", x, axis, label))
+                self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _label_text("all_gather", x, axis, label))
             return out
         except Exception as error:
             hide_frames(error)
@@ -184,7 +184,7 @@ class ProcessGroupComm:
                 out = x.new_empty(x.shape[1:])
                 _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
                 return out.to(dtype)
-            return sum_in_rank_order(self._exchange(x, axis, _text("reduce_scatter", x, axis, label)), dtype)
+            return sum_in_rank_order(self._exchange(x, axis, _label_text("reduce_scatter", x, axis, label)), dtype)
         except Exception as error:
             hide_frames(error)
             raise
@@ -206,7 +206,7 @@ class ProcessGroupComm:
                 return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
             part = -(-x.numel() // n)
             padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
-            parts = self._exchange(padded.view(n, part), axis, _text("all_reduce", x, axis, label))
+            parts = self._exchange(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
             return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
         except Exception as error:
             hide_frames(error)
@@ -324,7 +324,7 @@ def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
             group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
-def _text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
+def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     """Return the text that ranks compare before messages. It contains sizes: a message of an unexpected size ends a process."""
     return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 

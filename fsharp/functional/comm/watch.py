@@ -310,7 +310,7 @@ class Watch:
         read = self.ranks.exchange(mine, call.peer)
         for rank, note in self.ranks.seen.items():
             if note.left and (not self._has_come(call, rank) or (is_lost and rank == call.peer)):
-                raise self.refuse(CommError, _left(call, rank, note), whole=True)
+                raise self.refuse(CommError, _left_text(call, rank, note), whole=True)
             if rank in read and not note.left:
                 self._compare(call, rank, note)
         late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
@@ -337,7 +337,7 @@ class Watch:
                         {self.ranks.rank: mine, rank: theirs},
                         settings_behind([mine[number]]) | (note.settings or {}),
                     )
-                    raise self.refuse(AgreementError, _different(number, orders, known), whole=True)
+                    raise self.refuse(AgreementError, _difference_text(number, orders, known), whole=True)
             return
         waits_for_me = self.ranks.counts().get(note.watch, 0) <= note.number
         if not (waits_for_me and not self._has_come(call, rank)):
@@ -346,7 +346,7 @@ class Watch:
         before = self._blocked.get(rank)
         if before is not None and before.looks < note.looks and before[1:3] == note[1:3]:  # it still waits there
             theirs = _numbered(note.counts[note.watch], note.labels)
-            text = _different(None, {self.ranks.rank: mine, rank: theirs})
+            text = _difference_text(None, {self.ranks.rank: mine, rank: theirs})
             raise self.refuse(AgreementError, text, whole=True)
         if before is None or before[1:3] != note[1:3]:
             self._blocked[rank] = note
@@ -384,7 +384,7 @@ def _listen(reference: "weakref.ref[Watch]", is_over: threading.Event, every_s: 
         del watch
 
 
-def _left(call: WatchedCall, rank: int, note: RankStatus) -> str:
+def _left_text(call: WatchedCall, rank: int, note: RankStatus) -> str:
     why, _, trace = note.left.partition("\n")
     text = problem(
         "fsharp",
@@ -403,7 +403,9 @@ def _some(ranks: Sequence[int]) -> str:
     return f"{list(ranks[:8])}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None) -> str:
+def _difference_text(
+    first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
+) -> str:
     """Return the text of an error about labels that differ: the ranks' labels, the settings that differ, and a remedy.
 
     Args:

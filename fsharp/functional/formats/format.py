@@ -371,14 +371,14 @@ def _as_they_are(values: torch.Tensor) -> Sequence[torch.Tensor]:
     return [values]
 
 
-def _only(planes: Sequence[torch.Tensor]) -> torch.Tensor:
+def _only_plane(planes: Sequence[torch.Tensor]) -> torch.Tensor:
     return planes[0]
 
 
 @cache
 def plain(dtype: torch.dtype) -> Format:
     """Return the plain format of ``dtype``: values are stored in this dtype, without encoding."""
-    return Format(dtype_name(dtype), (Plane(dtype),), _as_they_are, _only)
+    return Format(dtype_name(dtype), (Plane(dtype),), _as_they_are, _only_plane)
 
 
 _formats: dict[str, Format] = {}

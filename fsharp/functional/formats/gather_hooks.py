@@ -175,14 +175,14 @@ class _Hooks:
 
         hook = getattr(wrapped, PRE)
         with Agreement(answer) as group:
-            mesh = _Only(self._about(PRE), "mesh", {"get_group": lambda *_: group, "size": lambda *_: 1})
+            mesh = _LimitedArgument(self._about(PRE), "mesh", {"get_group": lambda *_: group, "size": lambda *_: 1})
             number = len(inspect.signature(hook).parameters)
             if number not in (1, 5):
                 raise OptionError(
                     f"{self._about(PRE)} takes {number} arguments, expected (mesh) or (mesh, outer_size, outer_stride, module, "
                     "mp_policy)."
                 )
-            module = _Only(self._about(PRE), "module", {})
+            module = _LimitedArgument(self._about(PRE), "module", {})
             more = () if number == 1 else (values.shape, values.stride(), module, self._policy)
             found = hook(mesh, *more)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], tuple) and found[0]):
@@ -344,7 +344,7 @@ _ROUNDS = 8
 """Maxima over ranks that a hook may take one after another."""
 
 
-class _Only:
+class _LimitedArgument:
     """An argument of a hook that has the methods it is given, and no other attribute."""
 
     def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ def format_of(quantizer: Any) -> Format:
     quantizer.internal = False
     settings = {name: getattr(quantizer, name, None) for name in _SETTINGS}
     text = repr(sorted((name, str(value)) for name, value in settings.items() if value is not None))
-    return _format(kind.name, text, _Held(quantizer))
+    return _format(kind.name, text, _EqualQuantizer(quantizer))
 
 
 _SETTINGS = (
@@ -160,21 +160,21 @@ _SETTINGS = (
 )
 
 
-class _Held:
+class _EqualQuantizer:
     """A quantizer that compares equal to any other quantizer: formats are told apart by the text beside the quantizer."""
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
+        return isinstance(other, _EqualQuantizer)
 
     def __hash__(self) -> int:
         return 0
 
 
 @cache
-def _format(name: str, settings: str, held: _Held) -> Format:
+def _format(name: str, settings: str, held: _EqualQuantizer) -> Format:
     kind = next(each for each in KINDS.values() if each.name == name)
     tensors = _Tensors(kind, held.quantizer)
     codec = LeafCodec(
@@ -270,7 +270,7 @@ class _Tensors:
 
         weights: list[Any] = [self._empty(part) for part in parts]
         has_values = [part.first < part.last for part in parts]
-        rooms = [self._room(part) for part in parts]
+        rooms = [self._encode_memory(part) for part in parts]
         mains = [self._in_rows(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
         starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
         bytes_of = [self._target(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)]
@@ -295,7 +295,7 @@ class _Tensors:
             return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
         return room if len(room) > 1 else room[0]
 
-    def _room(self, part: LeafPart) -> Sequence[torch.Tensor]:
+    def _encode_memory(self, part: LeafPart) -> Sequence[torch.Tensor]:
         """Return memory for the bytes of a part.
 
         The kernel of block scaling also writes around the part, inside of the blocks that the part touches: it gets memory for
@@ -327,7 +327,7 @@ def _float8(part: LeafPart, tensor_dtype: torch.dtype) -> torch.Tensor:
     return part.planes[0].view(tensor_dtype).float()
 
 
-def _of_tensor(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode_with_one_scale(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     return _float8(part, torch.float8_e4m3fn) * scales["_scale_inv"]
 
 
@@ -336,12 +336,12 @@ def _rows_and_columns(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
     return where // part.shape[-1], where % part.shape[-1]
 
 
-def _of_tiles(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode_tiles(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _rows_and_columns(part)
     return _float8(part, torch.float8_e4m3fn) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
 
 
-def _of_blocks(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode_blocks(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _rows_and_columns(part)
     exponents = scales["_rowwise_scale_inv"][rows, columns // 32].int() - 127
     return torch.ldexp(_float8(part, torch.float8_e4m3fn), exponents)
@@ -350,7 +350,7 @@ def _of_blocks(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _of_four_bits(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode_four_bits(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _rows_and_columns(part)
     codes = torch.stack([part.planes[0] & 15, part.planes[0] >> 4], 1).view(-1).long()
     table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)
@@ -364,28 +364,28 @@ def _tiles(shape: Shape, side: int) -> int:
 
 KINDS = {
     "Float8CurrentScalingQuantizer": Kind(
-        "float8_current", ["_data"], ["_transpose"], lambda shape, scales: [(1, torch.float32)], _of_tensor
+        "float8_current", ["_data"], ["_transpose"], lambda shape, scales: [(1, torch.float32)], _decode_with_one_scale
     ),
     "Float8BlockQuantizer": Kind(
         "float8_block",
         ["_rowwise_data"],
         ["_columnwise_data", "_columnwise_scale_inv"],
         lambda shape, scales: [(prod(scales["_rowwise_scale_inv"]), torch.float32)],
-        _of_tiles,
+        _decode_tiles,
     ),
     "MXFP8Quantizer": Kind(
         "mxfp8",
         ["_rowwise_data", "_columnwise_data"],
         [],
         lambda shape, scales: [(sum(prod(size) for size in scales.values()), torch.bfloat16)],
-        _of_blocks,
+        _decode_blocks,
     ),
     "NVFP4Quantizer": Kind(
         "nvfp4",
         ["_rowwise_data"],
         ["_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"],
         lambda shape, scales: [(_tiles(shape, 16), torch.float32), (1, torch.float32)],
-        _of_four_bits,
+        _decode_four_bits,
         values_per_byte=2,
     ),
 }

@@ -60,8 +60,8 @@ class Transform:
             object.__setattr__(self, "extra", _extra_of(self.update, *filter(None, [self.apply])))
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _with_what_it_names(fn))
-        object.__setattr__(self, "init", _of_values(self.init))
+                object.__setattr__(self, name, _dropping_unknown_keywords(fn))
+        object.__setattr__(self, "init", _refusing_stored(self.init))
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
@@ -97,7 +97,7 @@ def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
         raise OptionError(problem("update()", what, facts, f"Check the spelling, or leave {unknown[0]} out."))
 
 
-def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fn`` wrapped so that keywords which ``fn`` does not name are dropped."""
     kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
@@ -110,7 +110,7 @@ def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _of_values(init: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_stored(init: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``init`` with a check: parameters stored in a format are an error."""
 
     @wraps(init)
@@ -134,7 +134,7 @@ def as_transform(tx: Any) -> Transform:
         raise TreeError(f"expected an (init, update) pair such as fs.optim.adamw(1e-3), got {tx!r:.80}.")
     keywords = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
     pure = {"inplace": False} if "inplace" in keywords else {}
-    known = _with_what_it_names(update)
+    known = _dropping_unknown_keywords(update)
 
     def tried(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         if "params" in keywords:

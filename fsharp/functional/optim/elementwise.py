@@ -139,7 +139,7 @@ def adamw(
     settings = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "lr_scale": lr_scale}
     settings |= {"capturable": True} if capturable else {}
     config = {"adamw": config_of(learning_rate=learning_rate, **settings)}
-    return _rule(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(learning_rate, s.count))
+    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(learning_rate, s.count))
 
 
 @options_checked
@@ -202,7 +202,7 @@ def sgd(
 
     settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "lr_scale": lr_scale}
     config = {"sgd": config_of(learning_rate=learning_rate, **settings)}
-    tx = _rule(init, step, config, weight_decay)
+    tx = _in_place_transform(init, step, config, weight_decay)
     return tx if momentum is None else replace(tx, name="sgd with momentum")
 
 
@@ -254,10 +254,10 @@ def lion(
 
     settings = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "lr_scale": lr_scale}
     config = {"lion": config_of(learning_rate=learning_rate, **settings)}
-    return _rule(init, step, config, weight_decay, lr_scale, lambda s: at(learning_rate, s.count))
+    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: at(learning_rate, s.count))
 
 
-def _rule(
+def _in_place_transform(
     init: Any,
     step: Callable[..., tuple[Any, Any]],
     config: Mapping[str, Any],

@@ -91,9 +91,9 @@ def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tupl
         labels, result, new = labels_of(params), grads, {}
         for label, tx in txs.items():
             flags = {path: own == label for path, own in labels.items()}
-            seen = _where(flags, grads, None, comm.rank)
+            seen = _selected_or_zero(flags, grads, None, comm.rank)
             out, new[label] = tx.update(seen, state.inner_states[label], params, comm=comm, **extra)
-            result = _where(flags, out, result, comm.rank)
+            result = _selected_or_zero(flags, out, result, comm.rank)
         return result, PartitionState(new)
 
     return init, update
@@ -144,15 +144,15 @@ def masked(inner: Any, mask: Any) -> Transform:
 
     def update(grads: Any, state: MaskedState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, MaskedState]:
         flags = flags_of(params)
-        seen = _where(flags, grads, None, comm.rank)
+        seen = _selected_or_zero(flags, grads, None, comm.rank)
         out, new = tx.update(seen, state.inner_state, params, comm=comm, **extra)
-        return _where(flags, out, grads, comm.rank), MaskedState(new)
+        return _selected_or_zero(flags, out, grads, comm.rank), MaskedState(new)
 
     config = {"masked": exact_text(mask), "inner": dict(tx.config)}
     return Transform(init, update, config, name=named("masked", tx.name), extra=tx.extra)
 
 
-def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
+def _selected_or_zero(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
     """Return ``yes`` in leaves whose flag is set, else ``no`` or zero."""
 
     def one(chosen_: Sharded, other: Sharded) -> Sharded:

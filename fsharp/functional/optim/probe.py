@@ -48,7 +48,7 @@ def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
         try:
             expected = trial.run(init, update)
         except Exception as error:
-            raise _untried(where, "small tensors in a tree like yours", error) from error
+            raise _trial_error(where, "small tensors in a tree like yours", error) from error
         torch.manual_seed(torch.initial_seed() + 1)
         if path := trial.difference(expected[:2], trial.run(init, update, num_steps=2)):
             remedy = (
@@ -60,7 +60,7 @@ def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
             try:
                 found = trial.run(init, update, piece, len(expected))
             except Exception as error:
-                raise _untried(where, "flat buffers, though not on a tree like yours", error) from error
+                raise _trial_error(where, "flat buffers, though not on a tree like yours", error) from error
             if path := trial.difference(expected, found, piece):
                 why = "ranks have parts of leaves" if len(trial.pieces) > 1 else "leaves of a unit share a flat buffer"
                 what = f"it looks at more than each element alone, and {why}: updates would be others than on the whole tree."
@@ -73,7 +73,7 @@ def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
     return f"{sum(float(x.double().nan_to_num(0.0).abs().sum()) for step in expected for x in step):.3e}"
 
 
-def _untried(where: str, on: str, error: Exception) -> TreeError:
+def _trial_error(where: str, on: str, error: Exception) -> TreeError:
     remedy = (
         "Trees of masks or labels do not fit flat buffers: fs.optim.masked() and fs.optim.partition() take patterns. A pair "
         "that looks at each element alone, but cannot be tried, is taken as fs.optim.Transform(init, update, {})."

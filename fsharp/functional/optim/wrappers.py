@@ -71,7 +71,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
         return out, ApplyIfFiniteState(count, False, state.total_notfinite + 1, new)
 
     config = {"apply_if_finite": max_consecutive_errors, "inner": dict(tx.config)}
-    return _sometimes("apply_if_finite", tx, init, step, config)
+    return _conditional("apply_if_finite", tx, init, step, config)
 
 
 def all_finite(tree: Any, *, comm: Comm) -> bool:
@@ -158,19 +158,19 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         return out, MultiStepsState(0, state.gradient_step + 1, new, optree.tree_map(torch.zeros_like, acc))
 
     config = {"MultiSteps": [exact_text(every_k_schedule), use_grad_mean], "inner": dict(tx.config)}
-    return _sometimes("MultiSteps", tx, init, step, config)
+    return _conditional("MultiSteps", tx, init, step, config)
 
 
 _Run = Callable[[Any, Any], tuple[Any, Any]]  # of gradients and the inner state: the inner update, and the new inner state
 _Rest = Callable[[Any], tuple[Any, Any]]  # of the inner state: the update that changes nothing, and the same state
 
 
-def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
+def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
     """Return a transformation made from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
 
     def either(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
         def rest(same: Any) -> tuple[Any, Any]:
-            return (optree.tree_map(torch.zeros_like, params), same) if donate is None else _kept(params, donate, same)
+            return (optree.tree_map(torch.zeros_like, params), same) if donate is None else _unchanged(params, donate, same)
 
         return step(grads, state, lambda seen, own: run(inner, seen, own, params), rest, comm, bool(donate))
 
@@ -178,7 +178,7 @@ def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any],
     return Transform(init, update, config, apply, named(name, inner.name), inner.extra)
 
 
-def _kept(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
+def _unchanged(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
     """Return parameters and state for a step without an update: copies, unless donated, so that states share no memory."""
 
     def copied(tree: Any) -> Any:

@@ -34,7 +34,7 @@ def move_slot(
     device = next((buffer.device for buffers in old for buffer in buffers), comm.device)
 
     def rounds(unit: UnitLayout, source: int, target: int) -> list[list[Piece]]:
-        return [] if source == target else in_rounds(_between(slot, unit, ranks, source, target), limit)
+        return [] if source == target else in_rounds(_pieces_between(slot, unit, ranks, source, target), limit)
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
     # A rank has to take part in as many collectives as others need.
@@ -47,7 +47,7 @@ def move_slot(
             torch.zeros(unit.local_size(group, slot.place(unit)), dtype=slot.dtype(unit, group), device=device)
             for group in (slot.groups(unit) if me in ranks.new else ())
         ]
-        for piece in _between(slot, unit, ranks, me, me):
+        for piece in _pieces_between(slot, unit, ranks, me, me):
             _target(new, piece).copy_(_source(old, piece))
         leaving = [rounds(unit, me, rank) for rank in everyone]
         for k in range(num_rounds):
@@ -68,7 +68,7 @@ def move_slot(
     return nodes
 
 
-def _between(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
+def _pieces_between(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
     """Return the pieces that one rank of the Comm takes from another rank, or from itself."""
     if source not in ranks.old or target not in ranks.new:
         return []

@@ -88,7 +88,7 @@ def reshard(
     has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
     given, tree = tree, together(where, comm, lambda: decoded(_with_residuals(tree, None), comm.rank))
     if any(has_tree) and not all(has_tree):
-        tree = _hand_out(tree, has_tree, comm)
+        tree = _share_outline(tree, has_tree, comm)
 
     def check() -> tuple[list[Slot], Ranks]:
         slots, where_from = _check_all(tree, layout, place, cast, [r for r, has in enumerate(has_tree) if has], ranks, comm)
@@ -111,7 +111,7 @@ def reshard(
         layouts = {tuple(node.unit for node in slot.nodes): slot for slot in slots}
         old = {f"{name} of {slot}": text for units, slot in layouts.items() for name, text in describe_units(units).items()}
         options = {"ranks": str(route.new), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
-        return {**describe_units(layout.units), **old, "tree": "\n".join(map(_about, slots)), **options}
+        return {**describe_units(layout.units), **old, "tree": "\n".join(map(_facts_text, slots)), **options}
 
     slots, route = together(where, comm, check, fields)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def reshard(
         for slot, held in zip(slots, buffers, strict=True):
             nodes = move_slot(slot, held, layout, route, comm, limit=limit, donate=donate)
             if slot.kind == "params":
-                nodes = _resting(slot, nodes, layout, comm)
+                nodes = _in_resting_format(slot, nodes, layout, comm)
             new[slot.path] = optree.tree_unflatten(layout.spec, nodes)
     for tree_of_slot in new.values():
         name_trees(tree_of_slot, comm)
@@ -142,7 +142,7 @@ def _with_residuals(tree: Any, residuals: Any) -> Any:
     return optree.tree_map(one, tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))
 
 
-def _resting(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
+def _in_resting_format(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
     """Return parameters as they rest in the new layout: encoded, or in the compute dtype if they were encoded before."""
 
     def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,7 @@ def _check_all(
     return slots, Ranks(meshes[0], layout.mesh, tuple(old), new)
 
 
-def _about(slot: Slot) -> str:
+def _facts_text(slot: Slot) -> str:
     """Return the facts of a slot, besides its units, that ranks compare."""
     return "\n".join(
         f"{slot} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"
@@ -238,7 +238,7 @@ def _about(slot: Slot) -> str:
     )
 
 
-def _hand_out(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
+def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
     """Return this rank's tree; on a rank without a tree, the first other rank's tree with buffers on the meta device."""
     first = has_tree.index(True)
     data = together("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")

@@ -170,8 +170,8 @@ def check_slot(slot: Slot, layout: Layout) -> None:
     """
     for node in slot.nodes:
         _check_rests(slot, node)
-    old = {path: facts for node in slot.nodes for path, facts in _facts(slot, node.unit)}
-    new = {path: facts for unit in layout.units for path, facts in _facts(slot, unit)}
+    old = {path: facts for node in slot.nodes for path, facts in _leaf_facts(slot, node.unit)}
+    new = {path: facts for unit in layout.units for path, facts in _leaf_facts(slot, unit)}
     rows = [(repr(path), "not in the new layout") for path in old.keys() - new.keys()]
     rows += [(repr(path), "not in the tree") for path in new.keys() - old.keys()]
     for path in old.keys() & new.keys():
@@ -213,7 +213,7 @@ def _check_rests(slot: Slot, node: Sharded) -> None:
             raise TreeError(problem("reshard()", "a buffer has not one number for each element.", facts, remedy))
 
 
-def _facts(slot: Slot, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
+def _leaf_facts(slot: Slot, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return the facts of each leaf that must be equal in the old and the new layout."""
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}

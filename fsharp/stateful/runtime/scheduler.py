@@ -108,7 +108,7 @@ class Scheduler(PassingComm, Tracer):
         self._start(lanes_for(comm.device))
 
     def _start(self, lanes: Lanes) -> None:
-        self.own = _apart(self.comm)
+        self.own = _numbered_apart(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
@@ -375,11 +375,11 @@ class Scheduler(PassingComm, Tracer):
         return step
 
 
-def _apart(comm: Comm) -> Comm:
+def _numbered_apart(comm: Comm) -> Comm:
     """Return a Comm of the same ranks with its own numbering of collectives."""
     if isinstance(comm, CountingComm):
         other = copy.copy(comm)  # which counts into the same counter
-        other.inner = _apart(comm.inner)
+        other.inner = _numbered_apart(comm.inner)
         return other
     return comm.apart() if isinstance(comm, ProcessGroupComm) else comm
 

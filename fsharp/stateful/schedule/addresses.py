@@ -99,13 +99,13 @@ class _Packing:
             spans = items[i].spans
             stays = any(stop == last for _, stop in spans)
             stack = self.low if stays else self.high
-            self.stacked[i] = at = _top(stack, items[i])
+            self.stacked[i] = at = _largest_height(stack, items[i])
             for first, stop in spans:
                 stack[first : stop + 1] = [at + items[i].nbytes] * (stop + 1 - first)
             if stays:
                 self.is_low.add(i)
-        self.floors = {i: _top(self.low, items[i]) if many else 0 for i in self.short}
-        self.ceilings = {i: _top(self.high, items[i]) if many else 0 for i in self.short}
+        self.floors = {i: _largest_height(self.low, items[i]) if many else 0 for i in self.short}
+        self.ceilings = {i: _largest_height(self.high, items[i]) if many else 0 for i in self.short}
         self.neighbours = _neighbours(items, self.short)
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
@@ -176,7 +176,7 @@ class _Packing:
         return [], limit
 
 
-def _top(stack: Sequence[int], item: ArenaItem) -> int:
+def _largest_height(stack: Sequence[int], item: ArenaItem) -> int:
     """Return the largest number of bytes that a stack takes while an item is live."""
     return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
@@ -223,12 +223,12 @@ def _orders(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[i
         max(which, key=first.__getitem__),
     )
     for seed in dict.fromkeys(seeds):
-        yield _spreading(seed, items, which, neighbours)
+        yield _overlap_order(seed, items, which, neighbours)
     yield sorted(which, key=lambda i: -last[i])
     yield sorted(which, key=lambda i: first[i])
 
 
-def _spreading(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
+def _overlap_order(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
     """Return an order from ``seed`` on.
 
     Next comes the item that overlaps the most bytes so far (maximum cardinality search).

@@ -136,7 +136,7 @@ class GlooTransport(Transport):
                     posted += _send(messages, row[to], to)
             return posted
 
-        return self._fly(kind, post, messages.wait, flight)
+        return self._post_and_finish(kind, post, messages.wait, flight)
 
     def _reduce(
         self,
@@ -187,9 +187,9 @@ class GlooTransport(Transport):
             messages.wait(sent)
             return then()
 
-        return self._fly("reduce", post, finish, flight)
+        return self._post_and_finish("reduce", post, finish, flight)
 
-    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], flight: InFlight) -> Work:
+    def _post_and_finish(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], flight: InFlight) -> Work:
         """Run a collective on two workers: one posts the messages, and hands them to another one, which completes them."""
         poster, finisher = self._crew["posts"], self._crew[kind]
         poster.start()

@@ -174,7 +174,7 @@ class UnshardedBuffer:
             self._withdrawn = self.full.withdraw()
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs, self._stored = None, None, [], []
-            self.is_held = not _expires(storage)
+            self.is_held = not _is_unreferenced(storage)
             return
         assert self.full is not None
         assert self.memory is not None
@@ -190,7 +190,7 @@ class UnshardedBuffer:
             self.full.set_version(RELEASED)
 
 
-def _expires(storage: StorageWeakRef) -> bool:
+def _is_unreferenced(storage: StorageWeakRef) -> bool:
     """Return whether no reference to a storage is left. A thread that ends a collective may hold one for a short while."""
     for _ in range(5):
         if storage.expired():

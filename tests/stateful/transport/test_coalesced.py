@@ -396,7 +396,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
 
 def traced_late(comm):
     """A step under ddp whose sums are handed out late, and in which rank 1 computes for longer."""
-    fly = gloo.GlooTransport._fly
+    fly = gloo.GlooTransport._post_and_finish
 
     def late(transport, kind, post, finish, flight):
         return fly(transport, kind, post, lambda posted: (time.sleep(LATE_S * (kind == "share")), finish(posted))[1], flight)
@@ -409,7 +409,7 @@ def traced_late(comm):
     state = make_state(comm, "ddp", tx=tx, params=make_params(layers=LAYERS))
     step = fs.Scheduler(comm, bucket_nbytes=0)(fs.train_step(loss, tx, donate=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo.GlooTransport, "_fly", late)
+        patch.setattr(gloo.GlooTransport, "_post_and_finish", late)
         [state, _], trace = step(state, my_batches(comm, 1)[0]), step.trace()
         state, _ = step(state, my_batches(comm, 1)[0])
     return trace.timeline(step.schedule)

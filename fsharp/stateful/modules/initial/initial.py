@@ -147,7 +147,7 @@ class Initializers:
         given = self._module.get_parameter(path)
         if not given.is_meta:
             return local(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
-        root = self._root(path.rpartition(".")[0])
+        root = self._initialized_with(path.rpartition(".")[0])
         if root != self._made[0]:
             self._made = root, self._make(root)
         return self._made[1][id(given)]
@@ -159,15 +159,15 @@ class Initializers:
             for name, buffer in each._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     if id(buffer) not in self._buffers:
-                        self._make(self._root(path))
+                        self._make(self._initialized_with(path))
                     found.append((each._buffers, name, self._buffers[id(buffer)]))
         return found
 
-    def _root(self, path: str) -> str:
+    def _initialized_with(self, path: str) -> str:
         """Return the path of the outermost module together with which the module at ``path`` is initialized."""
-        return next((above for above in reversed(list(ancestors(path))) if self._is_whole(above)), path)
+        return next((above for above in reversed(list(ancestors(path))) if self._is_initialized_whole(above)), path)
 
-    def _is_whole(self, path: str) -> bool:
+    def _is_initialized_whole(self, path: str) -> bool:
         """Return whether a module is initialized together with all of its submodules."""
         module = self._module.get_submodule(path)
         public, private = (hasattr(module, name) for name in ("reset_parameters", "_reset_parameters"))
@@ -177,7 +177,7 @@ class Initializers:
     def _make(self, path: str) -> dict[int, torch.Tensor]:
         """Run the initializer of a module. Return the filled tensors by their meta tensors, and keep the buffers."""
         root = self._module.get_submodule(path)
-        members = dict(root.named_modules(prefix=path)) if self._is_whole(path) else {path: root}
+        members = dict(root.named_modules(prefix=path)) if self._is_initialized_whole(path) else {path: root}
         before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (name, places, dict(places)) for name, each in members.items() for places in (each._parameters, each._buffers)
         ]
@@ -197,7 +197,7 @@ class Initializers:
                             fill()
             for full, _, places, key, old in rows:
                 if old.is_meta:
-                    made[id(old)] = self._taken(full, old, rooms[id(old)], places.get(key))
+                    made[id(old)] = self._checked_value(full, old, rooms[id(old)], places.get(key))
                     if not isinstance(old, nn.Parameter):
                         self._buffers[id(old)] = made[id(old)]
         finally:
@@ -206,7 +206,7 @@ class Initializers:
                 places.update(given)
         return made
 
-    def _taken(self, path: str, old: torch.Tensor, room: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+    def _checked_value(self, path: str, old: torch.Tensor, room: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
         """Return the value that an initializer has given to a tensor on the meta device: in ``room``, or a new tensor."""
         if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
             raise TreeError(

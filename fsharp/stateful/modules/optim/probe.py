@@ -53,10 +53,10 @@ def scope_of(
             f"ShardedOptimizer(): {optimizer.__name__} computes the loss several times in a step, by a closure, and gradients "
             "of a sharded module are there for one update. Use an optimizer whose step() needs no closure."
         )
-    make = partial(_made, optimizer, options, defaults)
-    with _apart(device):
+    make = partial(_new_optimizer, optimizer, options, defaults)
+    with _random_state_kept(device):
         for shapes in choices:
-            trial = _drawn(shapes, num_steps, device)
+            trial = _random_parameters(shapes, num_steps, device)
             try:
                 together, keeps_shapes = _run(make, trial)
                 break
@@ -89,8 +89,8 @@ def fresh_state(
     """
     parameter = torch.nn.Parameter(like.detach().clone())
     parameter.grad = torch.zeros_like(parameter)
-    with _apart(like.device):
-        made = _made(optimizer, options, defaults, [parameter])
+    with _random_state_kept(like.device):
+        made = _new_optimizer(optimizer, options, defaults, [parameter])
         made.step()
     state = dict(made.state.get(parameter, {}))
     if "step" in state:
@@ -99,13 +99,13 @@ def fresh_state(
 
 
 @contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
+def _random_state_kept(device: torch.device) -> Iterator[None]:
     """Return a context that restores the states of random generators at its end."""
     with _drawing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 
 
-def _made(
+def _new_optimizer(
     optimizer: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     defaults: Mapping[str, Any],
@@ -116,7 +116,7 @@ def _made(
     return optimizer([{**own, "params": parameters}], **shared)
 
 
-def _drawn(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
+def _random_parameters(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
     """Return for each shape a parameter and its gradients, stacked; small ones in some steps and large in others."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large ones

@@ -167,7 +167,7 @@ def read_states(
     replicas: Replicas = {}
     for path, like in parameters.items():
         state = given.get(path) or {}
-        states[path] = _fitting(where, path, state, fresh(path), like) if state else {}
+        states[path] = _checked_state(where, path, state, fresh(path), like) if state else {}
         # One entry a parameter, whatever is kept of it: ranks with parameters of their own may differ in that.
         parts = [digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
@@ -181,7 +181,9 @@ def _hashed(*data: bytes) -> torch.Tensor:
     return torch.tensor(list(hashlib.sha256(b"".join(data)).digest()), dtype=torch.uint8)
 
 
-def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[str, Any], like: ShardedTensor) -> dict[str, Any]:
+def _checked_state(
+    where: str, path: str, given: Mapping[str, Any], wanted: Mapping[str, Any], like: ShardedTensor
+) -> dict[str, Any]:
     if wanted.keys() - given.keys():
         raise TreeError(
             f"{where}: the state of {path!r} has {sorted(given)}, and this optimizer keeps {sorted(wanted)}. Load the state of "

@@ -200,7 +200,7 @@ class ShardedTensor(torch.Tensor):
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint casts to the dtype that the forward saw
             args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
-            return _stays(*args)
+            return _is_unchanged_by_to(*args)
         if (name == "detach" and isinstance(args[0], ShardedTensor)) or (name in COPIES and type(args[0]) is ShardedTensor):
             return ShardedTensor.of(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
         if is_harmless:
@@ -261,7 +261,7 @@ def _is_everywhere(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded)
 
 
-def _stays(part: ShardedTensor, applied: torch.Tensor) -> bool:
+def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
     """Return whether a module's ``to()`` leaves a part unchanged. Raise an error for another dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
@@ -346,7 +346,7 @@ def _elementwise(
             is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor is None)
             if x._cut != like._cut if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch(like, x, name))
-    out = func(*[_here(x, likes) for x in args], **{key: _here(x, likes) for key, x in kwargs.items()})
+    out = func(*[_own_elements(x, likes) for x in args], **{key: _own_elements(x, likes) for key, x in kwargs.items()})
     if is_in_place(name):
         return None if out is None else args[0]
     if isinstance(out, torch.Tensor):
@@ -354,11 +354,11 @@ def _elementwise(
     return type(out)(x if like is None else ShardedTensor.of(x, like) for x, like in zip(out, likes, strict=True))
 
 
-def _here(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
+def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
     """Return this rank's elements of an argument. The items of a list take turns with the parts that they are cut like."""
     like = likes[0]
     if isinstance(x, list | tuple):
-        return type(x)(_here(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
+        return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
     if isinstance(x, ShardedTensor):
         return x.local
     return x.reshape(-1)[slice(*like.run)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
