@@ -15,3 +15,4 @@ from fsharp.functional.formats.microscaling import mxfp8_e5m2 as mxfp8_e5m2
 from fsharp.functional.formats.microscaling import mxint4 as mxint4
 from fsharp.functional.formats.microscaling import mxint8 as mxint8
 from fsharp.functional.formats.nvfp4 import nvfp4 as nvfp4
+from fsharp.functional.formats.stochastic import stochastic as stochastic

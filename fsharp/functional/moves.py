@@ -40,7 +40,7 @@ from fsharp.functional.comm.collectives import (
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled, telling_format_errors
 from fsharp.functional.comm.residuals import ByAxis, PerRank, Views, own_residuals
 from fsharp.functional.comm.tree_names import label_of
-from fsharp.functional.formats.format import Facts, plain
+from fsharp.functional.formats.format import Carried, Facts, plain
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.sharded import (
@@ -138,7 +138,13 @@ def _completed(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Co
 
 @uncompiled
 def reduce_scatter(
-    tree: Any, *, comm: Comm, to: PlaceName = "optim", residuals: PerRank | None = None, donate: bool = False
+    tree: Any,
+    *,
+    comm: Comm,
+    to: PlaceName = "optim",
+    residuals: PerRank | None = None,
+    step: int | None = None,
+    donate: bool = False,
 ) -> Any:
     """Sum partial gradients over ranks, and shard or replicate the sums as the place ``to`` says.
 
@@ -149,6 +155,7 @@ def reduce_scatter(
         to: the target place, by name or as a :class:`~fsharp.layouts.Place`. ``"optim"`` is where the optimizer needs
             gradients.
         residuals: residuals as :func:`~fsharp.value_and_grad` has returned them, with ``Precision(feedback=True)``.
+        step: number of the step, ``state.step``, for formats that round stochastically.
         donate: overwrite ``residuals``.
 
     Returns:
@@ -157,7 +164,8 @@ def reduce_scatter(
 
     Raises:
         TreeError: the move would need a gather, or would turn values into partial sums; the tree has no unit; residuals are
-            missing, of another layout, or passed under a ``torch.func`` transform.
+            missing, of another layout, or passed under a ``torch.func`` transform; a format that rounds stochastically has no
+            ``step``.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype; twice as
@@ -170,7 +178,8 @@ def reduce_scatter(
         raise TreeError(
             "reduce_scatter(): residuals under a transform of torch.func: a format's losses are not differentiated."
         )
-    own, views = own_residuals("reduce_scatter()", residuals, [node.unit for node in nodes], donate=donate)
+    units = [node.unit for node in nodes]
+    own, views = own_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
     moved = reduce_sums(tree, nodes, to, comm, views)
     return moved if own is None else (moved, own)
 
@@ -314,7 +323,7 @@ def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, fact
     if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
     assert axis in residuals or not dtypes.feedback or not x.numel(), "whoever reduces gradients has asked for residuals"
-    return reduce_scatter_encoded(x, comm, axis, wire, facts, residuals.get(axis))
+    return reduce_scatter_encoded(x, comm, axis, wire, facts, residuals.get(axis, Carried()))
 
 
 def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis) -> torch.Tensor:

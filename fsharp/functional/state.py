@@ -191,7 +191,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
         if has_copies:
             main = _main_copies(new)
-            new = encode_differences(new, resting)
+            new = encode_differences(new, resting, step=state.step, rank=comm.rank)
         sent = stored(new, comm)
         fresh = units_of(sent)
         name_updated(fresh, before)

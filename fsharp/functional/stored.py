@@ -17,6 +17,7 @@ import torch
 from fsharp.functional.comm.protocol import Comm, telling_format_errors
 from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.formats.format import Format, LeafPart, first_few
+from fsharp.functional.formats.stochastic import noise_of
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
@@ -58,12 +59,14 @@ def _rests_unchanged(node: Sharded) -> bool:
     return True
 
 
-def encode_differences(new: Any, params: Any) -> Any:
+def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
     """Return updated values, with encoded differences for the groups whose differences travel; see [Note: differences].
 
     Args:
         new: trained groups at the optimizer's place, in the main dtype.
         params: the parameters before the update, in the same place.
+        step: number of the step, for formats that round stochastically.
+        rank: rank of this process.
     """
 
     def one(node: Sharded, before: Sharded) -> Sharded:
@@ -71,7 +74,9 @@ def encode_differences(new: Any, params: Any) -> Any:
         for g, value in zip(node.groups, node.buffers, strict=True):
             form, group = node.unit.update_format(g), node.unit.groups[g]
             if form is not None:
-                value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.facts, g))
+                start = node.unit.local_start(g, node.place, rank)
+                noise = noise_of("update", step, 0, node.unit.indices(g, start, len(value), rank))
+                value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.facts, g), noise)
             buffers.append(value)
         return node.with_buffers(buffers)
 

@@ -56,11 +56,13 @@ def train_step(
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
         grad_fn = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)
         if state.residuals is None:
-            value, grads = grad_fn(state.params, batch, comm=comm)
-            grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
+            value, grads = grad_fn(state.params, batch, comm=comm, step=state.step)
+            grads = reduce_scatter(grads, comm=comm, step=state.step)  # where gradients rest -> where the optimizer wants them
         else:  # what formats have lost of earlier gradients is added to these
-            value, grads, lost = grad_fn(state.params, batch, comm=comm, residuals=state.residuals, donate=donate)
-            grads, lost = reduce_scatter(grads, comm=comm, residuals=lost, donate=True)
+            value, grads, lost = grad_fn(
+                state.params, batch, comm=comm, residuals=state.residuals, step=state.step, donate=donate
+            )
+            grads, lost = reduce_scatter(grads, comm=comm, residuals=lost, step=state.step, donate=True)
             state = state._replace(residuals=lost)
         loss, aux = value if has_aux else (value, None)
         named = Labelled(comm, f"the loss of update {state.step} by {settings}: ")  # the same on all ranks, or all hear of it
@@ -81,7 +83,8 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
 
     With ``Precision(feedback=True)`` the function also takes ``residuals=state.residuals``, and returns ``(loss, grads,
     residuals)``. Pass these residuals to :func:`~fsharp.reduce_scatter`, which returns the residuals for the next step.
-    ``donate=True`` overwrites ``state.residuals``.
+    ``donate=True`` overwrites ``state.residuals``. With a wire that rounds stochastically (:func:`~fsharp.formats.stochastic`)
+    pass ``step=state.step``, here and to :func:`~fsharp.reduce_scatter`.
 
     Args:
         loss_fn: ``loss_fn(params, batch, comm)`` returns a mean, which counts with weight 1 for each microbatch, or
@@ -95,7 +98,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
     Raises:
         LossError: the loss is neither a mean nor ``(sum, weight)``, or depends on no parameter; the batch does not divide; the
             call is under a ``torch.func`` transform. ``loss_fn`` itself may use transforms.
-        TreeError: residuals are missing, or of another layout.
+        TreeError: residuals are missing, or of another layout; a format that rounds stochastically has no ``step``.
 
     Cost: under ``zero3`` two gathers and one reduction for each unit and microbatch. Memory: one full unit beside the shards.
     As in ``Tensor.backward``, tensors with ``requires_grad`` that are no parameters get their gradient added to ``.grad``.
@@ -105,10 +108,18 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
 
     @uncompiled
-    def run(params: Any, batch: Any, *, comm: Comm, residuals: PerRank | None = None, donate: bool = False) -> Any:
+    def run(
+        params: Any,
+        batch: Any,
+        *,
+        comm: Comm,
+        residuals: PerRank | None = None,
+        step: int | None = None,
+        donate: bool = False,
+    ) -> Any:
         check_untransformed("value_and_grad()")
         units = [node.unit for node in check_comm("value_and_grad()", params, comm)]
-        own, views = own_residuals("value_and_grad()", residuals, units, donate=donate)
+        own, views = own_residuals("value_and_grad()", residuals, units, donate=donate, step=step, rank=comm.rank)
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []
         fn = _keeping_aux(loss_fn, aux, params) if has_aux else loss_fn

@@ -30,7 +30,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import Facts, Format
+from fsharp.functional.formats.format import Carried, Facts, Format
 from fsharp.tracebacks import api_boundary
 
 
@@ -131,7 +131,7 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
 
 
 def reduce_scatter_encoded(
-    x: torch.Tensor, comm: Comm, axis: str, wire: Format, facts: Facts = tuple, residual: torch.Tensor | None = None
+    x: torch.Tensor, comm: Comm, axis: str, wire: Format, facts: Facts = tuple, carried: Carried = Carried()
 ) -> torch.Tensor:
     """Sum ``x`` over ranks and return this rank's part. Each rank encodes its summands, then decodes and adds received ones.
 
@@ -141,7 +141,7 @@ def reduce_scatter_encoded(
         axis: the axis to sum along.
         wire: the format in which summands travel.
         facts: what is summed, for errors of the format.
-        residual: what the format has lost of earlier summands, which is added to these; overwritten. ``x`` is 1-D then.
+        carried: what the format has lost of earlier summands, which is added to these, and random numbers. ``x`` is 1-D then.
 
     Returns:
         ``[..., c]`` in the dtype of ``x``; the sum is taken in it, in order of rank.
@@ -157,7 +157,8 @@ def reduce_scatter_encoded(
         rows = _parts(x, n)
         part = rows[0].numel()
         sizes = [wire.size(part)] * n
-        received = comm.all_to_all(wire.store_summand(rows.reshape(-1), part, residual, facts), sizes, sizes, axis=axis)
+        stored = wire.store_summand(rows.reshape(-1), part, carried.residual, facts, carried.noise)
+        received = comm.all_to_all(stored, sizes, sizes, axis=axis)
         return wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
 
     def again(x: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,15 @@ Sources: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Kari
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import Carried, dtype_name
+from fsharp.functional.formats.stochastic import noise_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 
@@ -31,10 +32,10 @@ class PerRank(NamedTuple):
     value: Any
 
 
-ByAxis = Mapping[str, torch.Tensor]
-"""Views of the residual of one group, by axis."""
+ByAxis = Mapping[str, Carried]
+"""What the encoding of one group's gradient needs along each axis: a view of its residual, and random numbers."""
 Views = Mapping[str, Mapping[int, ByAxis]]
-"""Residuals by name of the unit and index of the group."""
+"""The same by name of the unit and index of the group."""
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
@@ -49,26 +50,45 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
     return PerRank(found) if found else None
 
 
-def own_residuals(where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool) -> tuple[PerRank | None, Views]:
-    """Return residuals that may be overwritten, and views of them.
+def own_residuals(
+    where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
+) -> tuple[PerRank | None, Views]:
+    """Return residuals that may be overwritten, and what encoding gradients needs: views of them, and random numbers.
 
     Args:
         where: name of the calling function, for errors.
         residuals: the residuals of a state; None if the caller passes none.
         units: the units whose gradients are about to be reduced.
         donate: whether ``residuals`` may be overwritten; else they are copied.
+        step: number of the step, for stochastic rounding; None if the caller passes none.
+        rank: rank of this process.
 
     Raises:
-        TreeError: residuals are missing, or belong to other units.
+        TreeError: residuals are missing, or belong to other units; ``step`` is missing, or no integer of at least 0.
     """
-    units = [unit for unit in units if unit.has_feedback]
+    units = [unit for unit in units if unit.has_feedback or unit.is_stochastic]
+    if step is not None and (type(step) is not int or step < 0):
+        raise TreeError(f"{where}: step is {step!r:.80}, expected an integer of at least 0, such as state.step.")
+    stochastic = [unit for unit in units if unit.is_stochastic]
+    if stochastic and step is None:
+        raise TreeError(
+            f"{where}: gradients of unit {stochastic[0].shown} are rounded stochastically, and no step says with which random "
+            "numbers. Pass step=state.step."
+        )
+    own = _own(where, residuals, [unit for unit in units if unit.has_feedback], donate=donate)
+    held = {} if own is None else own.value
+    return own, {unit.name: _carried(unit, held.get(_key(unit), ()), step, rank) for unit in units}
+
+
+def _own(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
+    """Return residuals of units with feedback that may be overwritten."""
     if residuals is None:
         if units:
             raise TreeError(
                 f"{where}: gradients of unit {units[0].shown} travel with feedback, Precision(feedback=True), and there are "
                 "no residuals. Pass residuals=state.residuals, and keep those that are returned in the next state."
             )
-        return None, {}
+        return None
     held = residuals.value if isinstance(residuals, PerRank) else None
     if not isinstance(held, Mapping):
         raise TreeError(f"{where}: residuals are {type(residuals).__name__}, expected those of a TrainState.")
@@ -80,16 +100,22 @@ def own_residuals(where: str, residuals: Any, units: Iterable[UnitLayout], *, do
             facts = [("unit", unit.shown), ("got", found or "none"), ("expected", expected)]
             remedy = "Pass the residuals of a state of this layout; init_state() and reshard() make those to start from."
             raise TreeError(problem(where, "residuals of another layout.", facts, remedy))
-    own = held if donate else {key: tuple(map(torch.clone, tensors)) for key, tensors in held.items()}
-    return PerRank(own), {unit.name: _views(unit, own[_key(unit)]) for unit in units}
+    return PerRank(held if donate else {key: tuple(map(torch.clone, tensors)) for key, tensors in held.items()})
 
 
-def _views(unit: UnitLayout, tensors: Iterable[torch.Tensor]) -> dict[int, ByAxis]:
-    found: dict[int, ByAxis] = {}
+def _carried(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int) -> dict[int, ByAxis]:
+    found: dict[int, dict[str, Carried]] = {}
     for (g, _, _), x in zip(_expected(unit), tensors, strict=True):
         sizes = unit.residual_sizes(g)
-        found[g] = dict(zip(sizes, x.detach().split(list(sizes.values())), strict=True))
-    return found
+        found[g] = {axis: Carried(part) for axis, part in zip(sizes, x.detach().split(list(sizes.values())), strict=True)}
+    if step is None or not unit.is_stochastic:
+        return found  # type: ignore[return-value]
+    for g in unit.trainable:
+        by_axis = found.setdefault(g, {})
+        for axis, number, start, size in unit.encoded_runs(g, rank):
+            noise = noise_of("gradient", step, number, unit.indices(g, start, size, rank))
+            by_axis[axis] = by_axis.get(axis, Carried())._replace(noise=noise)
+    return found  # type: ignore[return-value]
 
 
 def _expected(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:

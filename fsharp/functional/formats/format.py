@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -46,6 +46,20 @@ Facts = Callable[[], Sequence[tuple[str, object]]]
 """A function that returns facts for an error: unit, leaves and axis of the values that are encoded."""
 AgreeMax = Callable[[torch.Tensor], None]
 """A function that replaces each number of a tensor by its maximum over ranks, in place. A collective."""
+Noise = Callable[[int, int, torch.device], torch.Tensor]
+"""A function of a seed, a number of values and a device: a uniform random number in (0, 1) for each value, in float32."""
+
+
+class Carried(NamedTuple):
+    """What the encoding of a gradient needs beside the gradient.
+
+    Attributes:
+        residual: what a format has lost of earlier gradients, 1-D; overwritten. None: nothing is added.
+        noise: random numbers for stochastic rounding. None: there are none.
+    """
+
+    residual: torch.Tensor | None = None
+    noise: Noise | None = None
 
 
 @options_checked
@@ -144,6 +158,10 @@ class Format:
         decode: function from the list of planes to 1-D values in any floating-point dtype.
         block: number of values that are encoded together.
         leaves: codec of whole leaves, in place of ``encode`` and ``decode``; for parameters alone.
+        rounded: ``encode`` with a second argument, a uniform random number in (0, 1) for each value: encodes the code below or
+            above the value, so that the expected decoded value is the value. None: the format has no stochastic rounding.
+        seed: of a format that rounds stochastically: ``encode`` is such a function. :func:`~fsharp.formats.stochastic` makes
+            these formats.
 
     Raises:
         LayoutError: there are no planes, the block is less than 1, or the name is no identifier.
@@ -151,10 +169,14 @@ class Format:
 
     name: str
     planes: tuple[Plane, ...]
-    encode: Callable[[torch.Tensor], Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_by_leaf)
+    encode: Callable[..., Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_by_leaf)
     decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False, default=_by_leaf)
     block: int = 1
     leaves: LeafCodec | None = field(compare=False, repr=False, default=None)
+    rounded: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]] | None = field(
+        compare=False, repr=False, default=None
+    )
+    seed: int | None = field(repr=False, default=None)
 
     def __post_init__(self) -> None:
         are_planes = isinstance(self.planes, tuple) and self.planes and all(isinstance(each, Plane) for each in self.planes)
@@ -193,11 +215,12 @@ class Format:
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
-    def store(self, values: torch.Tensor, part: int, facts: Facts = tuple) -> torch.Tensor:
+    def store(self, values: torch.Tensor, part: int, facts: Facts = tuple, noise: Noise | None = None) -> torch.Tensor:
         """Encode 1-D values, in parts of ``part`` values, and return the stored buffer.
 
         Raises:
-            FormatError: ``encode`` raises an error, or returns planes that do not match the format. The message has the facts.
+            FormatError: ``encode`` raises an error, or returns planes that do not match the format; the format rounds
+                stochastically, and ``noise`` is None. The message has the facts.
         """
         if self.is_plain:
             return values.to(self.dtype)
@@ -205,7 +228,15 @@ class Format:
         stored = values.new_zeros((num_parts, self.size(part)), dtype=torch.uint8)
         if not stored.numel():
             return stored.view(-1)
-        planes = self._called("encode", lambda: self.encode(values), facts)
+        if self.seed is not None and noise is None:
+            text = (
+                "rounds stochastically, and no step says with which random numbers: pass step=state.step to value_and_grad's "
+            )
+            raise self._error(
+                f"{text}function and to reduce_scatter(). Transforms of torch.func and modules have no step.", facts
+            )
+        uniform = [] if self.seed is None or noise is None else [noise(self.seed, values.numel(), values.device)]
+        planes = self._called("encode", lambda: self.encode(values, *uniform), facts)
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
         if (found := _shapes(planes)) != expected:
             raise self._error(f"encode() returned {found!r:.200}, expected {expected}.", facts)
@@ -238,7 +269,12 @@ class Format:
 
     @api_boundary
     def store_summand(
-        self, values: torch.Tensor, part: int, residual: torch.Tensor | None = None, facts: Facts = tuple
+        self,
+        values: torch.Tensor,
+        part: int,
+        residual: torch.Tensor | None = None,
+        facts: Facts = tuple,
+        noise: Noise | None = None,
     ) -> torch.Tensor:
         """Add a residual to the first values of a gradient and encode the sum.
 
@@ -251,15 +287,16 @@ class Format:
             part: likewise.
             residual: encoding errors of earlier calls, 1-D; overwritten. None: :meth:`store` without a residual.
             facts: likewise.
+            noise: likewise.
 
         Raises:
             FormatError: as :meth:`store` and :meth:`load`. The residual is as before.
         """
         if residual is None:
-            return self.store(values, part, facts)
+            return self.store(values, part, facts, noise)
         total = values.clone()
         total[: len(residual)] += residual
-        stored = self.store(total, part, facts)
+        stored = self.store(total, part, facts, noise)
         lost = total.sub_(self.load(stored, part, total.dtype, facts))[: len(residual)]
         residual.copy_(torch.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0))
         return stored

@@ -62,20 +62,31 @@ def hadamard(format: Format, size: int = 32) -> Format:
 @cache  # by the functions as well, which formats are equal without
 def _hadamard(
     format: Format,
-    to_planes: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    to_planes: Callable[..., Sequence[torch.Tensor]],
     of_planes: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     size: int,
 ) -> Format:
     times = max(size // (format.block & -format.block), 1)  # size is a power of two: the least common multiple
     planes = tuple([Plane(plane.dtype, plane.per_block * times) for plane in format.planes])
 
-    def encode(values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return to_planes(_in_pieces(values, size, partial(_transformed, factor=1 / size)))
+    def rotated(values: torch.Tensor) -> torch.Tensor:
+        return _in_pieces(values, size, partial(_transformed, factor=1 / size))
+
+    def encode(values: torch.Tensor, *uniform: torch.Tensor) -> Sequence[torch.Tensor]:
+        return to_planes(rotated(values), *uniform)
+
+    def rounded(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
+        assert format.rounded is not None
+        return format.rounded(rotated(values), uniform)
 
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
         return _in_pieces(of_planes(planes), size, _transformed_back)
 
-    return register_format(Format(f"hadamard{size}_{format.name}", planes, encode, decode, block=format.block * times))
+    name, block = f"hadamard{size}_{format.name}", format.block * times
+    has_rounding = format.rounded is not None
+    return register_format(
+        Format(name, planes, encode, decode, block, rounded=rounded if has_rounding else None, seed=format.seed)
+    )
 
 
 def _in_pieces(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -28,9 +28,20 @@ _CACHED = 1 << 13
 
 Codes = Callable[[torch.Tensor], torch.Tensor]
 """A function of a tensor to another one of the same shape."""
+Rounding = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of numbers and of a uniform random number for each: the number of a code below or above."""
 
 
-def _blocks_of_32(name: str, limit: float, to_codes: Codes, to_numbers: Codes, *, packed: bool = False) -> Format:
+def _blocks_of_32(
+    name: str,
+    limit: float,
+    to_codes: Codes,
+    to_numbers: Codes,
+    rounding: Rounding,
+    *,
+    largest: float = 0.0,
+    packed: bool = False,
+) -> Format:
     """Return a registered format.
 
     Args:
@@ -39,32 +50,37 @@ def _blocks_of_32(name: str, limit: float, to_codes: Codes, to_numbers: Codes, *
         to_codes: of numbers of at most this magnitude, or of the next float32, the codes in uint8. The function may overwrite
             the numbers.
         to_numbers: the inverse.
+        rounding: for stochastic rounding, of numbers up to ``largest``.
+        largest: the largest number that a code has; 0: ``limit``.
         packed: whether codes are below 16, of which two are stored in a byte.
     """
-    per_block = BLOCK // 2 if packed else BLOCK
+    per_block, largest = BLOCK // 2 if packed else BLOCK, largest or limit
 
-    def encode(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    def encode(values: torch.Tensor, uniform: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
         num_blocks = values.numel() // BLOCK
         codes = values.new_empty(num_blocks * per_block, dtype=torch.uint8)
         scales = values.new_empty(num_blocks, dtype=torch.uint8)
         piece = blocks_at_once(values)
         pieces = zip(values.split(piece * BLOCK), codes.split(piece * per_block), scales.split(piece), strict=True)
-        for part, its_codes, its_scales in pieces:
-            encode_into(its_codes, its_scales, part.float().view(-1, BLOCK))
+        for i, (part, its_codes, its_scales) in enumerate(pieces):
+            noise = None if uniform is None else uniform[i * piece * BLOCK :][: len(part)].view(-1, BLOCK)
+            encode_into(its_codes, its_scales, part.float().view(-1, BLOCK), noise)
         return [codes, scales]
 
-    def encode_into(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor) -> None:
+    def encode_into(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor, noise: torch.Tensor | None) -> None:
         most = blocks.abs().amax(1, keepdim=True)
         is_finite = torch.isfinite(most)
-        least = torch.where(is_finite, most, 1.0) / limit
+        least = torch.where(is_finite, most, 1.0) / (limit if noise is None else largest)
         fraction, exponent = torch.frexp(least)
         exponent = exponent - (fraction == 0.5).int()  # of the least power of two that is not below it
         exponent = torch.where(least == 0, -_BIAS, exponent).clamp(-_BIAS, _BIAS)
         scales.copy_(torch.where(is_finite, exponent + _BIAS, _NOT_FINITE).view(-1))
-        if is_true_on_host(is_finite.all()):
-            found = to_codes(blocks * power_of_two(-exponent))
-        else:
-            found = to_codes(torch.where(is_finite, blocks, 0.0) * power_of_two(-exponent))
+        all_finite = is_true_on_host(is_finite.all())
+        numbers = (blocks if all_finite else torch.where(is_finite, blocks, 0.0)) * power_of_two(-exponent)
+        if noise is not None:
+            numbers = rounding(numbers, noise).clamp_(-largest, largest)
+        found = to_codes(numbers)
+        if not all_finite:
             found = torch.where(is_finite, found, codes_not_finite(blocks))
         codes.copy_(pack(found.view(-1)) if packed else found.view(-1))
 
@@ -86,7 +102,7 @@ def _blocks_of_32(name: str, limit: float, to_codes: Codes, to_numbers: Codes, *
         put_not_finite_(values, codes, scales == _NOT_FINITE)
 
     planes = (Plane(torch.uint8, per_block), Plane(torch.uint8))
-    return register_format(Format(name, planes, encode, decode, block=BLOCK))
+    return register_format(Format(name, planes, encode, decode, block=BLOCK, rounded=encode))
 
 
 def blocks_at_once(values: torch.Tensor) -> int:
@@ -130,6 +146,22 @@ def unpack(codes: torch.Tensor) -> torch.Tensor:
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 
 
+def _to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Round numbers to the integer below or above."""
+    return (numbers + noise).floor_()
+
+
+def _to_floats(mantissa: int, least: int) -> Rounding:
+    """Return the rounding to floats of so many bits of mantissa, whose least normal number is ``2**least``."""
+
+    def rounding(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        power = numbers.abs().clamp_(min=2.0**least).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+        spacing = power.mul_(2.0**-mantissa)
+        return (numbers / spacing).add_(noise).floor_().mul_(spacing)
+
+    return rounding
+
+
 def _numbers_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """Return what ``codes.view(torch.float8_e4m3fn).float()`` returns of finite numbers, in a tenth of the time on a CPU.
 
@@ -165,6 +197,8 @@ mxfp8 = _blocks_of_32(
     464.0,  # half way to what would come after 448, the largest
     lambda numbers: numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8),
     _numbers_of_e4m3,
+    _to_floats(3, -6),
+    largest=448.0,
 )
 """OCP's MXFP8: numbers of torch.float8_e4m3fn with a scale for each block of 32 values: 33 bytes for 32 values.
 
@@ -176,13 +210,15 @@ mxfp8_e5m2 = _blocks_of_32(
     61440.0,  # half way to what would come after 57,344, the largest
     lambda numbers: numbers.clamp_(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8),
     lambda codes: (codes.to(torch.int16) << 8).view(torch.float16).float(),
+    _to_floats(2, -14),
+    largest=57344.0,
 )
 """OCP's MXFP8 with numbers of torch.float8_e5m2 and a scale for each block of 32 values: 33 bytes for 32 values.
 
 The error is at most 1/8 of the value or 1/4,000,000,000 of the largest magnitude of its block, whichever is larger.
 """
 
-mxfp4 = _blocks_of_32("mxfp4", 7.0, codes_of_e2m1, numbers_of_e2m1, packed=True)
+mxfp4 = _blocks_of_32("mxfp4", 7.0, codes_of_e2m1, numbers_of_e2m1, _to_floats(1, 0), largest=6.0, packed=True)
 """OCP's MXFP4: numbers of 4 bits (e2m1) with a scale for each block of 32 values: 17 bytes for 32 values.
 
 The error is at most 1/5 of the value or 1/14 of the largest magnitude of its block, whichever is larger.
@@ -193,6 +229,7 @@ mxint8 = _blocks_of_32(
     127.0,
     lambda numbers: numbers.round_().to(torch.int8).view(torch.uint8),
     lambda codes: codes.view(torch.int8).float(),
+    _to_integers,
 )
 """OCP's MXINT8: integers from -127 to 127 with a scale for each block of 32 values: 33 bytes for 32 values.
 
@@ -205,6 +242,7 @@ mxint4 = _blocks_of_32(
     7.0,
     lambda numbers: numbers.round_().to(torch.int8).add_(8).view(torch.uint8),
     lambda codes: codes.float().sub_(8),
+    _to_integers,
     packed=True,
 )
 """Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. No format of the OCP.

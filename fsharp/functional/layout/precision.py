@@ -71,7 +71,14 @@ class Precision:
                 raise OptionError(f"Precision(): {name} is {getattr(self, name)!r}, expected True or False.")
         for name in ("stored", "update"):
             if not isinstance(form := getattr(self, name), Format | None):
-                raise OptionError(f"Precision(): {name} is {form!r}, expected a Format.")
+                one = " for all axes: an update that were encoded again for the next axis would be rounded twice"
+                by_axis = one * (name == "update" and isinstance(form, Mapping))
+                raise OptionError(f"Precision(): {name} is {form!r}, expected a Format{by_axis}.")
+        if self.stored is not None and self.stored.seed is not None:
+            raise LayoutError(
+                f"Precision(): stored is {self.stored.name!r}, which rounds stochastically. Parameters at rest are encoded "
+                "again by checkpoints and reshard(), which have no step: pass the format itself, or wire= or update=."
+            )
         if self.update is not None and self.update.leaves is not None:
             raise LayoutError(
                 f"Precision(): update is {self.update.name!r}, which encodes whole leaves, on whose scales ranks agree. Pass a "
@@ -117,6 +124,12 @@ class Precision:
         wire = format_of(None if isinstance(self.wire, Mapping) else self.wire)
         wires = tuple([(axis, format_of(by_axis[axis])) for axis in sorted(by_axis)])
         return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires, self.update, self.feedback)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether gradients or updates are rounded stochastically."""
+        wires = self.wire.values() if isinstance(self.wire, Mapping) else [self.wire]
+        return any(isinstance(each, Format) and each.seed is not None for each in (*wires, self.update))
 
     @property
     def of_parameters(self) -> "Precision":

@@ -99,6 +99,22 @@ class Span(NamedTuple):
     last: int
 
 
+class EncodedRun(NamedTuple):
+    """Elements ``[start, start + size)`` of a gradient's buffer, which a rank encodes along an axis.
+
+    Attributes:
+        axis: the axis.
+        number: how often these elements have been encoded before, along other axes.
+        start: index of the first element in the whole buffer of the group.
+        size: number of elements.
+    """
+
+    axis: str
+    number: int
+    start: int
+    size: int
+
+
 @dataclass(frozen=True)
 class UnitLayout:
     """The layout of one unit.
@@ -240,17 +256,47 @@ class UnitLayout:
     @cached_property
     def _residual_sizes(self) -> dict[int, dict[str, int]]:
         found = {}
-        source, target = self.strategy.full.dual, self.strategy.optim
-        summed = [axis for axis in source.order if source[axis] is Partial and self.mesh.axis_size(axis) > 1]
         for g in self.trainable:
-            dtypes, size, sizes = self.groups[g].dtypes, self.groups[g].size, dict[str, int]()
-            for axis in sorted(summed, key=lambda axis: target[axis] is not Shard):  # as move_sums() has them
-                if dtypes.has_feedback(axis) and size:
-                    sizes[axis] = size
-                size //= self.mesh.axis_size(axis) if target[axis] is Shard else 1
-            if sizes:
+            runs = self.encoded_runs(g, 0)
+            if sizes := {run.axis: run.size for run in runs if self.groups[g].dtypes.has_feedback(run.axis)}:
                 found[g] = sizes
         return found
+
+    def encoded_runs(self, group: int, rank: int) -> Iterator[EncodedRun]:
+        """Yield what a rank encodes of a group's gradient, for each axis whose wire is a format, in order of the reductions."""
+        source, target, dtypes = self.strategy.full.dual, self.strategy.optim, self.groups[group].dtypes
+        summed = [axis for axis in source.order if source[axis] is Partial and self.mesh.axis_size(axis) > 1]
+        start, size, number = 0, self.groups[group].size, 0
+        for axis in sorted(summed, key=lambda axis: target[axis] is not Shard):  # as move_sums() has them
+            if size and not dtypes.wire_along(axis).is_plain:
+                yield EncodedRun(axis, number, start, size)
+                number += 1
+            if target[axis] is Shard:
+                size //= self.mesh.axis_size(axis)
+                start += self.mesh.coord(axis, rank) * size
+
+    def indices(self, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
+        """Yield of each leaf in a run of a group's buffer: where it begins and ends in the run, its path, and its first index.
+
+        Along axes on which the unit varies all ranks' leaves are one, as in checkpoints.
+        """
+        before = self.mesh.index_along(self.varying, rank)
+        for leaf in self.leaves_of(group):
+            low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
+            if low < high:
+                yield low - start, high - start, self.full_path(leaf), before * leaf.numel + low - leaf.offset
+
+    @cached_property
+    def is_stochastic(self) -> bool:
+        """Whether gradients of some group are rounded stochastically."""
+        rows = [(self.groups[g].dtypes, run.axis) for g in self.trainable for run in self.encoded_runs(g, 0)]
+        return any(dtypes.wire_along(axis).seed is not None for dtypes, axis in rows)
+
+    @cached_property
+    def has_noisy_updates(self) -> bool:
+        """Whether updates of some group are rounded stochastically."""
+        forms = [self.update_format(g) for g in self.trainable]
+        return any(form is not None and form.seed is not None for form in forms)
 
     @cached_property
     def has_feedback(self) -> bool:

@@ -135,6 +135,11 @@ def shard_module(
                 f"shard_module(): the precision of {fed_back[0]!r} has feedback=True, which functions alone have: a module "
                 "keeps no residuals. Leave out feedback, or train model.functional() by fs.train_step."
             )
+        if seeded := [pattern for pattern, each in rules.items() if each.is_stochastic]:
+            raise OptionError(
+                f"shard_module(): the precision of {seeded[0]!r} has a format that rounds stochastically, which functions "
+                "alone have: a module counts no steps. Pass the format itself, or train model.functional() by fs.train_step."
+            )
         dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
         options = dict(plan_options)
         dtypes, atoms = own_formats(module, dtypes, options.pop("atoms", None), comm)

@@ -6,6 +6,7 @@ import optree
 import torch
 
 from fsharp.errors import ScheduleError
+from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
 from fsharp.stateful.runtime.scheduled import Scheduled
@@ -107,6 +108,11 @@ def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warm
         raise ScheduleError("CapturedStep(): a graph needs optimizer state at fixed device addresses: leave out offload=True.")
     if policy.gather_at_start:
         raise ScheduleError("CapturedStep(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
+    if seeded := [node.unit.shown for node in units_of(state.params) if node.unit.is_stochastic or node.unit.has_noisy_updates]:
+        raise ScheduleError(
+            f"CapturedStep(): unit {seeded[0]} has a format that rounds stochastically, and a graph would draw the same random "
+            "numbers in each step. Pass the format itself."
+        )
     if warmup < 2:
         raise ScheduleError(
             f"CapturedStep(): warmup is {warmup}, expected at least 2: one step to record, one to follow the schedule."

@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.comm.worker_threads import InFlight
-from fsharp.functional.formats.format import Facts, Format
+from fsharp.functional.formats.format import Carried, Facts, Format
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -265,18 +265,19 @@ class Transport(ABC):
         """Call ``on_flight`` with each later collective that runs in a thread of its own; None ends that."""
 
 
-def encoded_parts(x: torch.Tensor, n: int, wire: Format, residual: torch.Tensor | None, facts: Facts) -> torch.Tensor:
+def encoded_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts: Facts) -> torch.Tensor:
     """Return a buffer encoded in ``n`` rows, one for each receiver, in whole blocks of ``wire``. The last ones are padded.
 
     Args:
         x: the buffer, 1-D.
         n: the number of receivers.
         wire: the format.
-        residual: what the format has lost of earlier buffers, which is added to this one; overwritten. None: nothing is added.
+        carried: what the format has lost of earlier buffers, which is added to this one, and random numbers.
         facts: what is encoded, for errors of the format.
     """
     part = wire.padded(len(x), n)
-    return wire.store_summand(torch.nn.functional.pad(x, (0, n * part - len(x))), part, residual, facts).view(n, -1)
+    padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
+    return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
 
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsharp.functional.formats.format import Format
+from fsharp.functional.formats.format import Carried, Format
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Summand, Transport, Work, encoded_parts
 from fsharp.stateful.units.full import aligned
@@ -104,13 +104,13 @@ class AxisChain:
                 found[2 if k == last else 1] += nbytes
         return CodedBytes(*found)
 
-    def encode(self, x: torch.Tensor, residuals: Mapping[str, torch.Tensor], stage: int = 0) -> torch.Tensor | None:
+    def encode(self, x: torch.Tensor, residuals: Mapping[str, Carried], stage: int = 0) -> torch.Tensor | None:
         """Return what a stage sends of a buffer, if it sends the buffer encoded, else None. Residuals are overwritten."""
         if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
             return None
         _, axis, n = self.stages[stage]
         facts = partial(self.unit.facts, self.group, axis)
-        return encoded_parts(x, n, self.dtypes.wire_along(axis), residuals.get(axis), facts)
+        return encoded_parts(x, n, self.dtypes.wire_along(axis), residuals.get(axis, Carried()), facts)
 
     @property
     def first(self) -> torch.dtype:
@@ -142,7 +142,7 @@ class ChainInput(NamedTuple):
         x: the buffer, in the dtype :attr:`AxisChain.first`.
         out: memory for the result; None leaves the result in the memory of the last stage.
         memory: the tensors that :meth:`AxisChain.pieces` asks for.
-        residuals: by axis, encoding errors of earlier buffers; overwritten.
+        residuals: by axis, encoding errors of earlier buffers, and random numbers; overwritten.
         encoded: the buffer from :meth:`AxisChain.encode`, if the first stage sends it encoded.
     """
 
@@ -150,7 +150,7 @@ class ChainInput(NamedTuple):
     x: torch.Tensor
     out: torch.Tensor | None
     memory: Sequence[torch.Tensor]
-    residuals: Mapping[str, torch.Tensor] = MappingProxyType({})
+    residuals: Mapping[str, Carried] = MappingProxyType({})
     encoded: torch.Tensor | None = None
 
 

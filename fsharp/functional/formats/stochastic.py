@@ -1,0 +1,146 @@
+"""stochastic: a format that rounds each value up or down at random, so that the expected decoded value is the value.
+
+[Note: random numbers]
+Each value has a random number of its own. It depends on the seed, on what is encoded (a gradient or an update), on the number
+of the step, on the path of the leaf in the user's tree, and on the index of the element in the whole leaf. It does not depend
+on mesh, strategy, rank or path of execution. Thus runs have equal bits wherever blocks lie alike, and a resumed run has the
+bits of one that was not interrupted. All ranks round their summands of a gradient by the same random numbers, and so do all
+microbatches of a step: each summand is unbiased by itself. A gradient that is encoded once more, for the next axis, has others.
+
+A random number has 16 bits: ``(k + 0.5) / 2**16``. So the expected decoded value differs from the value by at most ``2**-16``
+times the distance between the codes below and above.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+
+from fsharp.errors import LayoutError
+from fsharp.functional.formats.format import Format, Noise, Plane, register_format
+from fsharp.type_checks import options_checked
+
+_BITS = 16
+_PIECE = 1 << 16
+"""Values whose random numbers are made together, on a CPU: they fit a core's cache."""
+
+
+@options_checked
+def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
+    """Return a format that rounds stochastically where ``format`` rounds to the nearest code. For gradients and updates.
+
+    A value between two neighbouring codes becomes the upper one with a probability that makes the expected decoded value equal
+    to the value, and else the lower one. Values that a code stands for exactly stay as they are. So small gradients are not
+    rounded to zero for ever, without memory for residuals. The error of one value may be twice that of rounding to the nearest.
+
+    >>> import fsharp as fs
+    >>> fs.formats.stochastic(fs.formats.mxint4).name, fs.formats.stochastic(torch.bfloat16, seed=7).name
+    ('stochastic_mxint4', 'stochastic7_bfloat16')
+    >>> wire = fs.Precision(wire={"outer": fs.formats.stochastic(fs.formats.mxint4), "inner": torch.bfloat16})
+
+    Args:
+        format: a format with a function ``rounded``, as ``fs.formats.mxint8``, ``mxint4``, ``mxfp8``, ``mxfp8_e5m2``, ``mxfp4``
+            and formats that :func:`~fsharp.formats.hadamard` makes of these have one; or ``torch.bfloat16``.
+        seed: runs with equal seeds have equal bits. The seed is part of the format's name, which ranks compare.
+
+    Returns:
+        A registered format with the planes of ``format``. Equal arguments return one format.
+
+    The error of a value is less than the distance between the codes below and above the value: 2/127 of the largest magnitude
+    of the block for ``mxint8``, 2/7 for ``mxint4``; 1/8 of the value or 1/114,000 of the largest magnitude for ``mxfp8``, 1/4
+    or 1/1,800,000,000 for ``mxfp8_e5m2``, 1/2 or 1/6 for ``mxfp4``; 1/128 of the value for ``torch.bfloat16``. The expected
+    error is at most ``2**-16`` of this distance.
+
+    ``Precision(wire=...)`` and ``Precision(update=...)`` take such formats, ``stored=`` refuses them. ``fs.train_step`` passes
+    the number of the step; a step of your own passes ``step=state.step`` to the function of ``value_and_grad`` and to
+    ``reduce_scatter``. Modules, CUDA graphs and transforms of ``torch.func`` have no such number, and refuse the format.
+
+    Cost: some ten integer operations a value.
+
+    Raises:
+        LayoutError: ``format`` does not round, or has no stochastic rounding, or has a seed already; ``seed`` is negative.
+
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
+    """
+    if isinstance(format, torch.dtype):
+        format = _OF_DTYPES.get(format, format)
+    if not isinstance(format, Format) or format.rounded is None or format.seed is not None or seed < 0:
+        named = format if isinstance(format, torch.dtype) else format.name
+        seeded = f", which has seed {format.seed} already" if isinstance(format, Format) and format.seed is not None else ""
+        raise LayoutError(
+            f"stochastic(): got format {named!s:.80}{seeded} and seed {seed}; expected a format that rounds and has a function "
+            "`rounded`, such as fs.formats.mxint4, or torch.bfloat16, and a seed of at least 0. Plain float32 does not round; "
+            "formats of whole leaves are for parameters at rest, which are rounded to the nearest code."
+        )
+    return _stochastic(format, format.rounded, seed)
+
+
+@cache  # by the function as well, which formats are equal without
+def _stochastic(format: Format, rounded: object, seed: int) -> Format:
+    name = f"stochastic{seed or ''}_{format.name}"
+    return register_format(Format(name, format.planes, format.rounded, format.decode, format.block, seed=seed))  # type: ignore[arg-type]
+
+
+def _round_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Random bits are added to those that bfloat16 lacks, and these are cut off. What is larger than the largest stays that."""
+    largest = torch.finfo(torch.bfloat16).max
+    single = values.float()
+    bits = single.clamp(-largest, largest).view(torch.int32) + (uniform * (1 << _BITS)).int()
+    found = (bits & -(1 << _BITS)).view(torch.float32)
+    return [torch.where(single.isfinite(), found, single).to(torch.bfloat16)]
+
+
+_OF_DTYPES = {
+    torch.bfloat16: Format(
+        "bfloat16", (Plane(torch.bfloat16),), lambda values: [values], lambda planes: planes[0], rounded=_round_bfloat16
+    )
+}
+Run = tuple[int, int, str, int]
+"""Values ``[start, stop)`` of a buffer; the path of their leaf, and the index in the leaf of the first of them."""
+
+
+def noise_of(what: str, step: int, number: int, runs: Iterable[Run]) -> Noise:
+    """Return the random numbers of a buffer's values. See [Note: random numbers].
+
+    Args:
+        what: what is encoded, such as ``"gradient"``.
+        step: number of the step.
+        number: how often these values have been encoded before.
+        runs: what is in the buffer. Padding has 0.5.
+    """
+    held = list(runs)
+
+    def noise(seed: int, count: int, device: torch.device) -> torch.Tensor:
+        out = torch.full((count,), 0.5, device=device)
+        for start, stop, path, first in held:
+            key = _key(f"{seed}:{what}:{step}:{number}:{path}")
+            piece = _PIECE if device.type == "cpu" else max(stop - start, 1)
+            for i in range(start, stop, piece):
+                _fill(out[i : min(i + piece, stop)], key, first + i - start)
+        return out
+
+    return noise
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def _fill(out: torch.Tensor, key: int, first: int) -> None:
+    """Fill a tensor with random numbers: those of SplitMix64 (Steele et al., 2014) from ``key``, from position ``first`` on."""
+    state = torch.arange(first + 1, first + 1 + len(out), dtype=torch.int64, device=out.device)
+    state.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
+    state.bitwise_xor_(_shifted(state, 31))
+    out.copy_(_shifted(state, 64 - _BITS)).add_(0.5).mul_(2.0**-_BITS)
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift to the right, without the sign."""
+    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x

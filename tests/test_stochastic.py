@@ -1,0 +1,328 @@
+"""Stochastic rounding: unbiased, within a bound, with the same bits on every path, and refused where there is no step."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.errors import FormatError, FsharpError, LayoutError, OptionError, ScheduleError, TreeError
+from fsharp.functional.formats.stochastic import noise_of, stochastic
+from fsharp.stateful.runtime.graphs import _check
+from fsharp.testing import simulate
+from tests.gpt_like import loss_fn
+from tests.scheduling import (
+    DP,
+    HYBRID,
+    STRATEGIES,
+    assert_same,
+    assert_same_training,
+    every,
+    make_layout,
+    make_state,
+    make_tx,
+    my_batches,
+    train,
+)
+
+MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
+BASES = {
+    each.name: each
+    for each in (MXINT8, MXINT4, fs.formats.mxfp8, fs.formats.mxfp8_e5m2, fs.formats.mxfp4, fs.formats.hadamard(MXINT4))
+}
+FORMATS = {**{name: stochastic(each) for name, each in BASES.items()}, "bfloat16": stochastic(torch.bfloat16)}
+# Of the value, and of the largest magnitude of its block: what the error is less than.
+BOUNDS = {
+    "mxint8": (0, 2 / 127),
+    "mxint4": (0, 2 / 7),
+    "mxfp8": (1 / 8, 1 / 114_000),
+    "mxfp8_e5m2": (1 / 4, 1 / 1.8e9),
+    "mxfp4": (1 / 2, 1 / 6),
+    "bfloat16": (1 / 128, 0),
+}
+WIRE = stochastic(MXINT4)
+POLICIES = {"default": {}, "buckets": {"prefetch": 2, "bucket_nbytes": 2000}, "sums at once": {"sum_late": False}}
+TWO_LEVELS = {"outer": fs.formats.hadamard(WIRE), "inner": stochastic(MXINT8, seed=3)}
+
+
+def some_noise(path="w", step=0, **rest):
+    return noise_of("gradient", step, 0, [(0, 1 << 20, path, 0)], **rest)
+
+
+def decoded(form, values, noise=None):
+    return form.load(form.store(values, len(values), noise=noise), len(values), torch.float32)
+
+
+@settings(max_examples=100)
+@given(
+    name=st.sampled_from(list(BOUNDS)),
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32),
+    step=st.integers(0, 1 << 40),
+)
+def test_the_error_is_within_the_bound(name, values, step):
+    values = torch.tensor(values)
+    found = decoded(FORMATS[name], values, some_noise(step=step))
+    of_value, of_block = BOUNDS[name]
+    bound = torch.maximum(of_value * values.double().abs(), of_block * values.double().abs().max()) + 2.0**-126
+    beyond = torch.finfo(torch.bfloat16).max if name == "bfloat16" else torch.inf
+    assert ((found.double() - values.double().clamp(-beyond, beyond)).abs() <= bound).all()
+
+
+@settings(max_examples=50)
+@given(name=st.sampled_from(list(FORMATS)), seed=st.integers(0, 99), step=st.integers(0, 9))
+def test_what_a_code_stands_for_stays_as_it_is(name, seed, step):
+    """However random numbers fall: zeros, and largest values too."""
+    values = torch.randn(64, generator=torch.Generator().manual_seed(seed)) * 10.0 ** torch.arange(-3, 5).repeat(8)
+    values[::7] = 0
+    once = decoded(FORMATS[name], values, some_noise(step=step))
+    if not name.startswith("hadamard"):  # whose rotation is rounded
+        assert torch.equal(decoded(FORMATS[name], once, some_noise(step=step + 1)), once)
+    again = decoded(FORMATS[name], values, some_noise(step=step))
+    assert torch.equal(again, once)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_mean_of_what_is_decoded_is_the_value(name):
+    """By the mean of 2^14 draws, in standard errors of the mean. The nearest code is off by far more."""
+    times = 1 << 14
+    values = torch.linspace(-1, 1, 64) ** 3 + 1e-3
+    rows = values.repeat(times)
+    found = decoded(FORMATS[name], rows, some_noise()).view(times, 64).double()
+    error = found.mean(0) - values.double()
+    spread = found.std(0).clamp(min=1e-7) / times**0.5
+    distance = (found.max(0).values - found.min(0).values).clamp(min=1e-7)
+    assert (error.abs() <= 5 * spread + 2.0**-16 * distance).all(), (error / spread).abs().max()
+    nearest = BASES[name].load(BASES[name].store(values, 64), 64, torch.float32) if name in BASES else values.bfloat16()
+    assert ((nearest.double() - values.double()).abs() > 5 * spread + 2.0**-16 * distance).float().mean() > 0.5
+
+
+def test_what_is_not_finite_arrives_as_such():
+    values = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, *[0.5] * 28])
+    for name, form in FORMATS.items():
+        found = decoded(form, values, some_noise())
+        if name.startswith("hadamard"):
+            assert not found.isfinite().any()
+        else:
+            assert torch.equal(found[1:3], values[1:3])
+            assert found[3].isnan()
+
+
+@given(cuts=st.lists(st.integers(0, 500), max_size=4), first=st.integers(0, 1 << 40), step=st.integers(0, 1 << 40))
+def test_random_numbers_do_not_depend_on_where_a_leaf_is_cut(cuts, first, step):
+    cpu = torch.device("cpu")
+    whole = noise_of("gradient", step, 0, [(3, 503, "w", first)])(7, 510, cpu)
+    bounds = [0, *sorted(cuts), 500]
+    parts = [noise_of("gradient", step, 0, [(0, b - a, "w", first + a)])(7, b - a, cpu) for a, b in pairwise(bounds)]
+    assert torch.equal(torch.cat(parts), whole[3:503])
+    assert (whole[:3] == 0.5).all()
+    assert (whole[503:] == 0.5).all()
+    assert whole.min() > 0
+    assert whole.max() < 1
+
+
+def test_random_numbers_are_uniform_and_of_their_own():
+    cpu, runs = torch.device("cpu"), [(0, 1 << 16, "w", 0)]
+    found = {
+        "as it is": noise_of("gradient", 0, 0, runs)(0, 1 << 16, cpu),
+        "seed": noise_of("gradient", 0, 0, runs)(1, 1 << 16, cpu),
+        "what": noise_of("update", 0, 0, runs)(0, 1 << 16, cpu),
+        "step": noise_of("gradient", 1, 0, runs)(0, 1 << 16, cpu),
+        "number": noise_of("gradient", 0, 1, runs)(0, 1 << 16, cpu),
+        "path": noise_of("gradient", 0, 0, [(0, 1 << 16, "v", 0)])(0, 1 << 16, cpu),
+        "index": noise_of("gradient", 0, 0, [(0, 1 << 16, "w", 1)])(0, 1 << 16, cpu),
+    }
+    names = [*found]
+    together = torch.stack([*found.values()]).double() - 0.5
+    assert (together.mean(1).abs() < 5 * (1 / 12) ** 0.5 / 256).all()
+    assert ((together.var(1) - 1 / 12).abs() < 5 * (1 / 180) ** 0.5 / 256).all()
+    correlation = torch.corrcoef(together).fill_diagonal_(0).abs()
+    assert correlation.max() < 5 / 256, names
+    neighbours = torch.corrcoef(torch.stack([together[0, 1:], together[0, :-1]]))[0, 1]
+    assert abs(neighbours) < 5 / 256
+
+
+# ------------------------------------------------------------ training
+
+
+@every(4, strategy=STRATEGIES, policy=POLICIES, wire=["one", "two levels"])
+def test_paths_have_the_same_bits(strategy, policy, wire):
+    mesh = STRATEGIES[strategy][0]
+    precision = fs.Precision(wire=TWO_LEVELS if wire == "two levels" and mesh is HYBRID else WIRE, main=torch.float32)
+    nearest = fs.Precision(wire=MXINT4, main=torch.float32)
+
+    def rank_fn(comm):
+        blocking = train(comm, strategy, microbatches=2, precision=precision)
+        assert_same_training(train(comm, strategy, POLICIES[policy], microbatches=2, precision=precision), blocking)
+        assert train(comm, strategy, microbatches=2, precision=nearest).losses != blocking.losses
+        other = fs.Precision(wire=stochastic(MXINT4, seed=1), main=torch.float32)
+        assert train(comm, strategy, microbatches=2, precision=other).losses != blocking.losses
+
+    simulate(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("wire", [WIRE, stochastic(torch.bfloat16), fs.formats.hadamard(WIRE)], ids=str)
+def test_strategies_have_the_same_bits(wire):
+    """Leaves are cut between elements, so blocks lie at the same places wherever gradients and updates rest."""
+
+    def rank_fn(comm):
+        found = [train(comm, each, precision=fs.Precision(wire=wire)) for each in ("ddp", "zero1", "zero2", "zero3")]
+        for each in found[1:]:
+            assert_same_training(each, found[0])
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("policy", [None, {}], ids=["blocking", "scheduled"])
+def test_updates_have_the_same_bits_under_zero1_and_zero2(policy):
+    precision = fs.Precision(update=WIRE, wire=WIRE, main=torch.float32)
+
+    def rank_fn(comm):
+        first = train(comm, "zero1", precision=precision)
+        for each in ("zero1", "zero2"):
+            assert_same_training(train(comm, each, policy, precision=precision), first)
+        nearest = train(comm, "zero1", precision=replace(precision, update=MXINT4))
+        assert nearest.losses != first.losses
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(strategy, feedback, tmp_path):
+    update = {} if strategy == "zero3" else {"update": stochastic(MXINT8)}
+    precision = fs.Precision(wire=WIRE, main=torch.float32, feedback=feedback, **update)
+
+    def rank_fn(comm):
+        state, batches = make_state(comm, strategy, precision=precision), my_batches(comm, 4)
+        step = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
+        for batch in batches[:2]:
+            state, _ = step(state, batch)
+        fs.checkpoint.save(str(tmp_path), state, step=2, comm=comm)
+        again = fs.checkpoint.load(str(tmp_path), make_state(comm, strategy, precision=precision), comm=comm)
+        found = []
+        for start, call in ((state, step), (again, lambda *args: fs.train_step(loss_fn, make_tx())(*args, comm))):
+            losses = []
+            for batch in batches[2:]:
+                start, metrics = call(start, batch)
+                losses.append(metrics.loss)
+            found.append((losses, optree.tree_leaves(fs.full_tree(start.params, comm=comm))))
+        assert_same(found[1], found[0])
+
+    simulate(STRATEGIES[strategy][0], rank_fn)
+
+
+def test_a_step_in_parts():
+    precision, tx = fs.Precision(wire=WIRE), make_tx()
+
+    def rank_fn(comm):
+        state, batch = make_state(comm, "zero1", precision=precision, tx=tx), my_batches(comm, 1)[0]
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, step=state.step)
+        grads = fs.reduce_scatter(grads, comm=comm, step=state.step)
+        _, grads = fs.average(loss, grads, comm=comm)
+        in_parts = fs.update(tx, grads, state, comm=comm)
+        whole, _ = fs.train_step(loss_fn, tx)(state, batch, comm)
+        assert_same(*[optree.tree_leaves(fs.full_tree(each.params, comm=comm)) for each in (in_parts, whole)])
+
+    simulate(DP, rank_fn)
+
+
+# ------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_without_a_step_it_is_refused(scheduled):
+    def rank_fn(comm):
+        engine = fs.Scheduler(comm) if scheduled else comm
+        state, batch = make_state(engine, "zero1", precision=fs.Precision(wire=WIRE)), my_batches(comm, 1)[0]
+        with pytest.raises(TreeError, match=r"value_and_grad\(\): gradients of unit 'embed' are rounded.*Pass step=state.step"):
+            fs.value_and_grad(loss_fn)(state.params, batch, comm=engine)
+        for wrong in (-1, 1.0, True):
+            with pytest.raises(TreeError, match=rf"step is {wrong}, expected an integer of at least 0"):
+                fs.value_and_grad(loss_fn)(state.params, batch, comm=engine, step=wrong)
+
+    simulate(DP, rank_fn)
+
+
+def test_a_reduction_without_a_step_is_refused():
+    def rank_fn(comm):
+        state, batch = make_state(comm, "zero1", precision=fs.Precision(wire=WIRE)), my_batches(comm, 1)[0]
+        _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, step=0)
+        with pytest.raises(TreeError, match=r"reduce_scatter\(\): gradients of unit .* are rounded stochastically"):
+            fs.reduce_scatter(grads, comm=comm)
+
+    simulate(DP, rank_fn)
+
+
+def test_encoding_without_random_numbers_is_refused():
+    with pytest.raises(FormatError, match=r"Format 'stochastic_mxint4'.*rounds stochastically, and no step says"):
+        WIRE.store(torch.ones(32), 32)
+
+
+@pytest.mark.parametrize("form", [fs.formats.nvfp4, WIRE, fs.formats.int8_by_row], ids=lambda form: form.name)
+def test_a_format_that_does_not_round_is_refused(form):
+    seeded = ", which has seed 0 already" if form is WIRE else ""
+    with pytest.raises(
+        LayoutError, match=rf"stochastic\(\): got format {form.name}{seeded} and seed 0; expected a format that"
+    ):
+        stochastic(form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_a_dtype_that_does_not_round_is_refused(dtype):
+    with pytest.raises(LayoutError, match=rf"got format {re.escape(str(dtype))} and seed 0;.*Plain float32 does not round"):
+        stochastic(dtype)
+    with pytest.raises(LayoutError, match=r"and seed -1; expected"):
+        stochastic(MXINT4, seed=-1)
+
+
+def test_parameters_at_rest_are_refused():
+    with pytest.raises(
+        LayoutError, match=r"stored is 'stochastic_mxint4', which rounds stochastically.*pass the format itself"
+    ):
+        fs.Precision(stored=WIRE)
+
+
+@pytest.mark.parametrize("field", ["wire", "update", "by axis"])
+def test_modules_are_refused(field):
+    precision = fs.Precision(wire={"dp": WIRE}) if field == "by axis" else fs.Precision(**{field: WIRE})
+    with pytest.raises(OptionError, match=r"the precision of '\*\*' has a format that rounds stochastically.*functions alone"):
+        fs.shard_module(torch.nn.Linear(4, 4), strategy=fs.zero1("dp"), mesh=fs.Mesh({"dp": 1}), precision=precision)
+
+
+def test_graphs_are_refused():
+    def rank_fn(comm):
+        for precision in (fs.Precision(wire=WIRE), fs.Precision(update=WIRE)):
+            state = make_state(comm, "zero1", precision=precision)
+            with pytest.raises(ScheduleError, match=r"CapturedStep\(\): unit 'embed' has a format that rounds stochastically"):
+                _check(torch.device("cuda"), fs.SchedulePolicy(gather_at_start=False), state, 2)
+
+    simulate(DP, rank_fn)
+
+
+def test_a_mapping_of_updates_is_refused():
+    with pytest.raises(
+        FsharpError, match=r"update is \{'outer'.*expected a Format for all axes: an update that were encoded again"
+    ):
+        fs.Precision(update={"outer": MXINT4})
+
+
+def test_ranks_compare_seeds():
+    def rank_fn(comm):
+        return make_state(comm, "zero3", precision=fs.Precision(wire=stochastic(MXINT4, seed=comm.rank)))
+
+    with pytest.raises(fs.errors.AgreementError, match="stochastic1_mxint4"):
+        simulate(DP, rank_fn)
+
+
+def test_equal_arguments_give_one_format():
+    assert stochastic(MXINT4) is WIRE
+    assert stochastic(MXINT4, seed=1) != WIRE
+    assert fs.formats.hadamard(WIRE).seed == 0
+    assert stochastic(fs.formats.hadamard(MXINT4)).size(1024) == MXINT4.size(1024)
+    layout = make_layout(DP, "zero3", precision=fs.Precision(wire=WIRE))
+    assert fs.Layout.from_json(layout.to_json()) == layout
