@@ -33,7 +33,8 @@ def _check_rules(schedule):
     events = schedule.program.events
     phases = {"compute": ("forward", "backward"), "cast": ("backward",), "update": ("update",)}
     phases |= dict.fromkeys(("gather", "wait"), ("forward", "backward", "update"))
-    phases |= dict.fromkeys(("reduce", "accumulate"), ("backward", "finish"))
+    phases |= dict.fromkeys(("encode", "reduce", "sum", "accumulate"), ("backward", "finish"))
+    phases |= {"decode": ("forward", "backward")}
     phases |= dict.fromkeys(("fetch", "offload"), ("update",))
     units = [facts.name for facts in schedule.program.units]
     for i, op in enumerate(schedule.ops):
@@ -60,6 +61,7 @@ class _Machine:
         self.state = dict.fromkeys(self.facts, 0)  # by unit, the version of its optimizer state
         self.on_host = dict.fromkeys(self.facts, 0)  # the version that is there
         self.on_device = {}  # the same, of those that are there
+        self.decoded, self.collected = {}, {}  # by unit, what its decoded parameters are of; where its gradient was cast
         self.ends = [i for i, event in enumerate(self.events) if event.kind == "microbatch_end"]
         self.asked = [i for i, event in enumerate(self.events) if event.kind == "reduce"]
         self.due = {}  # by unit, the (event, use) of its gradients
@@ -88,6 +90,7 @@ class _Machine:
         self.queues["gather"] += [(-1, i) for i in self.tail]
         for step in range(2):
             self.open_uses, self.gradients, self.finals, self.opened = {}, {}, {}, {}
+            self.encoded, self.summed = {}, {}  # by unit and phase, of what
             for i, op in enumerate(self.ops):
                 self.queues[op.stream].append((step, i))
             while any(each == step and i not in self.tail for queue in self.queues.values() for each, i in queue):
@@ -153,9 +156,51 @@ class _Machine:
             raise WrongValue(f"op {i}, {op}: a copy of another size")
         else:
             self.write(op.memory, ("params", op.unit, self.at_rest[op.unit]))
+            self.decoded.pop(op.unit, None)
 
     def do_wait(self, i, op):
         pass
+
+    def slot(self, i, op):
+        slots = {other.memory for other in self.ops if (other.kind, other.unit) == ("gather", op.unit) and other.memory}
+        if len(slots) != 1:
+            raise WrongValue(f"op {i}, {op}: saved tensors point at one of {slots}")
+        return slots.pop()
+
+    def do_decode(self, i, op):
+        if not self.facts[op.unit].decoded:
+            raise WrongValue(f"op {i}, {op}: nothing is encoded")
+        self.decoded[op.unit] = self.read(self.slot(i, op), f"op {i}, {op}")
+
+    def do_encode(self, i, op):
+        if not getattr(self.facts[op.unit], f"{'finish' if op.phase == 'finish' else 'reduce'}_encoded"):
+            raise WrongValue(f"op {i}, {op}: it travels as it is")
+        if op.phase == "finish":
+            self.encoded[op.unit, op.phase] = op.at, self.gradients.get(op.unit, frozenset())
+        elif op.unit not in self.collected:
+            raise WrongValue(f"op {i}, {op}: nothing was cast")
+        else:
+            self.encoded[op.unit, op.phase] = op.at, self.read(self.collected[op.unit], f"op {i}, {op}")
+
+    def take_encoded(self, i, op, encoded, what):
+        if encoded and self.encoded.pop((op.unit, op.phase), None) != (op.at, what):
+            raise WrongValue(f"op {i}, {op}: sends something else than {what}, or what another event has encoded")
+
+    def do_sum(self, i, op):
+        if not getattr(self.facts[op.unit], f"{'finish' if op.phase == 'finish' else 'reduce'}_decoded"):
+            raise WrongValue(f"op {i}, {op}: nothing is encoded")
+        reduced = [
+            o for k, o in enumerate(self.ops) if (o.kind, o.phase, o.unit) == ("reduce", op.phase, op.unit) and o.at <= op.at
+        ]
+        if not reduced:
+            raise WrongValue(f"op {i}, {op}: nothing was sent")
+        memory = reduced[-1].memory
+        self.summed[op.unit, op.phase] = self.read(memory, f"op {i}, {op}") if memory else ("finishing", op.unit, None)
+
+    def take_sum(self, i, op, decoded, what):
+        found = self.summed.pop((op.unit, op.phase), None)
+        if decoded and found != what and (found is None or op.memory):
+            raise WrongValue(f"op {i}, {op}: adds {found}, expected {what}")
 
     def do_compute(self, i, op):
         event = self.events[op.at]
@@ -165,11 +210,10 @@ class _Machine:
             if self.at_rest[op.unit] != self.version:
                 raise WrongValue(f"op {i}, {op}: stale parameters")
             return
-        slots = {other.memory for other in self.ops if (other.kind, other.unit) == ("gather", op.unit) and other.memory}
-        if len(slots) != 1:
-            raise WrongValue(f"op {i}, {op}: saved tensors point at one of {slots}")
-        [memory] = slots
+        memory = self.slot(i, op)
         self.expect(memory, ("params", op.unit, self.version), f"op {i}, {op}")
+        if self.facts[op.unit].decoded and self.decoded.get(op.unit) != ("params", op.unit, self.version):
+            raise WrongValue(f"op {i}, {op}: computes with {self.decoded.get(op.unit)}, decoded")
         kind = "forward_end" if op.phase == "forward" else "backward_end"
         last = next(
             k for k, end in enumerate(self.events) if k > op.at and (end.kind, end.unit, end.use) == (kind, op.unit, op.use)
@@ -215,6 +259,7 @@ class _Machine:
         if before & one:
             raise WrongValue(f"op {i}, {op}: twice")
         self.write(op.memory, ("out", op.unit, before | one))
+        self.collected[op.unit] = op.memory
 
     def microbatch(self, op):
         """What the unit's gradient of the microbatch that an op belongs to is made of."""
@@ -237,6 +282,7 @@ class _Machine:
                 raise WrongValue(f"op {i}, {op}: sends {self.gradients.get(op.unit)} instead of {wanted}")
             if self.facts[op.unit].rest and wanted:
                 self.expect(self.opened[op.unit], ("rest", op.unit, wanted), f"op {i}, {op}")
+            self.take_encoded(i, op, self.facts[op.unit].finish_encoded, wanted)
             if op.memory:
                 self.write(op.memory, ("finishing", op.unit, wanted))
             return
@@ -244,6 +290,7 @@ class _Machine:
             raise WrongValue(f"op {i}, {op}: reads nothing")
         wanted = self.microbatch(op)
         self.expect(op.memory, ("out", op.unit, wanted), f"op {i}, {op}")
+        self.take_encoded(i, op, self.facts[op.unit].reduce_encoded, ("out", op.unit, wanted))
         self.write(op.memory, ("sum", op.unit, wanted))
         if op.opens:
             self.add(i, op, wanted)
@@ -259,6 +306,7 @@ class _Machine:
                 self.write(op.memory, FREE)
             if not any((o.kind, o.phase, o.unit) == ("reduce", "finish", op.unit) for k, o in enumerate(self.ops) if k < i):
                 raise WrongValue(f"op {i}, {op}: nothing was reduced")
+            self.take_sum(i, op, self.facts[op.unit].finish_decoded, ("finishing", op.unit, wanted))
             self.finals[op.unit, number] = wanted
             return
         if op.memory is None:
@@ -266,6 +314,7 @@ class _Machine:
         wanted = self.microbatch(op)
         has_left = "sum" if self.facts[op.unit].reduce else "out"
         self.expect(op.memory, (has_left, op.unit, wanted), f"op {i}, {op}")
+        self.take_sum(i, op, self.facts[op.unit].reduce_decoded, (has_left, op.unit, wanted))
         opened_by_reduce = [
             k
             for k, o in enumerate(self.ops)
