@@ -15,6 +15,8 @@ VENV := .venv
 RUN := $(VENV)/bin
 # One thread a process: ranks share the cores, and sums keep their order.
 export OMP_NUM_THREADS ?= 1
+# Tests and examples start a hundred processes: without bytecode each of them compiles the package for a second.
+unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 PEERS ?= default
 
