@@ -14,7 +14,7 @@ os.environ["FSHARP_TRACEBACK"] = "full"  # a test that fails is about this libra
 
 _slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
-    "default", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_slow
+    "default", max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=_slow
 )
 settings.register_profile("deep", max_examples=400, deadline=None, database=None, print_blob=True, suppress_health_check=_slow)
 settings.load_profile("deep" if os.environ.get("FSHARP_DEEP") else "default")

@@ -35,7 +35,7 @@ LOSSES = r"step +\d+  loss ([\d.]+)  unsharded ([\d.]+)"
 
 
 def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None:
-    text = output(sys.executable, "examples/finetune_llama.py", "--steps", "4", "--out", str(tmp_path))
+    text = output(*TORCHRUN, "2", "examples/finetune_llama.py", "--steps", "4", "--out", str(tmp_path))
     losses = numbers(text, LOSSES)
     assert losses[-1][0] < losses[0][0] - 0.3
     [(loss, norm)] = numbers(text, r"largest difference between losses: (\S+), between gradient norms: (\S+)")

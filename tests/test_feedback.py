@@ -9,11 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.errors import AgreementError, FsharpError, LayoutError, OptionError, ScheduleError, TreeError
+from fsharp.errors import FsharpError, LayoutError, OptionError, ScheduleError, TreeError
 from fsharp.functional.formats.format import Format, Plane
-from fsharp.testing import DebugPolicy, check_races, processes, simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_params
-from tests.scheduling import DP, FLAT, HYBRID, STRATEGIES, assert_same, every, make_layout, make_state, make_tx, my_batches
+from tests.scheduling import (
+    DP,
+    FLAT,
+    HYBRID,
+    ON_TWO_AXES,
+    STRATEGIES,
+    assert_same,
+    every,
+    make_layout,
+    make_state,
+    make_tx,
+    my_batches,
+)
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
 from tests.test_format import BLOCKS
 
@@ -134,11 +146,13 @@ def run(comm, strategy, policy=None, *, steps=5, microbatches=1, donate=True, pr
     return losses, leaves, state.residuals
 
 
-@every(9, strategy=STRATEGIES, policy=POLICIES, wire=WIRES, microbatches=[1, 2], donate=[True, False])
-def test_training_has_the_same_bits_on_every_path(strategy, policy, wire, microbatches, donate):
-    mesh = STRATEGIES[strategy][0]
-    if mesh == DP and wire != "mxint4":
-        return
+PATHS = {f"{strategy}, {wire}": (strategy, wire) for strategy in ON_TWO_AXES for wire in WIRES}
+PATHS |= {strategy: (strategy, "mxint4") for strategy in FLAT}
+
+
+@every(len(PATHS), path=PATHS, policy=POLICIES, microbatches=[1, 2], donate=[True, False])
+def test_training_has_the_same_bits_on_every_path(path, policy, microbatches, donate):
+    strategy, wire = PATHS[path]
     precision = of(WIRES[wire])
 
     def rank_fn(comm):
@@ -150,29 +164,7 @@ def test_training_has_the_same_bits_on_every_path(strategy, policy, wire, microb
         assert blocking[0][:1] == without[0][:1]
         assert blocking[0] != without[0]
 
-    simulate(mesh, rank_fn)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_processes_have_the_bits_of_simulated_ranks(strategy):
-    def rank_fn(comm):
-        return run(comm, strategy, microbatches=2), run(comm, strategy, {}, microbatches=2)
-
-    found = processes(DP, rank_fn, timeout=120)
-    expected = simulate(DP, lambda comm: run(comm, strategy, microbatches=2))
-    for each, want in zip(found, expected, strict=True):
-        for got in each:
-            assert_same(got, want)
-
-
-def test_hsdp_over_processes():
-    precision = of(WIRES["two formats"])
-
-    def rank_fn(comm):
-        return run(comm, "hsdp", precision=precision), run(comm, "hsdp", {}, precision=precision)
-
-    for blocking, scheduled in processes(HYBRID, rank_fn, timeout=120):
-        assert_same(scheduled, blocking)
+    simulate(STRATEGIES[strategy][0], rank_fn)
 
 
 def test_strategies_have_the_same_bits():
@@ -180,18 +172,6 @@ def test_strategies_have_the_same_bits():
         found = [run(comm, strategy) for strategy in FLAT]
         for each in found[1:]:
             assert_same(each[:2], found[0][:2])
-
-    simulate(DP, rank_fn)
-
-
-def test_no_races():
-    def rank_fn(comm):
-        state = make_state(comm, "zero1", precision=of())
-        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
-        step = scheduler(fs.train_step(loss_fn, make_tx()))
-        with check_races(scheduler):
-            for batch in my_batches(comm, 3):
-                state, _ = step(state, batch)
 
     simulate(DP, rank_fn)
 
@@ -231,12 +211,9 @@ def test_nothing_more_travels(strategy, microbatches):
     ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("strategy", "wire"), PATHS.values(), ids=PATHS)
 def test_memory_is_predicted(strategy, wire):
     mesh = STRATEGIES[strategy][0]
-    if mesh == DP and wire != "mxint4":
-        return
     layout = make_layout(*STRATEGIES[strategy], precision=of(WIRES[wire]))
 
     def rank_fn(comm):
@@ -402,14 +379,6 @@ def test_a_layout_keeps_it():
     for each in (of(update=fs.formats.mxint8), of(stored=fs.formats.mxfp8), of({"dp": MXINT4})):
         layout = make_layout(DP, "zero3" if each.update is None else "zero1", precision=each)
         assert fs.Layout.from_json(layout.to_json()) == layout
-
-
-def test_ranks_that_differ():
-    def rank_fn(comm):
-        with pytest.raises(AgreementError, match="feedback"):
-            make_state(comm, "zero3", precision=of(feedback=comm.rank == 0))
-
-    simulate(DP, rank_fn)
 
 
 def test_precisions_without_a_format_are_refused():

@@ -4,7 +4,6 @@ Nothing is lost by it, so every path has to give the bits of the plain format, a
 """
 
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from tests.scheduling import (
     STRATEGIES,
     assert_same,
     assert_same_training,
-    every,
     make_layout,
     make_state,
     make_tx,
@@ -119,55 +117,6 @@ def test_what_is_no_format_is_refused():
         register_format(Format("halves", (Plane(torch.uint8, 2),), halves, joined))
 
 
-@every(
-    4,
-    stored=[STORED, STORED_BY_LEAF],
-    policy=[None, {}, {"prefetch": 2, "bucket_nbytes": 2000}, {"release": "forward"}],
-    strategy=["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"],
-)
-def test_training_has_the_bits_of_the_plain_format(stored, strategy, policy):
-    def rank_fn(comm):
-        found = [train(comm, strategy, policy, microbatches=2, precision=precision) for precision in (PLAIN, stored)]
-        assert_same_training(found[1], found[0])
-        if policy is not None:
-            assert found[1].num_recordings == 1
-            fs.schedules.verify(found[1].schedule)
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
-def test_what_rests_and_travels_is_what_is_predicted(strategy):
-    mesh, how = STRATEGIES[strategy]
-    layout = make_layout(mesh, how, precision=STORED)
-
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        tx = fs.optim.adamw(1e-2)
-        state = make_state(comm, strategy, tx=tx, precision=STORED)
-        buffers = [b for node in fs.layouts.units_of(state.params) for b in node.buffers]
-        assert {b.dtype for b in buffers} == {torch.uint8}
-        assert sum(b.nbytes for b in buffers) == layout.nbytes("params")
-        fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
-        return Counter(counting.calls)
-
-    for calls in simulate(mesh, rank_fn):
-        assert calls == fs.inspect.step_traffic(layout)
-
-
-def test_layouts_print_and_serialise_and_ranks_compare_formats():
-    layout = make_layout(*STRATEGIES["zero3"], precision=STORED)
-    assert "halves (main float32)" in str(layout)
-    assert fs.Layout.from_json(layout.to_json()) == layout
-    assert layout != make_layout(*STRATEGIES["zero3"], precision=PLAIN)
-
-    def rank_fn(comm):
-        return make_state(comm, "zero3", precision=STORED if comm.rank else PLAIN)
-
-    with pytest.raises(fs.errors.AgreementError, match="halves"):
-        simulate(STRATEGIES["zero3"][0], rank_fn)
-
-
 @either
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_schedules_are_drawn_estimated_traced_and_free_of_races(stored, strategy, tmp_path):
@@ -193,47 +142,6 @@ def test_schedules_are_drawn_estimated_traced_and_free_of_races(stored, strategy
     assert (ours.arena > theirs.arena) is (strategy == "zero3")
     if stored is STORED:  # scales take room, with which other orders are best
         assert [op.kind for op in ours.ops if op.kind != "decode"] == [op.kind for op in theirs.ops]
-
-
-@either
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_modules(stored, strategy):
-    mesh, how = STRATEGIES[strategy]
-
-    def trained(comm, precision):
-        torch.manual_seed(3)
-        model = fs.shard_module(
-            torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4)),
-            mesh=comm,
-            strategy=how,
-            units=[torch.nn.Linear],
-            precision=precision,
-        )
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-1), decay=0.5))
-        found = []
-        for step in range(4):
-            x = torch.arange(12.0).view(2, 6) * (step + 1 + comm.rank) / 20
-            loss = model(x).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-        with optimizer.averaged(), torch.no_grad():
-            found.append(model(x))
-        with model.unsharded(write=True):
-            for parameter in model.parameters():
-                with torch.no_grad():
-                    parameter.mul_(0.5)
-        with torch.no_grad():
-            found.append(model(x))
-            next(model.parameters()).mul_(2)
-            found.append(model(x))
-        return found, dict(model.full_parameters())
-
-    def rank_fn(comm):
-        assert_same(trained(comm, stored), trained(comm, PLAIN))
-
-    simulate(mesh, rank_fn)
 
 
 @either

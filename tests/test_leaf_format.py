@@ -1,7 +1,6 @@
 """Formats that encode whole leaves, with scales on which ranks agree: the same bits on every path, and bytes as predicted."""
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.functional.formats.format import Format, LeafCodec, Plane, register_format
 from fsharp.testing import simulate
-from tests.gpt_like import loss_fn
-from tests.scheduling import STRATEGIES, make_layout, make_state, my_batches, train
+from tests.scheduling import STRATEGIES, train
 
 
 def _encode(parts, agree):
@@ -52,26 +50,6 @@ def test_scales_are_those_of_whole_leaves_wherever_these_are_cut(form):
         torch.testing.assert_close(found[0].losses, plain.losses, rtol=tolerance, atol=tolerance)
 
     simulate(STRATEGIES["zero3"][0], rank_fn)
-
-
-@pytest.mark.parametrize("form", [BY_LEAF, *BUILT_IN], ids=lambda form: form.name)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp", "hfsdp"])
-def test_what_rests_and_travels_is_what_is_predicted(strategy, form):
-    mesh, how = STRATEGIES[strategy]
-    precision = fs.Precision(stored=form)
-    layout = make_layout(mesh, how, precision=precision)
-
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        tx = fs.optim.adamw(1e-2)
-        state = make_state(comm, strategy, tx=tx, precision=precision)
-        buffers = [b for node in fs.layouts.units_of(state.params) for b in node.buffers]
-        assert sum(b.nbytes for b in buffers) == layout.nbytes("params")
-        fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
-        return Counter(counting.calls)
-
-    for calls in simulate(mesh, rank_fn):
-        assert calls == fs.inspect.step_traffic(layout)
 
 
 def test_a_value_is_one_byte_on_the_wire():

@@ -8,8 +8,8 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import Format, plain
-from fsharp.testing import DebugPolicy, check_races, processes, simulate
+from fsharp.functional.formats.format import plain
+from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import (
     DP,
@@ -25,7 +25,7 @@ from tests.scheduling import (
     train,
 )
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
-from tests.test_format import BLOCKS, HALVES
+from tests.test_format import BLOCKS
 from tests.test_leaf_format import STORED as STORED_BY_LEAF
 
 WIDER = {name: STRATEGIES[name] for name in ("zero1", "zero2", "hfsdp", "mixed")}
@@ -147,43 +147,6 @@ def test_a_format_is_refused_by_the_name_of_the_leaf():
         fs.Precision(update=torch.bfloat16)
     with pytest.raises(LayoutError, match=r"update is torch\.float8_e4m3fn\. Values of 8 bits and less need a scale"):
         fs.Precision(update=plain(torch.float8_e4m3fn))
-
-
-def test_layouts_serialise_print_and_are_compared():
-    precision = of(MXINT4, wire={"dp": MXINT8})
-    layout = make_layout(*WIDER["zero1"], precision=precision)
-    assert fs.Layout.from_json(layout.to_json()) == layout
-    assert "float32 (main float32, updates mxint4)" in str(layout)
-    assert layout != make_layout(*WIDER["zero1"], precision=of(MXINT8, wire={"dp": MXINT8}))
-
-    def rank_fn(comm):
-        return make_state(comm, "zero1", precision=of(MXINT4 if comm.rank else MXINT8))
-
-    with pytest.raises(fs.errors.AgreementError, match="mxint4"):
-        simulate(DP, rank_fn)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "how"),
-    [
-        ((1,), fs.zero1("dp")),
-        ((2, 1), fs.hfsdp("inner", "dp")),
-        ((1, 2), fs.zero2("dp", "inner")),
-        ((2, 1), fs.zero1("dp", "inner")),
-    ],
-)
-def test_nothing_is_rounded_along_an_axis_of_one_rank(sizes, how):
-    mesh = fs.Mesh(dict(zip(("dp", "inner"), sizes)))
-
-    def rank_fn(comm):
-        policies = (None, {}, {"trivial_axes": True}, {"trivial_axes": True, "bucket_nbytes": 2000})
-        found = [train(comm, how, policy, precision=PRECISION) for policy in policies]
-        for each in found[1:]:
-            assert_same_training(each, found[0])
-        if mesh.size == 1 or how == fs.hfsdp("inner", "dp"):
-            assert_same_training(found[0], train(comm, how))
-
-    simulate(mesh, rank_fn)
 
 
 @pytest.mark.parametrize("policy", [None, {}, {"bucket_nbytes": 10**6, "prefetch": 2}], ids=str)
@@ -390,60 +353,6 @@ def test_a_module_that_is_written_to_or_loaded_computes_with_its_main_copies():
             torch.testing.assert_close(other(x), whole(x), rtol=0, atol=0)
 
     simulate(DP, rank_fn)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
-def test_processes_have_the_bits_of_simulated_ranks(strategy):
-    mesh, _ = WIDER[strategy]
-
-    def rank_fn(comm):
-        policies = (None, {}, {"bucket_nbytes": 2000, "prefetch": 2})
-        return [train(comm, strategy, policy, microbatches=2, precision=PRECISION)[:2] for policy in policies]
-
-    for found, want in zip(processes(mesh, rank_fn), simulate(mesh, rank_fn), strict=True):
-        assert_same(found, want)
-
-
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
-def test_schedules_are_free_of_races(strategy, donate):
-    mesh, how = WIDER[strategy]
-
-    def rank_fn(comm):
-        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
-        state = make_state(comm, how, precision=PRECISION)
-        step = scheduler(fs.train_step(loss_fn, make_tx(), donate=donate))
-        with check_races(scheduler) as report:
-            for batch in my_batches(comm, 4):
-                state, _ = step(state, batch)
-        assert report.num_ops
-
-    simulate(mesh, rank_fn)
-
-
-@pytest.mark.parametrize("policy", [None, {}], ids=str)
-@pytest.mark.parametrize("what", ["encode", "decode"])
-def test_a_format_that_fails_on_one_rank_fails_on_all(what, policy):
-    def rank_fn(comm):
-        def failing(name):
-            fn = getattr(HALVES, name)
-
-            def call(values):
-                if name == what and comm.rank == 1:
-                    raise RuntimeError("no codebook")
-                return fn(values)
-
-            return call
-
-        update = Format("failing", HALVES.planes, failing("encode"), failing("decode"))
-        try:
-            train(comm, "zero1", policy, precision=of(update))
-        except Exception as error:
-            return str(error)
-
-    first, second = simulate(DP, rank_fn, outcomes=True)
-    assert "no codebook" in str(second)
-    assert "rank 1" in str(first)
 
 
 def test_uneven_shards_of_several_groups():

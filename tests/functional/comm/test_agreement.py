@@ -211,4 +211,6 @@ def test_bytes_are_gathered_in_order_of_rank(mesh):
 
 
 def test_one_rank_alone_asks_nobody():
-    fs.collectives.agree("here()", {"a": "b"}, fs.SingleComm())
+    counting = fs.collectives.CountingComm(fs.SingleComm())
+    fs.collectives.agree("here()", {"a": "b"}, counting)
+    assert counting.num_calls == 0

@@ -12,7 +12,7 @@ from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, descend, train, values
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 
 class Lamb(torch.optim.Optimizer):
@@ -121,8 +121,7 @@ def reference(case, steps, kind="plain"):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("where", WHOLE)
-@pytest.mark.parametrize("case", CASES)
+@every(2, where=WHOLE, case=CASES)
 def test_whole_leaves_in_their_shape(case, where):
     cls, options, params = CASES[case]
     mesh, strategy, extra = WHOLE[where]

@@ -338,9 +338,11 @@ def test_parts_of_another_rank_are_right_where_it_is_a_replica():
     def rank_fn(comm):
         model, optimizer = world(comm, "hsdp")
         train(model, optimizer, modules.batches(comm, 1, size=2))
-        saved[comm.rank] = state_of(model, optimizer)
-        comm.all_reduce(torch.zeros(1), "outer")
+        saved[comm.rank] = copy.deepcopy(state_of(model, optimizer))
+        train(model, optimizer, modules.batches(comm, 1, size=2))  # so all ranks have saved
+        assert not all(map(torch.equal, values_in(state_of(model, optimizer)), values_in(saved[comm.rank])))
         load(model, optimizer, saved[(comm.rank + 2) % 4])
+        assert_same(values_in(state_of(model, optimizer)), values_in(saved[comm.rank]))
 
     simulate(HYBRID, rank_fn)
 

@@ -12,7 +12,7 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.units.route import GradientRoute
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn
-from tests.scheduling import DP, STRATEGIES, make_state, make_tx, my_batches
+from tests.scheduling import DP, STRATEGIES, every, make_state, make_tx, my_batches
 
 
 def emitted(comm, strategy, *, microbatches=1, precision=None):
@@ -23,9 +23,7 @@ def emitted(comm, strategy, *, microbatches=1, precision=None):
     return call.emitted(), call
 
 
-@pytest.mark.parametrize("precision", [None, fs.Precision(compute=torch.bfloat16, main=torch.float32)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(3, strategy=STRATEGIES, microbatches=[1, 2], precision=[None, fs.Precision(compute=torch.bfloat16, main=torch.float32)])
 def test_what_an_unplanned_step_has_done_verifies(strategy, microbatches, precision):
     found = simulate(
         STRATEGIES[strategy][0], lambda comm: emitted(comm, strategy, microbatches=microbatches, precision=precision)[0]

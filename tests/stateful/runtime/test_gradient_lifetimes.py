@@ -20,6 +20,7 @@ from tests.scheduling import (
     buffers,
     copied,
     evaluate,
+    every,
     full_params,
     make_state,
     make_tx,
@@ -29,9 +30,6 @@ from tests.scheduling import (
     training,
 )
 from tests.stateful.runtime.test_scheduler_rest import explicit, in_arena
-
-DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("zero2", "hfsdp", "mixed", "late")]
-each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp", *DEEP])
 
 # Parameters that look like those of before
 
@@ -161,10 +159,13 @@ class Itself(torch.autograd.Function):
         return {"itself": w, "view": w.view_as(w), "detached": w.detach()}[ctx.way], grad, None
 
 
-@each_strategy
-@pytest.mark.parametrize(("way", "microbatches"), [("itself", 1), ("itself", 2), ("view", 1), ("detached", 2)])
-def test_a_gradient_that_is_the_parameter(strategy, way, microbatches):
+ITSELF = {"alone": ("itself", 1), "in two microbatches": ("itself", 2), "a view": ("view", 1), "detached": ("detached", 2)}
+
+
+@every(4, strategy=["ddp", "zero1", "zero3", "hsdp", "zero2", "hfsdp", "mixed", "late"], case=ITSELF)
+def test_a_gradient_that_is_the_parameter(strategy, case):
     """Parameters are let go of before their gradients are collected."""
+    way, microbatches = ITSELF[case]
 
     def odd(p, x):
         return Itself.apply(p["w"], block({**p, "w": p["w"].detach()}, x), way)

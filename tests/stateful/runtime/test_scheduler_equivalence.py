@@ -166,8 +166,7 @@ def test_traffic_and_memory_are_those_planned(strategy, precision, microbatches)
         assert_as_planned(measured, mesh)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(2, strategy=STRATEGIES, microbatches=[1, 3])
 def test_with_one_buffer_only_the_turning_points_save_a_gather(strategy, microbatches):
     """The unit that a forward ends with begins the backward, and the one that a backward ends with the next forward."""
     mesh = STRATEGIES[strategy][0]
