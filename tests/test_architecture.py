@@ -93,6 +93,7 @@ def test_every_folder_is_known():
     assert {str(path.parent.relative_to(ROOT)) for path in SOURCES} - {
         ".",
         "cli",
+        "huggingface",
         "testing",
         "functional",
         "stateful",

@@ -1,0 +1,147 @@
+"""Accelerator: accelerate's Accelerator for modules of ``fs.shard_module``. Needs accelerate: ``pip install accelerate``."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import accelerate
+from torch import nn
+
+from fsharp.checkpoint import load, prune, save
+from fsharp.errors import OptionError, problem
+from fsharp.stateful.modules.module import ShardedModule
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+from fsharp.stateful.modules.parameter import ShardedParameter
+
+FOLDER = "fsharp"
+"""Folder, within the folder of ``save_state()``, that holds sharded modules and their optimizers."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's Accelerator, which also takes modules of ``fs.shard_module`` and their ``ShardedOptimizer``.
+
+    ::
+
+        from fsharp.huggingface.accelerator import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = fs.shard_module(model, strategy=fs.zero3("dp"), units="model.layers.*")
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        accelerator.save_state("runs/a")
+
+    For sharded modules these methods differ from accelerate's:
+
+    - ``prepare`` returns the module itself, without ``DistributedDataParallel``.
+    - ``accumulate`` and ``no_sync`` keep gradients on the rank until the last microbatch.
+    - ``clip_grad_norm_`` takes all parameters of one prepared module, and clips by the norm over all ranks.
+    - ``get_state_dict`` returns whole tensors on rank 0, and an empty dict on other ranks. All ranks have to call it.
+    - ``save_state`` and ``load_state`` use :func:`fsharp.checkpoint.save` and :func:`~fsharp.checkpoint.load`, so another
+      number of ranks or another strategy can load. All ranks have to call them.
+
+    Raises:
+        OptionError: ``mixed_precision`` is for modules without :class:`~fsharp.Precision`; ``clip_grad_norm_`` gets a part of a
+            module's parameters; ``clip_grad_value_`` gets sharded parameters.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Return a sharded module as it is. Other modules are prepared by accelerate."""
+        if not isinstance(model, ShardedModule):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if self.state.mixed_precision != "no":
+            what = f"mixed_precision is {self.state.mixed_precision!r}, and the module is sharded."
+            remedy = "Pass precision=fs.Precision(compute=torch.bfloat16, main=torch.float32) to shard_module()."
+            raise OptionError(problem("Accelerator.prepare()", what, remedy=remedy))
+        if not any(each is model for each in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer as accelerate does. The state of a ShardedOptimizer is not moved."""
+        return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ShardedOptimizer) else device_placement)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which gradients stay on the rank: ``model.accumulate()`` of a sharded module."""
+        return model.accumulate() if isinstance(model, ShardedModule) else super().no_sync(model)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip gradients by their norm over all ranks, and return the norm."""
+        parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+        if not any(isinstance(each, ShardedParameter) for each in parameters):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        given = {id(each) for each in parameters}
+        for model in self._models:
+            trained = {id(each) for each in model.parameters() if each.requires_grad}
+            if isinstance(model, ShardedModule) and trained <= given <= {id(each) for each in model.parameters()}:
+                self.unscale_gradients()
+                return model.clip_grad_norm_(max_norm, norm_type)
+        what = f"expected the parameters of one prepared module, got {len(parameters)} parameters that are not."
+        raise OptionError(problem("Accelerator.clip_grad_norm_()", what, remedy="Pass model.parameters()."))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> Any:
+        """Clip gradients of plain modules by value. Raises OptionError for sharded parameters."""
+        parameters = list(parameters)
+        if any(isinstance(each, ShardedParameter) for each in parameters):
+            what = "sharded parameters are clipped by their norm alone."
+            raise OptionError(problem("Accelerator.clip_grad_value_()", what, remedy="Use clip_grad_norm_()."))
+        return super().clip_grad_value_(parameters, clip_value)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the whole tensors of a sharded module on rank 0, and an empty dict on other ranks."""
+        return model.full_state_dict() if isinstance(model, ShardedModule) else super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does."""
+        with self._without_sharded():
+            folder = super().save_state(output_dir, safe_serialization, **options)
+        tree, comm = self._sharded()
+        if comm is not None:
+            root = os.path.join(folder, FOLDER)
+            save(root, tree, step=self.step, comm=comm)
+            if comm.rank == 0:
+                prune(root, keep=1)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """Load what :meth:`save_state` has saved, under any strategy and number of ranks."""
+        tree, comm = self._sharded()
+
+        def load_sharded(_: Any, folder: str) -> None:
+            if comm is not None:
+                load(os.path.join(folder, FOLDER), tree, comm=comm)
+
+        with self._without_sharded():
+            handle = self.register_load_state_pre_hook(load_sharded)  # accelerate chooses the folder
+            try:
+                super().load_state(input_dir, load_kwargs, **options)
+            finally:
+                handle.remove()
+
+    def _sharded(self) -> tuple[dict[str, Any], Any]:
+        """Return the sharded modules and optimizers as a tree, and the ranks of the first module; None if there is none."""
+        models = [each for each in self._models if isinstance(each, ShardedModule)]
+        optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]
+        return {"models": models, "optimizers": optimizers}, models[0].comm if models else None
+
+    @contextmanager
+    def _without_sharded(self) -> Iterator[None]:
+        """Hide sharded modules and optimizers from accelerate in this context."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [each for each in models if not isinstance(each, ShardedModule)]
+        self._optimizers = [each for each in optimizers if not isinstance(each.optimizer, ShardedOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers

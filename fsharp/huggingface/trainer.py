@@ -1,0 +1,92 @@
+"""Trainer: transformers' Trainer for modules of ``fs.shard_module``. Needs transformers and accelerate."""
+
+import os
+from typing import Any
+
+import torch
+import transformers
+
+from fsharp.checkpoint import load, prune, save
+from fsharp.huggingface.accelerator import FOLDER, Accelerator
+from fsharp.stateful.modules.module import ShardedModule
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+
+_SCHEDULE = "scheduler.pt"
+"""File in which transformers keeps the learning rate schedule."""
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer, which also trains a module of ``fs.shard_module``.
+
+    ::
+
+        from fsharp.huggingface.trainer import Trainer
+
+        args = transformers.TrainingArguments("runs/a", max_grad_norm=1.0, save_steps=100)
+        model = fs.shard_module(LlamaForCausalLM(config), strategy=fs.zero3("dp"), units="model.layers.*")
+        trainer = Trainer(model=model, args=args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=False)
+
+    The optimizer of ``args.optim`` becomes a ShardedOptimizer. A checkpoint of the Trainer has the folder ``fsharp``, with
+    module and optimizer in the format of :func:`fsharp.checkpoint.save`, so that another number of ranks or another strategy
+    resumes. ``save_model`` writes whole tensors, as for ``from_pretrained``; all ranks have to call it. A module that is not
+    sharded is trained as by transformers. For a Trainer of another library: ``class DPOTrainer(Trainer, trl.DPOTrainer)``.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make an accelerator that takes sharded modules."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator  # a subclass without attributes of its own
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leave a sharded module where it is."""
+        if not isinstance(model, ShardedModule):
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Return the optimizer that the Trainer was given, or make that of ``args.optim`` as a ShardedOptimizer."""
+        trained = self.model if model is None else model
+        if self.optimizer is None and isinstance(trained, ShardedModule):
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer_cls_and_kwargs = _OptimizerOfGroups, {"kind": kind, **options}
+        return super().create_optimizer(model)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write whole tensors of the module, on rank 0. All ranks gather them."""
+        if state_dict is None and isinstance(self.model, ShardedModule):
+            state_dict = self.model.full_state_dict()
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the module and its optimizer as a checkpoint of fsharp, and the learning rate schedule."""
+        if not isinstance(self.model, ShardedModule):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        root = os.path.join(output_dir, FOLDER)
+        save(root, self._tree(), step=self.state.global_step, comm=self.model.comm)
+        if self.args.should_save:
+            prune(root, keep=1)
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what :meth:`_save_optimizer_and_scheduler` has written."""
+        if not isinstance(self.model, ShardedModule):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None and os.path.isdir(root := os.path.join(checkpoint, FOLDER)):
+            load(root, self._tree(), comm=self.model.comm)
+            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
+
+    def _tree(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer.optimizer}
+
+
+class _OptimizerOfGroups(ShardedOptimizer):
+    """A ShardedOptimizer of a Trainer's groups of parameters, of which some are empty."""
+
+    def __init__(self, params: Any, *, kind: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__([group for group in params if group["params"]], kind, **options)

@@ -1,0 +1,161 @@
+"""fsharp.huggingface.accelerator: the same training as accelerate's own with DistributedDataParallel, in real processes."""
+
+import os
+from functools import partial
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fsharp as fs
+from fsharp.errors import OptionError
+from fsharp.huggingface.accelerator import Accelerator
+from fsharp.testing import processes
+
+STRATEGIES = {"zero3": fs.zero3("dp"), "zero2": fs.zero2("dp"), "ddp": fs.ddp("dp")}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return (self.head(x).squeeze(-1) - y).square().mean()
+
+
+def data():
+    made = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(6, generator=made), "y": torch.randn((), generator=made)} for _ in range(32)]
+
+
+def trained(accelerator, model, optimizer, *, epochs=2, load_from="", save_to=""):
+    """Train, and return losses and norms."""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4), schedule)
+    if load_from:
+        accelerator.load_state(load_from)
+    found = []
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    found.append(float(norm))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            found.append(float(accelerator.reduce(loss.detach(), "mean")))
+    if save_to:
+        accelerator.save_state(save_to)
+    whole = accelerator.get_state_dict(model)
+    return found, {name.removeprefix("module."): value for name, value in whole.items()}
+
+
+def sharded(strategy, steps, **options):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = fs.shard_module(Net(), strategy=strategy, units="layers.*")
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    return trained(accelerator, model, optimizer, **options)
+
+
+def as_torchrun(comm):
+    """Set what torchrun sets. The processes have a process group already."""
+    size, rank = str(comm.mesh.size), str(comm.rank)
+    os.environ |= {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def plain(kind, steps=1):
+    accelerator, model = kind(cpu=True, gradient_accumulation_steps=steps), Net()
+    return trained(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def on_two_ranks(folder, comm):
+    as_torchrun(comm)
+    found = {}
+    for steps in (1, 2):
+        found["DDP", steps] = plain(accelerate.Accelerator, steps)
+        for name, strategy in STRATEGIES.items():
+            found[name, steps] = sharded(strategy, steps)
+    found["not sharded"] = plain(Accelerator)
+    sharded(fs.zero3("dp"), 1, epochs=1, save_to=f"{folder}/a")
+    for name in ("zero3", "zero1"):
+        found["loaded", name] = sharded(getattr(fs, name)("dp"), 1, epochs=1, load_from=f"{folder}/a")
+    sharded(fs.zero3("dp"), 1, epochs=1, save_to=f"{folder}/a")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_training_as_with_ddp(name, steps, found):
+    (numbers, state), (elsewhere, nothing) = found[0][name, steps], found[1][name, steps]
+    expected, whole = found[0]["DDP", steps]
+    assert numbers == elsewhere
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected))
+    torch.testing.assert_close(state, whole)
+    assert nothing == {}
+
+
+def test_a_plain_module_is_prepared_as_accelerate_does(found):
+    assert found[0]["not sharded"][0] == found[0]["DDP", 1][0]
+
+
+def test_a_loaded_state_goes_on(found):
+    numbers, state = found[0]["zero3", 1]
+    assert found[0]["loaded", "zero3"][0] == numbers[len(numbers) // 2 :]
+    torch.testing.assert_close(found[0]["loaded", "zero3"][1], state, rtol=0, atol=0)
+    torch.testing.assert_close(found[0]["loaded", "zero1"][1], state)
+
+
+def on_one_rank(folder, comm):
+    as_torchrun(comm)
+    return sharded(fs.ddp("dp"), 1, epochs=1, load_from=f"{folder}/a")[1]
+
+
+def test_another_number_of_ranks_loads_a_state_and_a_folder_keeps_the_last_one(found, folder):
+    [state] = processes(fs.Mesh({"dp": 1}), partial(on_one_rank, str(folder)))
+    assert {name: value.shape for name, value in state.items()} == {name: x.shape for name, x in found[0]["DDP", 1][1].items()}
+    assert len(list((folder / "a" / "fsharp").iterdir())) == 1
+
+
+def refusals(comm):
+    as_torchrun(comm)
+    accelerator = Accelerator(cpu=True)
+    model = fs.shard_module(Net(), strategy=fs.zero3("dp"), units="layers.*")
+    accelerator.prepare(model)
+    texts = []
+    for call in (
+        lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
+        lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+    ):
+        with pytest.raises(OptionError) as error:
+            call()
+        texts.append(str(error.value))
+    accelerator.state._mixed_precision = "bf16"
+    with pytest.raises(OptionError, match=r"fs\.Precision"):
+        accelerator.prepare(fs.shard_module(Net(), strategy=fs.zero3("dp")))
+    return texts
+
+
+def test_what_would_be_wrong_is_refused():
+    [texts] = processes(fs.Mesh({"dp": 1}), refusals)
+    assert "expected the parameters of one prepared module, got 1 parameters" in texts[0]
+    assert "clipped by their norm alone" in texts[1]

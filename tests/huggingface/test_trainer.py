@@ -1,0 +1,110 @@
+"""fsharp.huggingface.trainer: transformers' Trainer trains, evaluates, saves and resumes a sharded Llama."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import processes
+from tests.huggingface.test_accelerator import as_torchrun
+
+
+def tiny_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+
+
+def data():
+    made = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 64, (24, 8), generator=made)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train(kind, model, folder, *, resume="", **options):
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(
+        folder,
+        use_cpu=True,
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        **{"save_strategy": "no", **options},
+    )
+    trainer = kind(model=model, args=args, train_dataset=data(), eval_dataset=data()[:8])
+    trainer.train(resume_from_checkpoint=resume or None)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    return {"losses": losses, "norms": norms, "evaluated": trainer.evaluate()["eval_loss"]}, trainer
+
+
+def sharded(strategy, folder, **options):
+    from fsharp.huggingface.trainer import Trainer
+
+    model = fs.shard_module(tiny_llama(), strategy=strategy, units="model.layers.*")
+    numbers, trainer = train(Trainer, model, folder, **options)
+    return numbers | {"state": model.full_state_dict()}, trainer
+
+
+def on_two_ranks(folder, comm):
+    import transformers
+
+    as_torchrun(comm)
+    found = {"DDP": train(transformers.Trainer, tiny_llama(), f"{folder}/plain")[0]}
+    found["zero3"], trainer = sharded(fs.zero3("dp"), f"{folder}/a", save_strategy="epoch")
+    trainer.save_model(f"{folder}/whole")
+    first = f"{folder}/a/checkpoint-3"
+    found["resumed"] = sharded(fs.zero3("dp"), f"{folder}/b", resume=first)[0]
+    found["resumed, zero1"] = sharded(fs.zero1("dp"), f"{folder}/c", resume=first)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)), timeout=250)[0]
+
+
+def test_the_same_training_as_with_ddp(found):
+    assert len(found["zero3"]["losses"]) == 6
+    for name in ("losses", "norms", "evaluated"):
+        torch.testing.assert_close(torch.tensor(found["zero3"][name]), torch.tensor(found["DDP"][name]))
+
+
+def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found):
+    assert found["resumed"]["losses"][-3:] == found["zero3"]["losses"][3:]
+    torch.testing.assert_close(found["resumed"]["state"], found["zero3"]["state"], rtol=0, atol=0)
+    torch.testing.assert_close(found["resumed, zero1"]["state"], found["zero3"]["state"])
+
+
+def test_a_saved_model_is_loaded_by_from_pretrained(found, folder):
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder / "whole")
+    torch.testing.assert_close(dict(model.state_dict()), found["zero3"]["state"], rtol=0, atol=0)
+
+
+def on_one_rank(folder, comm):
+    as_torchrun(comm)
+    return sharded(fs.ddp("dp"), f"{folder}/d", resume=f"{folder}/a/checkpoint-6")[0]["state"]
+
+
+@pytest.mark.deep
+def test_another_number_of_ranks_resumes(found, folder):
+    [state] = processes(fs.Mesh({"dp": 1}), partial(on_one_rank, str(folder)))
+    assert os.path.isdir(folder / "a" / "checkpoint-6" / "fsharp")
+    assert {name: x.shape for name, x in state.items()} == {name: x.shape for name, x in found["zero3"]["state"].items()}
