@@ -24,10 +24,10 @@ TOGETHER, FIRST, SECOND = "in turns", "the first alone", "the second alone"
 class Trained:
     """A model under zero3 that steps of one or more programs train in turns."""
 
-    def __init__(self, shape: gpt.Shape, comm: fs.Comm, tx: fs.optim.Transform | None = None) -> None:
+    def __init__(self, shape: gpt.Shape, comm: fs.Comm) -> None:
         params = gpt.tree_of(gpt.build(shape))
         layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*")
-        self.tx = tx or c.adamw()
+        self.tx = c.adamw()
         self.state = fs.init_state(self.tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
 
     def step(self, scheduler: fs.Scheduler, loss_fn: Any) -> Callable[[c.Batch], torch.Tensor]:

@@ -139,6 +139,7 @@ class FsharpContender:
         strategy: where state rests.
         policy: None calls the step with ``comm`` itself, which blocks in every collective.
         precision: dtypes.
+        tx: the optimizer; None is :func:`adamw`.
     """
 
     is_global = True
@@ -153,10 +154,11 @@ class FsharpContender:
         *,
         policy: fs.SchedulePolicy | None,
         precision: fs.Precision = fs.Precision(),
+        tx: fs.optim.Transform | None = None,
     ) -> None:
         self.name = name
         layout = fs.plan(params, comm.mesh, strategy, units="layers.*", precision=precision)
-        tx = adamw()
+        tx = tx or adamw()
         self.state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
 
         def gradients(state: fs.TrainState, batch: Batch, comm: fs.Comm) -> fs.Metrics:
@@ -194,11 +196,11 @@ def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.SchedulePolicy
 
 
 def sharded(
-    name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.SchedulePolicy | None
+    name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.SchedulePolicy | None, **options: Any
 ) -> FsharpContender:
-    """The GPT with a strategy of fsharp's."""
+    """The GPT with a strategy of fsharp's; ``options`` are precision and optimizer."""
     loss_fn = partial(gpt.loss, heads=shape.heads)
-    return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy)
+    return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy, **options)
 
 
 def wrapped(name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy) -> Contender:

@@ -28,7 +28,7 @@ from benchmarks import contenders as c
 from benchmarks import gpt
 from benchmarks.codecs import BF16, CODECS, EXACT, FSDP2
 from benchmarks.stats import Rounds, ratio, times
-from benchmarks.steps import LossMismatch, interleaved, over_ranks
+from benchmarks.steps import LossMismatch, in_turns, over_ranks
 
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
 DEVICES, ADDRESSES, PORT = ("fsharp0", "fsharp1"), ("10.77.0.1", "10.77.0.2"), 29500
@@ -197,11 +197,9 @@ def everyone(shape: gpt.Shape, comm: fs.Comm, names: Sequence[str]) -> list[c.Co
         c.fsdp2(shape, mesh, name=f"{FSDP2}, asynchronous", eager=True, precision=wire),
         c.fsdp2(shape, mesh, name=f"{FSDP2}, asynchronous, own group", eager=True, reduce_buffers=3, precision=wire),
     ]
-    loss_fn = partial(gpt.loss, heads=shape.heads)
     for name in names:
         strategy, precision = getattr(fs, CODECS[name].strategy)("dp"), CODECS[name].precision
-        params = gpt.tree_of(gpt.build(shape))
-        found.append(c.FsharpContender(name, params, loss_fn, comm, strategy, policy=fs.SchedulePolicy(), precision=precision))
+        found.append(c.sharded(name, shape, comm, strategy, fs.SchedulePolicy(), precision=precision))
     return found
 
 
@@ -230,16 +228,7 @@ def race(options: Options, comm: fs.Comm, device: str) -> dict[str, Any]:
     shape = gpt.Shape(dim=options.dim, layers=options.layers, heads=options.heads, time=options.time, batch=options.batch)
     link = link_mbit(options.link_mb << 20)
     found = everyone(shape, comm, options.codecs)
-    rounds, losses = interleaved(
-        {each.name: each.step for each in found},
-        gpt.batches(shape, comm.rank),
-        rounds=options.rounds,
-        block=options.steps,
-        warmup=options.warmup,
-        settle={each.name: each.settle for each in found},
-        barrier=dist.barrier,
-        say=lambda text: print(text, flush=True),
-    )
+    rounds, losses = in_turns({each.name: each for each in found}, shape, options, partial(print, flush=True))
     compare_first({name: values[0] for name, values in losses.items()}, [each.name for each in found if not each.is_global])
     looks = {each.name: _look(each, gpt.batches(shape, comm.rank)[: options.steps], device) for each in found}
     return {

@@ -22,7 +22,7 @@ from benchmarks import contenders as c
 from benchmarks import gpt
 from benchmarks.options import Options
 from benchmarks.stats import ratio, times
-from benchmarks.steps import interleaved, over_ranks, shape_of
+from benchmarks.steps import in_turns, over_ranks, shape_of
 
 FITTED = "bound by communication"
 ALONE, TOGETHER = "without communication", "zero3"
@@ -44,24 +44,14 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     rows: dict[str, dict[str, Any]] = {}
     hardware: fs.inspect.Hardware | None = None
     for name, shape in shapes(options).items():
-        policy = (
-            fs.SchedulePolicy(bucket_nbytes=0) if name == FITTED else fs.SchedulePolicy()
-        )  # collectives of different sizes tell the most
+        apart = fs.SchedulePolicy(bucket_nbytes=0)  # collectives of different sizes tell the most
+        policy = apart if name == FITTED else fs.SchedulePolicy()
         found = {
             ALONE: c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy()),
             TOGETHER: c.sharded(TOGETHER, shape, comm, fs.zero3("dp"), policy),
         }
         traces = {key: each.scheduled.trace() for key, each in found.items()}
-        rounds, _ = interleaved(
-            {key: each.step for key, each in found.items()},
-            gpt.batches(shape, comm.rank),
-            rounds=options.rounds,
-            block=options.steps,
-            warmup=options.warmup,
-            settle={key: each.settle for key, each in found.items()},
-            barrier=dist.barrier,
-            say=lambda text, n=name: say(f"{n}, {text}"),
-        )
+        rounds, _ = in_turns(found, shape, options, lambda text, n=name: say(f"{n}, {text}"))
         schedule = found[TOGETHER].scheduled.schedule
         if hardware is None:
             hardware = fs.inspect.Hardware.fit(

@@ -114,6 +114,25 @@ def interleaved(
     return result, losses
 
 
+def in_turns(
+    found: Mapping[str, c.Contender],
+    shape: gpt.Shape,
+    options: Any,
+    say: Callable[[str], None],
+) -> tuple[list[dict[str, float]], dict[str, list[torch.Tensor]]]:
+    """Time contenders of one shape as :func:`interleaved` does; ``options`` has ``rounds``, ``steps`` and ``warmup``."""
+    return interleaved(
+        {name: each.step for name, each in found.items()},
+        gpt.batches(shape, dist.get_rank()),
+        rounds=options.rounds,
+        block=options.steps,
+        warmup=options.warmup,
+        settle={name: each.settle for name, each in found.items()},
+        barrier=dist.barrier,
+        say=say,
+    )
+
+
 def compare_losses(losses: Mapping[str, Sequence[float]], *, alone: Sequence[str] = ()) -> dict[str, float]:
     """Hold all to the first: rounding may differ, results not.
 
@@ -170,16 +189,7 @@ def race(
     Raises:
         LossMismatch: they do not compute the same.
     """
-    rounds, losses = interleaved(
-        {each.name: each.step for each in found},
-        gpt.batches(shape, comm.rank),
-        rounds=options.rounds,
-        block=options.steps,
-        warmup=options.warmup,
-        settle={each.name: each.settle for each in found},
-        barrier=dist.barrier,
-        say=say,
-    )
+    rounds, losses = in_turns({each.name: each for each in found}, shape, options, say)
     means = {each.name: _over_ranks(losses[each.name], each.is_global) for each in found}
     alone = [each.name for each in found if isinstance(each, c.ModuleContender) and not each.synced]
     difference = compare_losses(means, alone=alone)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -68,10 +69,12 @@ class Options:
     """Steps over a limited network."""
     network_alone: bool = False
     """Time steps over the limited network, keep them for the next call, and end."""
+    train: bool = True
+    """Train where the record lacks a run. Without it, a codec has those seeds that the record has."""
     record: Path | None = None
     """Each run, as soon as it ends. The default is a file of the commit; of another file, runs at other commits count too."""
-    out: Path | None = ROOT / "benchmarks/results/wire.json"
-    """Everything measured."""
+    out: Path | None = ROOT / "benchmarks/results"
+    """Folder of a file of this day with everything measured."""
     docs: Path | None = ROOT / "docs/benchmarks.md"
     """The page whose tables are renewed, beside whose picture; None leaves both alone."""
 
@@ -118,7 +121,7 @@ def fsdp2_nbytes(comm: fs.Comm, options: Training) -> float:
 def losses_of(
     nproc: int, seeds: int, options: Options, record: Record, about: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return bytes and losses of each codec on so many processes; train those that the record lacks.
+    """Return bytes and losses of each codec on so many processes; train where the record lacks a run, if options say so.
 
     Raises:
         LossMismatch: the same formats have other losses under another strategy.
@@ -127,37 +130,36 @@ def losses_of(
     fsdp2 = record.once({**of, "bytes of": FSDP2}, lambda: processes(mesh, partial(fsdp2_nbytes, options=options.training))[0])
     until = min(SHARED, options.training.steps)
     first = {name: next(x for x in options.only if CODECS[x].precision == CODECS[name].precision) for name in options.only}
-    found: dict[str, list[Any]] = {name: [] for name in options.only}
-    for seed in range(seeds):
-        for name in options.only:
-            shared = first[name] != name
-            if shared and seed:
-                continue
-            key = {**of, "codec": name, "seed": seed, **({"until": until} if shared else {})}
-            fn = partial(train, codec=CODECS[name], seed=seed, options=options.training, until=until if shared else None)
-            began, known = time.monotonic(), key in record
-            run = record.once(key, lambda fn=fn: processes(mesh, fn, timeout=RUN_S)[0])
-            if shared and run["losses"] != (same := found[first[name]][0]["losses"][:until]):
-                raise LossMismatch(
-                    f"{name}, {nproc} processes: losses are {run['losses']}, expected those of {first[name]}, {same}."
-                )
-            found[name].append(run)
-            loss = f"losses of {first[name]}" if shared else f"{run['held_out']:.4f} bits per byte"
-            took = "known" if known else f"{time.monotonic() - began:.0f} s"
-            say(f"{nproc} processes, seed {seed}, {name}: {loss}, {run['bytes']:.3f} bytes an element ({took})")
-    losses = {name: [run["held_out"] for run in found[first[name]]] for name in options.only}
-    exact = losses[EXACT]
-    rows = {
-        name: {
-            "bytes": found[name][0]["bytes"],
-            "bytes_ratio": found[name][0]["bytes"] / fsdp2,
-            "loss": mean(losses[name]),
-            "losses": losses[name],
-            "loss_ratio": mean(losses[name]) / mean(exact),
-            "loss_ratios": [loss / base for loss, base in zip(losses[name], exact, strict=True)],
-        }
-        for name in options.only
-    }
+    found: dict[str, dict[int, Any]] = {name: {} for name in options.only}
+    for seed, name in product(range(seeds), options.only):
+        shared = first[name] != name
+        key = {**of, "codec": name, "seed": seed, **({"until": until} if shared else {})}
+        if (shared and (seed or not found[first[name]])) or (key not in record and not options.train):
+            continue
+        fn = partial(train, codec=CODECS[name], seed=seed, options=options.training, until=until if shared else None)
+        began, known = time.monotonic(), key in record
+        found[name][seed] = run = record.once(key, lambda fn=fn: processes(mesh, fn, timeout=RUN_S)[0])
+        if shared and run["losses"] != (same := found[first[name]][0]["losses"][:until]):
+            raise LossMismatch(
+                f"{name}, {nproc} processes: losses are {run['losses']}, expected those of {first[name]}, {same}."
+            )
+        loss = f"losses of {first[name]}" if shared else f"{run['held_out']:.4f} bits per byte"
+        took = "known" if known else f"{time.monotonic() - began:.0f} s"
+        say(f"{nproc} processes, seed {seed}, {name}: {loss}, {run['bytes']:.3f} bytes an element ({took})")
+    rows = {}
+    for name in options.only:
+        losses = {seed: run["held_out"] for seed, run in found[first[name]].items()}
+        if found[name]:
+            exact = [found[EXACT][seed]["held_out"] for seed in losses]
+            nbytes = next(iter(found[name].values()))["bytes"]
+            rows[name] = {
+                "bytes": nbytes,
+                "bytes_ratio": nbytes / fsdp2,
+                "loss": mean(losses.values()),
+                "losses": losses,
+                "loss_ratio": mean(losses.values()) / mean(exact),
+                "loss_ratios": [loss / base for loss, base in zip(losses.values(), exact, strict=True)],
+            }
     return {"fsdp2_bytes": fsdp2, "codecs": rows}
 
 
@@ -180,7 +182,7 @@ def figures(trained: Mapping[str, Any], network: Mapping[str, Any]) -> dict[str,
     def worst(name: str, what: str) -> float:
         return max(part["codecs"][name][what] for part in trained.values())
 
-    names = list(next(iter(trained.values()))["codecs"])
+    names = [name for name in CODECS if all(name in part["codecs"] for part in trained.values())]
     good = [name for name in names if worst(name, "loss_ratio") <= GOOD]
     best = min(good, key=lambda name: worst(name, "bytes_ratio"))
     ratios = limited.ratios(network["rounds"]) if "rounds" in network else {}
@@ -218,8 +220,9 @@ def main(options: Options) -> dict[str, float | None]:
     for table in wire_page.tables(results):
         console.print(wire_page.on_terminal(table))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"wire-{here['date'][:10]}.json"
+        path.write_text(json.dumps(results, indent=1) + "\n")
     if options.docs:
         wire_page.write(options.docs, results)
     return found

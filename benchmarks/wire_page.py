@@ -11,8 +11,9 @@ from benchmarks.stats import ratio, times
 
 MARKS = "<!-- begin: written by make bench-wire -->", "<!-- end: written by make bench-wire -->"
 PICTURE = "wire.png"
-STRATEGIES = {"zero3": ("ZeRO-3", "tab:blue", "o", 1), "zero2": ("ZeRO-2", "tab:orange", "s", -1)}
-"""Name, colour, marker, and whether labels are above or below, of each strategy."""
+MARKERS = {"zero3": "o", "zero2": "s"}
+COLORS = ("black", *(f"C{i}" for i in range(10)), "gold")
+"""Of formats, in the order of the table."""
 __all__ = ["check", "on_terminal", "tables", "write"]
 
 
@@ -25,12 +26,12 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     """Return bytes and losses for each number of processes, and steps over the limited network."""
     found = []
     for nproc, part in results["trained"].items():
-        rows = [(FSDP2, f"{part['fsdp2_bytes']:.2f}", "1.00", "", "", "")]
+        rows = [(FSDP2, f"{part['fsdp2_bytes']:.2f}", "1.00", "", "", "", "")]
         for name, row in part["codecs"].items():
             both = f"{row['bytes']:.2f}", f"{row['bytes_ratio']:.2f}"
             loss = f"{row['loss']:.3f}", f"{row['loss_ratio']:.4f}", f"{max(row['loss_ratios']):.4f}"
-            rows.append((name, *both, *loss))
-        head = ("format, strategy", "bytes an element", "of FSDP2's", "loss", "of float32's", "the worst seed")
+            rows.append((name, *both, *loss, str(len(row["losses"]))))
+        head = ("format, strategy", "bytes an element", "of FSDP2's", "loss", "of float32's", "the worst seed", "seeds")
         found.append(Table(f"{nproc} processes", head, rows))
     if "rounds" in (network := results["limited"]):
         rounds, options = network["rounds"], results["options"]["network"]
@@ -71,35 +72,38 @@ def write(docs: Path, results: Mapping[str, Any]) -> None:
 def draw(path: Path, trained: Mapping[str, Any]) -> None:
     """Draw each codec as a point: bytes to the right, loss of float32's upwards, a panel for each number of processes."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(10, 4.2 * len(trained)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10, 3.6 * len(trained)), dpi=120, layout="constrained")
     panels = figure.subplots(len(trained), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    formats = list(dict.fromkeys(_parts(name)[0] for part in trained.values() for name in part["codecs"]))
+    colors = dict(zip(formats, COLORS, strict=False))
     for axes, (nproc, part) in zip(panels, trained.items(), strict=True):
-        exact = part["codecs"][EXACT]["loss"]
-        axes.set_title(f"{nproc} processes: float32 reaches {exact:.3f} bits per byte", fontsize=10)
+        axes.set_title(f"{nproc} processes", fontsize=10)
         axes.axhline(1, color="0.6", linewidth=0.8)
         axes.axvline(part["fsdp2_bytes"], color="0.35", linestyle="--", linewidth=1)
         near = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "fontsize": 8, "color": "0.25"}
-        axes.annotate("bytes of FSDP2\nin bfloat16", (part["fsdp2_bytes"], 0.02), (4, 0), **near)
-        for strategy, (shown, color, marker, side) in STRATEGIES.items():
-            rows = {name: row for name, row in part["codecs"].items() if name.endswith(strategy)}
-            xs, ys = ([row[key] for row in rows.values()] for key in ("bytes", "loss_ratio"))
-            ends = [[abs(f(row["loss_ratios"]) - row["loss_ratio"]) for row in rows.values()] for f in (min, max)]
-            axes.errorbar(xs, ys, ends, fmt=marker, color=color, elinewidth=1, markersize=6, label=f"{shown}, its seeds")
-            for name, row in rows.items():
-                text = name.removesuffix(f", {strategy}").replace(", ", ",\n")
-                end = max(row["loss_ratios"]) if side > 0 else min(row["loss_ratios"])
-                place = {"ha": "center", "va": "bottom" if side > 0 else "top", "fontsize": 8, "color": color}
-                axes.annotate(text, (row["bytes"], end), (0, 4 * side), textcoords="offset points", **place)
+        axes.annotate("bytes of FSDP2\nin bfloat16", (part["fsdp2_bytes"], 0.85), (4, 0), **near)
+        for name, row in part["codecs"].items():
+            (what, strategy), ratios = _parts(name), row["loss_ratios"]
+            axes.vlines(row["bytes"], min(ratios), max(ratios), color=colors[what], linewidth=1)
+            axes.plot(row["bytes"], row["loss_ratio"], MARKERS[strategy], color=colors[what], markersize=7, alpha=0.8)
         axes.set_xscale("log")
         axes.set(ylabel="held-out loss, of float32's")
-        axes.yaxis.set_major_formatter("{x:.3f}")
+        axes.yaxis.set_major_formatter("{x:.4f}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
-        axes.margins(x=0.06, y=0.3)
-    ticks = [1.5, 2, 3, 4, 6, 9]
+    ticks = [1, 1.5, 2, 3, 4, 6, 9]
     panels[-1].set_xticks(ticks, [f"{x:g}" for x in ticks])
     panels[-1].minorticks_off()
     panels[-1].set(xlabel="bytes that a step sends for an element of a parameter, over (n - 1) / n")
-    panels[0].legend(frameon=False, loc="upper right", fontsize=8)
+    key = [Line2D([], [], color="0.4", marker=MARKERS[s], linestyle="", label=f"ZeRO-{s[-1]}") for s in MARKERS]
+    key += [Line2D([], [], color=color, marker="D", linestyle="", label=what) for what, color in colors.items()]
+    figure.legend(handles=key, loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path)
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Return format and strategy."""
+    what, _, strategy = name.rpartition(", ")
+    return what, strategy
