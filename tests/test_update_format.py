@@ -106,7 +106,7 @@ def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update,
             assert_same(at_rest, results[0][1])
 
 
-@every(3, strategy=WIDER, microbatches=[1, 3], update=FORMATS)
+@every(4, strategy=WIDER, microbatches=[1, 3], update=FORMATS)
 def test_a_step_makes_the_predicted_calls(strategy, microbatches, update):
     assert_as_predicted(strategy, microbatches, of(FORMATS[update], torch.bfloat16))
 

@@ -53,7 +53,7 @@ def traffic_of_a_step(layout, params, microbatches, comm):
     return counting.calls
 
 
-@every(3, name=STRATEGIES, precision=PRECISIONS, frozen=[(), "layers.0"])
+@every(8, name=STRATEGIES, precision=PRECISIONS, frozen=[(), "layers.0"])
 def test_traffic_of_a_step(name, precision, frozen):
     mesh, layout, params = setup(name, precision, frozen)
     for microbatches in (1, 2):

@@ -16,7 +16,7 @@ from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strateg
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 
-@every(3, kind=modules.KINDS, strategy=STRATEGIES)
+@every(7, kind=modules.KINDS, strategy=STRATEGIES)
 def test_as_the_module_alone(strategy, kind):
     """To rounding: losses are means of the ranks' ones, and parameters are the same."""
     mesh = STRATEGIES[strategy][0]

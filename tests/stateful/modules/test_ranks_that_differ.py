@@ -42,7 +42,7 @@ ALONE = {  # before a step, or behind its backward
 }
 
 
-@every(2, strategy=("ddp", "zero1", "zero2", "zero3"), name=ALONE)
+@every(4, strategy=("ddp", "zero1", "zero2", "zero3"), name=ALONE)
 def test_what_one_rank_alone_does_is_found(strategy, name):
     """Under ddp, where nothing travels, with the next training step."""
     when, act = ALONE[name]
