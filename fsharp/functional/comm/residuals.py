@@ -33,9 +33,9 @@ class PerRank(NamedTuple):
 
 
 ByAxis = Mapping[str, Carried]
-"""What the encoding of one group's gradient needs along each axis: a view of its residual, and random numbers."""
+"""Inputs of the encoding of one group's gradient, by axis: a view of its residual, and random numbers."""
 Views = Mapping[str, Mapping[int, ByAxis]]
-"""The same by name of the unit and index of the group."""
+"""Inputs of encodings by name of the unit and index of the group."""
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
@@ -53,7 +53,7 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
 def own_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
 ) -> tuple[PerRank | None, Views]:
-    """Return residuals that may be overwritten, and what encoding gradients needs: views of them, and random numbers.
+    """Return residuals that may be overwritten, and the inputs of encodings: views of residuals, and random numbers.
 
     Args:
         where: name of the calling function, for errors.

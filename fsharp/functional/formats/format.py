@@ -51,7 +51,7 @@ Noise = Callable[[int, int, torch.device], torch.Tensor]
 
 
 class Carried(NamedTuple):
-    """What the encoding of a gradient needs beside the gradient.
+    """Inputs of the encoding of a gradient besides the gradient.
 
     Attributes:
         residual: what a format has lost of earlier gradients, 1-D; overwritten. None: nothing is added.

@@ -152,7 +152,7 @@ def _to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _to_floats(mantissa: int, least: int) -> Rounding:
-    """Return the rounding to floats of so many bits of mantissa, whose least normal number is ``2**least``."""
+    """Return the rounding to floats with ``mantissa`` bits of mantissa, and ``2**least`` as the least normal number."""
 
     def rounding(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         power = numbers.abs().clamp_(min=2.0**least).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)

@@ -83,7 +83,7 @@ def _stochastic(format: Format, rounded: object, seed: int) -> Format:
 
 
 def _round_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Random bits are added to those that bfloat16 lacks, and these are cut off. What is larger than the largest stays that."""
+    """Round to bfloat16 stochastically: add random bits to the low bits of float32, and cut off the low bits."""
     largest = torch.finfo(torch.bfloat16).max
     single = values.float()
     bits = single.clamp(-largest, largest).view(torch.int32) + (uniform * (1 << _BITS)).int()

@@ -263,7 +263,7 @@ class UnitLayout:
         return found
 
     def encoded_runs(self, group: int, rank: int) -> Iterator[EncodedRun]:
-        """Yield what a rank encodes of a group's gradient, for each axis whose wire is a format, in order of the reductions."""
+        """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions."""
         source, target, dtypes = self.strategy.full.dual, self.strategy.optim, self.groups[group].dtypes
         summed = [axis for axis in source.order if source[axis] is Partial and self.mesh.axis_size(axis) > 1]
         start, size, number = 0, self.groups[group].size, 0
@@ -276,7 +276,7 @@ class UnitLayout:
                 start += self.mesh.coord(axis, rank) * size
 
     def indices(self, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
-        """Yield of each leaf in a run of a group's buffer: where it begins and ends in the run, its path, and its first index.
+        """Yield, for each leaf in a run of a group's buffer: begin and end in the run, path, and index of its first element.
 
         Along axes on which the unit varies all ranks' leaves are one, as in checkpoints.
         """
