@@ -33,7 +33,7 @@ def _check_rules(schedule):
     events = schedule.program.events
     phases = {"compute": ("forward", "backward"), "cast": ("backward",), "update": ("update",)}
     phases |= dict.fromkeys(("gather", "wait"), ("forward", "backward", "update"))
-    phases |= dict.fromkeys(("encode", "reduce", "sum", "accumulate"), ("backward", "finish"))
+    phases |= dict.fromkeys(("encode", "reduce", "decode_sum", "accumulate"), ("backward", "finish"))
     phases |= {"decode": ("forward", "backward")}
     phases |= dict.fromkeys(("fetch", "offload"), ("update",))
     units = [facts.name for facts in schedule.program.units]
@@ -186,7 +186,7 @@ class _Machine:
         if encoded and self.encoded.pop((op.unit, op.phase), None) != (op.at, what):
             raise WrongValue(f"op {i}, {op}: sends something else than {what}, or what another event has encoded")
 
-    def do_sum(self, i, op):
+    def do_decode_sum(self, i, op):
         if not getattr(self.facts[op.unit], f"{'finish' if op.phase == 'finish' else 'reduce'}_decoded"):
             raise WrongValue(f"op {i}, {op}: nothing is encoded")
         reduced = [

@@ -7,7 +7,7 @@ before it on its stream have; the host waits for nothing else.
 - ``gather``: copy full parameters into ``memory``; in phase ``update``: updated ones to where they rest.
 - ``wait``: the compute stream (on CPUs the host) waits for a gather.
 - ``encode``: a gradient, for the first collective of its reduction. Only where that sends a format that is not plain.
-- ``sum``: decode the parts that a reduction has brought, and add them in order of rank, before they are accumulated.
+- ``decode_sum``: decode the parts that a reduction has brought, and add them in order of rank, before they are accumulated.
 - ``decode``: gathered parameters, behind their ``wait``, if their format is not plain.
 - ``compute``: the caller's own code, from entering the unit to the next op on this stream.
 - ``release``: ``memory`` of a gathered unit is free from here on.
@@ -219,7 +219,7 @@ FINISH = replace(
     calls="finish",
     codes="finish_recoded",
 )
-_DECODE = OpSpec("sum", ("backward",), "reduce", cost="code", may_wait=True, look="coded")
+_DECODE = OpSpec("decode_sum", ("backward",), "reduce", cost="code", may_wait=True, look="coded")
 SUM = replace(_DECODE, when=("reduce_decoded",), reads=(OUTGOING,), fills=SUMMED, codes="reduce_decoded")
 FINAL_SUM = replace(
     _DECODE, phases=("finish",), when=("finish_decoded",), reads=(FINISHING,), fills=FINAL_SUMMED, codes="finish_decoded"

@@ -32,7 +32,7 @@ def planned(strategy, precision=PRECISION, backend="nccl", **options):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_plain_formats_have_none(strategy):
     schedule = planned(strategy, fs.Precision(), microbatches=2)
-    assert CODED == ("decode", "encode", "sum")
+    assert CODED == ("decode", "encode", "decode_sum")
     assert not {op.kind for op in schedule.ops} & {*CODED}
     assert not any(op.spec.coded_nbytes(schedule.program.facts[op.unit]) for op in schedule.ops)
     assert "coded" not in fs.inspect.table(schedule)
@@ -44,11 +44,11 @@ def test_plain_formats_have_none(strategy):
     {
         # An all_reduce is an exchange, and a gather of sums: these are decoded between the two.
         "ddp": {"encode finish"},
-        "zero1": {"encode finish", "sum finish"},
-        "zero3": {"encode backward", "sum backward", "decode forward", "decode backward"},
-        "hsdp": {"encode backward", "sum backward", "decode forward", "decode backward", "encode finish"},
+        "zero1": {"encode finish", "decode_sum finish"},
+        "zero3": {"encode backward", "decode_sum backward", "decode forward", "decode backward"},
+        "hsdp": {"encode backward", "decode_sum backward", "decode forward", "decode backward", "encode finish"},
         # Two exchanges: the sums of the first are decoded, and encoded for the second, between the two.
-        "zero3x2": {"encode backward", "sum backward", "decode forward", "decode backward"},
+        "zero3x2": {"encode backward", "decode_sum backward", "decode forward", "decode backward"},
     }.items(),
 )
 def test_each_move_in_a_format_has_its_own(strategy, found, backend):
@@ -59,13 +59,13 @@ def test_each_move_in_a_format_has_its_own(strategy, found, backend):
     assert number.keys() == found
     for what in found:
         kind, phase = what.split()
-        of_which = {"encode": "reduce", "sum": "reduce", "decode": "wait"}[kind]
+        of_which = {"encode": "reduce", "decode_sum": "reduce", "decode": "wait"}[kind]
         assert number[what] == len(of(schedule, of_which, phase)) > 0
     for i, op in enumerate(schedule.ops):
         if op.kind == "decode":
             assert (schedule.ops[i - 1].kind, schedule.ops[i - 1].unit) == ("wait", op.unit)
-        if op.kind == "sum":
-            assert schedule.ops[i + 1].kind in ("accumulate", "sum")
+        if op.kind == "decode_sum":
+            assert schedule.ops[i + 1].kind in ("accumulate", "decode_sum")
     assert {op.kind for op in schedule.ops} - {*CODED} == {op.kind for op in plain.ops}
 
 
@@ -97,7 +97,7 @@ def refused(schedule, match):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("decode", "decoded parameters"), ("encode", "encoded gradient"), ("sum", "decoded sum")],
+    [("decode", "decoded parameters"), ("encode", "encoded gradient"), ("decode_sum", "decoded sum")],
 )
 def test_the_verifier_misses_each_of_them(kind, words):
     schedule = planned("zero3", microbatches=2)
@@ -116,7 +116,7 @@ def test_the_verifier_refuses_them_too_early_and_apart():
     cast, encode = of(schedule, "cast")[0], of(schedule, "encode")[0]
     first = edit(schedule, encode + 1, after=(*schedule.ops[encode + 1].after, cast))
     refused(move(edit(first, encode, after=()), encode, cast), r"nothing has filled the (outgoing|encoded) gradient that it")
-    reduce, added = of(schedule, "reduce")[0], of(schedule, "sum")[0]
+    reduce, added = of(schedule, "reduce")[0], of(schedule, "decode_sum")[0]
     refused(move(schedule, added, reduce), r"nothing has filled the decoded sum that it reads")
     schedule = planned("zero3", policy=fs.SchedulePolicy(bucket_nbytes=0), backend="gloo")
     reduce = of(schedule, "reduce")[0]

@@ -17,7 +17,7 @@ from tests.edited_schedules import chain, drop, move, passes, twice
 from tests.random_programs import policies, programs
 from tests.schedule_oracle import find_wrong
 
-KINDS = ("gather", "wait", "decode", "compute", "release", "cast", "encode", "reduce", "sum", "accumulate")
+KINDS = ("gather", "wait", "decode", "compute", "release", "cast", "encode", "reduce", "decode_sum", "accumulate")
 KINDS += ("fetch", "update", "offload")
 STREAMS = ("compute", "gather", "reduce", "host")
 PHASES = ("forward", "backward", "finish", "update")
