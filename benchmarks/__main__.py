@@ -60,6 +60,10 @@ def measure(options: Options, argv: list[str]) -> dict[str, Any]:
 
             found = [launch(name, options.nproc, argv) for _ in range(options.launches)]
             parts[name] = pooled(found) if name == "steps" else {key: pooled([each[key] for each in found]) for key in found[0]}
+        elif name == "tune":
+            from benchmarks.tuning import merged
+
+            parts[name] = merged([launch(name, options.nproc * i, argv) for i in (1, 2)])
         elif name == "checkpoint":
             parts[name] = launch(name, options.nproc, argv)
             parts[name]["rss"] = rss("checkpoint_rss", CHECKPOINT_RSS, options, argv)

@@ -140,6 +140,7 @@ class FsharpContender:
         policy: None calls the step with ``comm`` itself, which blocks in every collective.
         precision: dtypes.
         tx: the optimizer; None is :func:`adamw`.
+        microbatches: into which the batch of a step is split.
     """
 
     is_global = True
@@ -155,6 +156,7 @@ class FsharpContender:
         policy: fs.SchedulePolicy | None,
         precision: fs.Precision = fs.Precision(),
         tx: fs.optim.Transform | None = None,
+        microbatches: int = 1,
     ) -> None:
         self.name = name
         layout = fs.plan(params, comm.mesh, strategy, units="layers.*", precision=precision)
@@ -162,10 +164,10 @@ class FsharpContender:
         self.state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
 
         def gradients(state: fs.TrainState, batch: Batch, comm: fs.Comm) -> fs.Metrics:
-            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+            loss, grads = fs.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
             return fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)[0]
 
-        self.scheduled: Any = scheduled(fs.train_step(loss_fn, tx, donate=True), comm, policy)
+        self.scheduled: Any = scheduled(fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True), comm, policy)
         self._gradients = scheduled(gradients, comm, policy)
         self.scheduler: fs.Scheduler | None = None if policy is None else self.scheduled.scheduler
 
@@ -198,7 +200,7 @@ def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.SchedulePolicy
 def sharded(
     name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.SchedulePolicy | None, **options: Any
 ) -> FsharpContender:
-    """The GPT with a strategy of fsharp's; ``options`` are precision and optimizer."""
+    """The GPT with a strategy of fsharp's; ``options`` are precision, optimizer and microbatches."""
     loss_fn = partial(gpt.loss, heads=shape.heads)
     return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy, **options)
 

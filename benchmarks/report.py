@@ -61,8 +61,8 @@ MEANING = {
     "alternating_ratio": "time of two programs in turns to that of the two run each for itself, the larger of two cases",
     "optax_ratio": "time of a step, zero3 updated by optax's adamw to zero3 updated by fsharp's",
     "prediction_error": "predicted to measured time of a step, the largest error of three shapes after a fit on a fourth",
-    "tune_regret": "by how much the choice of tune is slower than the fastest candidate, measured; the largest of three shapes",
-    "tune_rank_correlation": "of predicted and measured times of candidates, the smallest of three shapes; more is better",
+    "tune_regret": "by how much the choice of tune is slower than the fastest candidate, measured; the largest of eight cases",
+    "tune_rank_correlation": "of predicted and measured times of candidates, the smallest of eight cases; more is better",
     "compile_s_1000": "seconds to compile and verify a step of 1,000 units",
     "host_ratio_vs_fsdp2": "host time added per unit, zero3 to FSDP2",
     "calls_per_unit": "calls of Python functions a unit and step, zero3 of functions, the model's own included",
@@ -292,7 +292,10 @@ def _tune(part: Mapping[str, Any]) -> Table:
     rows = []
     for name, each in part["shapes"].items():
         for i, row in enumerate(each["rows"]):
-            first = (name, f"{each['regret']:.1%}", f"{each['rank_correlation']:.2f}") if i == 0 else ("", "", "")
+            first = ("",) * 6
+            if i == 0:
+                quality = f"{each['regret']:.1%}", f"{each['rank_correlation']:.2f}", f"{each['ceiling']:.2f}"
+                first = (name, *quality, f"{each['order']:.0%} of {each['pairs']}", f"{each['noise']:.1%}")
             rows.append(
                 (
                     first[0],
@@ -302,6 +305,7 @@ def _tune(part: Mapping[str, Any]) -> Table:
                 )
             )
     header = ("", "candidates, the choice first", "predicted, ms", "measured, ms", "regret", "rank correlation")
+    header += ("the most that noise allows", "pairs in order", "noise")
     return Table("Choices of `fs.tune`", header, rows)
 
 

@@ -2,12 +2,23 @@
 
 The hardware is that of ``benchmarks.prediction``: rates of collectives from traces of ONE shape, under zero3 and under ddp, and
 the times of compute and update from a step of each shape without communication.
+
+[Note: noise]
+Candidates with equal schedules, such as ``ddp`` under any ``prefetch``, are one candidate. Candidates are measured in turns.
+Each time is the median over rounds of its ratio to the step without communication of the same round. Those of rounds 1, 3, ...
+are compared with those of rounds 2, 4, ...: ``noise`` is their relative difference, the median over candidates.
+``ceiling`` is the rank correlation that exact predictions would have with times as noisy as these: the square root of the
+reliability, which comes from the correlation of the two halves by the formula of Spearman and Brown. ``order`` counts pairs of
+candidates whose times differ by more than twice the noise: the part of them that the predictions have in the right order.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import combinations, product
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from scipy.stats import spearmanr
@@ -18,103 +29,163 @@ from benchmarks import gpt
 from benchmarks.options import Options
 from benchmarks.prediction import ALONE, FITTED, contention, scaled
 from benchmarks.prediction import shapes as predicted_shapes
-from benchmarks.stats import paired, times
+from benchmarks.stats import times
 from benchmarks.steps import interleaved, over_ranks
 
 STRATEGIES = {"ddp": fs.ddp("dp"), "zero1": fs.zero1("dp"), "zero2": fs.zero2("dp"), "zero3": fs.zero3("dp")}
+APART = "no buckets"
 POLICIES = {
     "prefetch 1": fs.SchedulePolicy(),
     "gathered once": fs.SchedulePolicy(release="backward"),
+    "gathered twice": fs.SchedulePolicy(release="forward"),
     "no prefetch": fs.SchedulePolicy(prefetch=0),
+    APART: fs.SchedulePolicy(bucket_nbytes=0),
 }
-APART = fs.SchedulePolicy(bucket_nbytes=0)
-"""Collectives of different sizes tell the most of latency and bandwidth."""
+TRACED = [("zero3", APART), ("ddp", APART)]
+"""What the hardware is fitted on: collectives of different sizes tell the most of latency and bandwidth."""
 UNITS = "layers.*"
 ORDER = ("embed", UNITS, "head")
+Key = tuple[str, str]
+"""A strategy and a policy."""
 
 
-def shapes(options: Options) -> dict[str, gpt.Shape]:
-    """What a layout is chosen for, with steps short enough to measure a dozen candidates of each."""
+class Case(NamedTuple):
+    """What a layout is chosen for."""
+
+    shape: gpt.Shape
+    microbatches: int = 1
+
+
+def cases(options: Options) -> dict[str, Case]:
+    """Return what layouts are chosen for, with steps short enough to measure a dozen candidates. The first is for the fit."""
     found = predicted_shapes(options)
+    fitted, base, narrow = (found[name] for name in (FITTED, "the benchmark's", "narrow layers"))
     half = {"time": max(options.time // 2, 1), "batch": max(options.batch // 2, 1)}
-    names = (FITTED, "the benchmark's", "narrow layers")
-    return {name: found[name] if name == FITTED else replace(found[name], **half) for name in names}
-
-
-def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
-    """The part ``tune``: by shape, measured and predicted seconds of each candidate, the regret and the rank correlation."""
-    fitted = _fitted(options, comm, say)
-    result = {}
-    for name, shape in shapes(options).items():
-        candidates = {
-            (s, p): c.sharded(f"{s}, {p}", shape, comm, STRATEGIES[s], POLICIES[p]) for s in STRATEGIES for p in POLICIES
-        }
-        alone = c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy())
-        trace = alone.scheduled.trace()
-        everyone = {each.name: each for each in (alone, *candidates.values())}
-        rounds, _ = _timed(options, comm, shape, everyone, partial(_say, say, name))
-        rounds = over_ranks(rounds)[1]
-        own = replace(fitted, compute=trace.compute_times(), update_s=trace.update_time())
-        hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
-        tree = gpt.tree_of(gpt.build(shape))
-        layouts = {s: fs.plan(tree, comm.mesh, strategy, units=UNITS) for s, strategy in STRATEGIES.items()}
-        choice = fs.tune(layouts, hardware, budget=1e12, policies=POLICIES, order=ORDER, backend="gloo")
-        # What slows a round down slows all of its steps: seconds are those of the step alone, times ratios within rounds.
-        base = times(rounds, ALONE).median
-        measured = {key: base * paired(rounds, partial(_ratio, each.name)).median for key, each in candidates.items()}
-        rows = [
-            {"layout": x.layout, "policy": x.policy, "predicted_s": x.step_s, "measured_s": measured[x.layout, x.policy]}
-            for x in choice.candidates
-        ]
-        rows = _of_rank_0(rows)
-        result[name] = {
-            "rows": rows,
-            "regret": rows[0]["measured_s"] / min(row["measured_s"] for row in rows) - 1,
-            "rank_correlation": float(
-                spearmanr(*([row[key] for row in rows] for key in ("predicted_s", "measured_s"))).statistic
-            ),
-        }
-    return {"shapes": result, "regret": max(x["regret"] for x in result.values())} | {
-        "rank_correlation": min(x["rank_correlation"] for x in result.values())
+    several = replace(fitted, layers=max(options.layers // 2, 1), batch=4)
+    return {
+        FITTED: Case(fitted),
+        "4 microbatches": Case(several, 4),
+        "the benchmark's": Case(replace(base, **half)),
+        "narrow layers": Case(replace(narrow, **half)),
     }
 
 
-def _fitted(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> fs.inspect.Hardware:
+def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
+    """The part ``tune``, of as many processes as there are: by case, seconds of each candidate and how good the choice is."""
+    result: dict[str, Any] = {}
+    fitted: fs.inspect.Hardware | None = None
+    for name, case in cases(options).items():
+        tree = gpt.tree_of(gpt.build(case.shape))
+        layouts = {s: fs.plan(tree, comm.mesh, strategy, units=UNITS) for s, strategy in STRATEGIES.items()}
+        plan = {"order": ORDER, "microbatches": case.microbatches, "backend": "gloo"}
+        keys = distinct(
+            {(s, p): fs.schedules.plan_step(layouts[s], POLICIES[p], **plan) for s, p in product(layouts, POLICIES)}
+        )
+        found = {key: _contender(", ".join(key), case, comm, *key) for key in keys}
+        alone = c.sharded(
+            ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
+        )
+        trace = alone.scheduled.trace()
+        traces = {key: found[key].scheduled.trace() for key in TRACED if fitted is None}
+        rounds = _timed(options, comm, case.shape, [alone, *found.values()], partial(_say, say, name))
+        if fitted is None:
+            fitted = _fitted([(each, found[key].scheduled.schedule) for key, each in traces.items()], trace, comm.mesh.size)
+        own = replace(fitted, compute=trace.compute_times(), update_s=trace.update_time())
+        hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
+        choice = fs.tune(layouts, hardware, budget=1e12, policies=POLICIES, **plan)
+        predicted = {(x.layout, x.policy): x.step_s for x in choice.candidates}
+        result[f"{name}, {comm.mesh.size} processes"] = _of_rank_0(judged({key: predicted[key] for key in keys}, rounds))
+    return summed_up(result)
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the part ``tune`` of several numbers of processes."""
+    return summed_up({name: case for part in parts for name, case in part["shapes"].items()})
+
+
+def summed_up(found: dict[str, Any]) -> dict[str, Any]:
+    """Return cases with the worst of their figures."""
+    worst = {name: min(each[name] for each in found.values()) for name in ("rank_correlation", "order")}
+    return {"shapes": found, "regret": max(each["regret"] for each in found.values()), **worst}
+
+
+def distinct(schedules: Mapping[Key, fs.schedules.Schedule]) -> list[Key]:
+    """Return the keys of the first of equal schedules; those that are traced count as first."""
+    first: dict[Any, Key] = {}
+    for key in sorted(schedules, key=lambda key: key not in TRACED):
+        first.setdefault(schedules[key].ops, key)
+    return [key for key in schedules if key in first.values()]
+
+
+def judged(predicted: Mapping[Key, float], rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return predicted and measured seconds, the predicted fastest first, and the figures of [Note: noise]."""
+    measured = {key: _seconds(rounds, key) for key in predicted}
+    halves = [[_seconds(rounds[i::2], key) for key in predicted] for i in range(2)]
+    noise = median(abs(a - b) / (a + b) * 2 for a, b in zip(*halves, strict=True))
+    between_halves = max(float(spearmanr(*halves).statistic), 0.0)
+    apart = [pair for pair in combinations(predicted, 2) if _differ(*(measured[key] for key in pair), 2 * noise)]
+    right = sum((measured[a] < measured[b]) == (predicted[a] < predicted[b]) and predicted[a] != predicted[b] for a, b in apart)
+    rows = [
+        {"layout": key[0], "policy": key[1], "predicted_s": predicted[key], "measured_s": measured[key]}
+        for key in sorted(predicted, key=predicted.__getitem__)
+    ]
+    return {
+        "rows": rows,
+        "regret": measured[min(predicted, key=predicted.__getitem__)] / min(measured.values()) - 1,
+        "rank_correlation": float(spearmanr(list(predicted.values()), list(measured.values())).statistic),
+        "error": median(abs(predicted[key] / measured[key] - 1) for key in predicted),
+        "noise": noise,
+        "ceiling": math.sqrt(2 * between_halves / (1 + between_halves)),
+        "pairs": len(apart),
+        "order": right / len(apart) if apart else 1.0,
+    }
+
+
+def _differ(a: float, b: float, by: float) -> bool:
+    return abs(a - b) > by * min(a, b)
+
+
+def _seconds(rounds: Sequence[Mapping[str, float]], key: Key) -> float:
+    """What slows a round down slows all of its steps: seconds are those of the step alone, times ratios within rounds."""
+    return times(rounds, ALONE).median * median(row[", ".join(key)] / row[ALONE] for row in rounds)
+
+
+def _contender(name: str, case: Case, comm: fs.Comm, strategy: str, policy: str) -> c.FsharpContender:
+    return c.sharded(name, case.shape, comm, STRATEGIES[strategy], POLICIES[policy], microbatches=case.microbatches)
+
+
+def _fitted(
+    traced: Sequence[tuple[fs.inspect.Trace, fs.schedules.Schedule]], alone: fs.inspect.Trace, num_ranks: int
+) -> fs.inspect.Hardware:
     """Rates of each collective: those of zero3, and of what ddp alone uses."""
-    shape = shapes(options)[FITTED]
-    found = {s: c.sharded(s, shape, comm, STRATEGIES[s], APART) for s in ("zero3", "ddp")}
-    found[ALONE] = c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy())
-    traces = {s: each.scheduled.trace() for s, each in found.items()}
-    _timed(options, comm, shape, found, partial(_say, say, "fit"))
-    known = {"synchronous_host": True, "contention": contention(options.nproc), "alone": traces[ALONE]}
-    fits = {s: fs.inspect.Hardware.fit(traces[s], found[s].scheduled.schedule, **known) for s in ("zero3", "ddp")}
-    both = {kind: {**getattr(fits["ddp"], kind), **getattr(fits["zero3"], kind)} for kind in ("bandwidth", "latency")}
-    return replace(fits["zero3"], **both)
+    known = {"synchronous_host": True, "contention": contention(num_ranks), "alone": alone}
+    zero3, ddp = (fs.inspect.Hardware.fit(trace, schedule, **known) for trace, schedule in traced)
+    both = {kind: {**getattr(ddp, kind), **getattr(zero3, kind)} for kind in ("bandwidth", "latency")}
+    return replace(zero3, **both)
 
 
-def _timed(options: Options, comm: fs.Comm, shape: gpt.Shape, found: Any, say: Callable[[str], None]) -> Any:
-    return interleaved(
-        {name: each.step for name, each in found.items()},
+def _timed(
+    options: Options, comm: fs.Comm, shape: gpt.Shape, found: Sequence[c.FsharpContender], say: Callable[[str], None]
+) -> list[dict[str, float]]:
+    rounds, _ = interleaved(
+        {each.name: each.step for each in found},
         gpt.batches(shape, comm.rank),
-        rounds=options.rounds,
+        rounds=max(options.rounds * 2 // comm.mesh.size, 2),
         block=options.steps,
         warmup=options.warmup,
-        settle={name: each.settle for name, each in found.items()},
+        settle={each.name: each.settle for each in found},
         barrier=dist.barrier,
         say=say,
     )
-
-
-def _ratio(name: str, row: dict[str, float]) -> float:
-    return row[name] / row[ALONE]
+    return over_ranks(rounds)[1]
 
 
 def _say(say: Callable[[str], None], name: str, text: str) -> None:
     say(f"{name}, {text}")
 
 
-def _of_rank_0(rows: Any) -> Any:
+def _of_rank_0(found: Any) -> Any:
     """Rank 0's: every rank has times of compute of its own."""
-    box = [rows]
+    box = [found]
     dist.broadcast_object_list(box)
     return box[0]

@@ -16,14 +16,18 @@ from fsharp.stateful.schedule.ops import Phase, Stream, buffer_nbytes, kinds
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_over
 
+_ROUNDS = 8
 Channel = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
 
 
-def calibrate(trace: Trace, schedule: Schedule, *, host_speed: float, sending_speed: float) -> dict[str, Any]:
+def calibrate(
+    trace: Trace, schedule: Schedule, *, host_speed: float, sending_speed: float, overlaps_latency: bool
+) -> dict[str, Any]:
     """Return the fields of a :class:`~fsharp.inspect.Hardware` that a trace says something of.
 
-    While both work, the host keeps ``host_speed`` of its speed, and collectives keep ``sending_speed`` of theirs. See
+    While both work, the host keeps ``host_speed`` of its speed, and collectives keep ``sending_speed`` of theirs.
+    ``overlaps_latency``: whether the latency of a collective begins while earlier ones are still under way. See
     :meth:`~fsharp.inspect.Hardware.fit`.
     """
     steps = trace.by_step()
@@ -31,7 +35,7 @@ def calibrate(trace: Trace, schedule: Schedule, *, host_speed: float, sending_sp
     check_rows("Hardware.fit()", schedule, rows)
     _check_kinds(schedule, rows)
     flights = _flights(schedule, rows)
-    in_flight = _Cover((start, stop) for per_step in flights.values() for start, stop in per_step)
+    in_flight = _Cover((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
     updates, issuing = [], []
@@ -65,8 +69,15 @@ def calibrate(trace: Trace, schedule: Schedule, *, host_speed: float, sending_sp
                 updated_s += taken
         updates.append(updated_s)
     waits = _Cover(waiting)
+
+    def alone(start: float, stop: float) -> float:
+        return (stop - start) * sending_speed + waits.within(start, stop) * (1 - sending_speed)
+
     taken_alone = {
-        op: median((stop - start) * sending_speed + waits.within(start, stop) * (1 - sending_speed) for start, stop in per_step)
+        op: [
+            (alone(each.issued_s, each.start_s) if overlaps_latency else 0.0, alone(each.start_s, each.stop_s))
+            for each in per_step
+        ]
         for op, per_step in flights.items()
     }
     cast_s = sum(median(each) for each in casts.values())
@@ -76,8 +87,9 @@ def calibrate(trace: Trace, schedule: Schedule, *, host_speed: float, sending_sp
     for run in issue_positions(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
         if coded and run[0] in taken_alone:  # between two collectives, which themselves took the rest
-            taken_alone[run[0]] = max(taken_alone[run[0]] - coded / codec_bandwidth, 0.0)
-    links = _fit_links(_points(schedule, taken_alone))
+            own_s = coded / codec_bandwidth
+            taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
+    links = _fit_links(schedule, taken_alone)
     return {
         "compute": by_unit(own),
         "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
@@ -98,7 +110,7 @@ def host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float
     """
     steps = trace.by_step()
     flights = _flights(schedule, [row for _, rows in steps for row in rows])
-    in_flight = _Cover((start, stop) for per_step in flights.values() for start, stop in per_step)
+    in_flight = _Cover((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     rates = []
     for _, rows in steps:
         taken: dict[int, tuple[float, float]] = {}
@@ -194,7 +206,15 @@ def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
         raise ScheduleError(problem("Hardware.fit()", what, there, "Trace steps that follow the schedule, each to its end."))
 
 
-def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval]]:
+class _Flight(NamedTuple):
+    """A collective under way: when it was issued, when its queue was free for it, and when it had ended."""
+
+    issued_s: float
+    start_s: float
+    stop_s: float
+
+
+def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_Flight]]:
     """Return by first op when each collective was sent in each step: not before those ahead of it on its queue had ended."""
     first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
@@ -203,40 +223,72 @@ def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval
         if kind in kinds_that_send:
             known = began.get((first[index], step), (start, stop))
             began[first[index], step] = min(known[0], start), max(known[1], stop)
-    result: dict[int, list[Interval]] = {}
+    result: dict[int, list[_Flight]] = {}
     free: dict[Stream, float] = {}
-    for (op, _), (start, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):
+    for (op, _), (issued, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):
         queue = "gather" if schedule.policy.separate_groups is False else schedule.ops[op].stream
-        start = max(start, free.get(queue, start))
+        start = max(issued, free.get(queue, issued))
         free[queue] = stop = max(start, stop)
-        result.setdefault(op, []).append((start, stop))
+        result.setdefault(op, []).append(_Flight(issued, start, stop))
     return result
 
 
 class _Point(NamedTuple):
-    """Collectives that send the same bytes over each link, how many there are, and how long one takes in the median."""
+    """Collectives that send the same bytes over each link, how many there are, and how long one takes in the median.
+
+    ``latencies`` is 1 if the seconds have the latency in them, 0 if it was over when the queue was free.
+    """
 
     sent: dict[Channel, int]
+    latencies: int
     seconds: float
     weight: int
 
 
-def _points(schedule: Schedule, seconds: Mapping[int, float]) -> list[_Point]:
+def _points(
+    schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Channel, float] | None
+) -> list[_Point]:
+    """Return points from ``(seconds in the queue, seconds after it)`` of each collective, by its first op.
+
+    A collective that has been in the queue for less than its latency has the rest of the latency in front of it. Without a
+    known ``latency`` this holds for those that were in no queue. Of each op the steps count that are like most steps.
+    """
     facts, ops = schedule.program.facts, schedule.ops
-    alike: dict[tuple[tuple[Channel, int], ...], list[float]] = {}
+    alike: dict[tuple[tuple[tuple[Channel, int], ...], int], list[float]] = {}
     for run in issue_positions(ops):
         sent = sent_over(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
-        if sent and run[0] in seconds:
-            alike.setdefault(tuple(sorted(sent.items())), []).append(seconds[run[0]])
-    return [_Point(dict(sent), median(each), len(each)) for sent, each in alike.items()]
+        if not sent or run[0] not in taken:
+            continue
+        mine = taken[run[0]]
+        limit = 1e-9 if latency is None else sum(latency[link] for link in sent) * (1 + 1e-6)
+        has_latency = int(2 * sum(queued <= limit for queued, _ in mine) >= len(mine))  # as in most steps
+        seconds = median(after + queued * has_latency for queued, after in mine if (queued <= limit) == has_latency)
+        alike.setdefault((tuple(sorted(sent.items())), has_latency), []).append(seconds)
+    return [_Point(dict(sent), has_latency, median(each), len(each)) for (sent, has_latency), each in alike.items()]
 
 
-def _fit_links(points: Sequence[_Point]) -> dict[Channel, tuple[float, float]]:
+def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> dict[Channel, tuple[float, float]]:
+    """Return latency and bandwidth of each link. Which collectives have waited for their latency depends on the latency."""
+    points = _points(schedule, taken, None)
+    found = _solve(points)
+    for _ in range(_ROUNDS):
+        again = _solve(_points(schedule, taken, {link: latency for link, (latency, _) in found.items()}), or_else=found)
+        if again == found:
+            break
+        found = again
+    return found
+
+
+def _solve(
+    points: Sequence[_Point], or_else: dict[Channel, tuple[float, float]] | None = None
+) -> dict[Channel, tuple[float, float]]:
     links = sorted({link for point in points for link in point.sent})
     for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # by axis if that can be told
         found = _least_squares(points, names)
         if found is not None:
             return {link: found[names[link]] for link in links}
+    if or_else is not None:
+        return or_else
     sizes = {link: sorted({point.sent[link] for point in points if link in point.sent}) for link in links}
     rows = [(" ".join(link), ", ".join(f"{nbytes:,}" for nbytes in each) + " bytes") for link, each in sizes.items()]
     what = "latency and bandwidth cannot be told apart where all collectives of a kind send the same."
@@ -250,17 +302,19 @@ def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -
     if not found:
         return {}
     rows, target = [], []
-    usual_s = sum(point.weight * point.seconds for point in points) / sum(point.weight for point in points) if points else 0.0
+    usual_s = sum(point.weight * point.seconds for point in points) / sum(point.weight for point in points)
     for point in points:  # errors are relative, but small ones of short collectives do not count for more than of usual ones
         weight = math.sqrt(point.weight) / max(point.seconds, usual_s, 1e-9)
         row = []
         for name in found:
             mine = [nbytes for link, nbytes in point.sent.items() if names[link] == name]
-            row += [weight * len(mine), weight * sum(mine)]
+            row += [weight * len(mine) * point.latencies, weight * sum(mine)]
         rows.append(row)
         target.append(weight * point.seconds)
     matrix = torch.tensor(rows, dtype=torch.float64)
     scale = matrix.norm(dim=0)
+    if not scale.all():
+        return None
     matrix /= scale
     if torch.linalg.matrix_rank(matrix, rtol=1e-6) < matrix.shape[1]:
         return None

@@ -7,7 +7,8 @@ collective begins no sooner than it is issued. Steps follow each other: one begi
 for what it hands on, as gathers at its end, and the result is the step that comes out again and again.
 
 On a synchronous host, threads that send and add may want the cores that compute (``contention``): while both work, both are
-slower; while the host waits, collectives have the cores to themselves.
+slower; while the host waits, collectives have the cores to themselves. Such threads post a collective when it is issued, so its
+latency passes while earlier collectives are still under way; on a stream, one begins when the one before it has ended.
 
 It does not know that collectives of two streams share a link: each has the whole bandwidth. A unit's own time is spent
 when it is entered, in front of the units nested in it.
@@ -20,8 +21,10 @@ from functools import partial
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
+from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import assign
 from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes
+from fsharp.stateful.inspect.presets import ADAM_NBYTES, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
@@ -98,6 +101,76 @@ class Hardware:
 
     @classmethod
     @api_boundary
+    def preset(
+        cls,
+        name: str,
+        layout: Layout,
+        *,
+        tokens: float,
+        efficiency: float = 0.4,
+        link_efficiency: float = 0.8,
+        recompute: bool = False,
+        within: Sequence[str] = ("inner",),
+        across: Sequence[str] = ("outer",),
+        spanning: Sequence[str] = (),
+    ) -> "Hardware":
+        """Return an estimate of a model on GPUs, from the numbers of their data sheets.
+
+        >>> import torch, fsharp as fs
+        >>> shapes = {"layers": [torch.empty(4096, 4096, device="meta") for _ in range(4)]}
+        >>> layout = fs.plan(shapes, fs.Mesh({"dp": 8}), fs.zero3("dp"), units="layers.*")
+        >>> hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=("dp",))
+        >>> f"{hardware.compute['layers.0'][0] * 1e3:.2f} ms, {hardware.bandwidth['dp'] / 1e9:.0f} GB/s"
+        '0.69 ms, 360 GB/s'
+
+        A unit with ``n`` parameters takes ``2 * n * tokens`` operations forward, and twice as many backward. These are products
+        with parameters: for attention over long sequences, for embeddings and for experts replace ``compute``. The optimizer is
+        Adam on float32, bound by memory.
+
+        Args:
+            name: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``, each the SXM version in hosts of 8 with NVLink, and with one
+                InfiniBand link for each GPU (200 Gb/s for A100, 400 Gb/s for the others).
+            layout: layout of the model.
+            tokens: number of tokens of one rank in a microbatch.
+            efficiency: part of the peak FLOP/s that the model reaches while it computes. Dense transformers reach 0.3 to 0.6.
+            link_efficiency: part of the bandwidths of links that collectives reach.
+            recompute: whether the backward computes the forward again.
+            within: mesh axes along which all ranks are on one host.
+            across: mesh axes along which each rank is on another host, and uses its own network link.
+            spanning: mesh axes with all ranks of several hosts. The links of a host's GPUs work together on such an axis.
+
+        Returns:
+            The hardware; ``update_s`` is that of all parameters on one rank, as :func:`~fsharp.tune` expects.
+
+        Raises:
+            ScheduleError: there is no such GPU, or a number is out of range.
+        """
+        gpu = GPUS.get(name)
+        if gpu is None:
+            raise ScheduleError(f"Hardware.preset(): name is {name!r}, expected one of {', '.join(map(repr, GPUS))}.")
+        for what, value in (("efficiency", efficiency), ("link_efficiency", link_efficiency)):
+            if not 0 < value <= 1:
+                raise ScheduleError(f"Hardware.preset(): {what} is {value!r}, expected more than 0 and at most 1.")
+        if not 0 < tokens < math.inf:
+            raise ScheduleError(f"Hardware.preset(): tokens is {tokens!r}, expected more than 0 and finite.")
+        used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
+        forward = {unit: 2 * n * tokens / (efficiency * gpu.flops) for unit, n in used.items()}
+        links = [
+            (within, gpu.nvlink, NVLINK_LATENCY_S),
+            (across, gpu.network, NETWORK_LATENCY_S),
+            (spanning, min(gpu.nvlink, gpu.network * gpu.per_host), NETWORK_LATENCY_S),
+        ]
+        return cls(
+            compute={unit: (seconds, (3 if recompute else 2) * seconds) for unit, seconds in forward.items()},
+            bandwidth={axis: link_efficiency * rate for axes, rate, _ in links for axis in axes},
+            latency={axis: latency for axes, _, latency in links for axis in axes},
+            memory_bandwidth=gpu.memory,
+            host_bandwidth=link_efficiency * gpu.pcie,
+            update_s=ADAM_NBYTES * sum(used.values()) / gpu.memory,
+        )
+
+    @classmethod
+    @api_boundary
     def fit(
         cls,
         trace: Trace,
@@ -138,7 +211,9 @@ class Hardware:
         if alone is not None and contention:
             host = replace(host, host_share=host_share(trace, schedule, alone.compute_times()))
         host_speed, sending_speed = host.speeds
-        found = calibrate(trace, schedule, host_speed=host_speed, sending_speed=sending_speed)
+        found = calibrate(
+            trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=synchronous_host
+        )
         if not synchronous_host:
             found["issue_s"] = 0.0
         return replace(host, **{**found, **own})
@@ -155,10 +230,12 @@ class Hardware:
         >>> Hardware(compute=(1.0, 2.0), bandwidth=100.0, latency=0.25).collective_s(calls)
         2.0
         """
-        return sum(
-            _of(self.latency, link, "latency") + nbytes / _of(self.bandwidth, link, "bandwidth")
-            for link, nbytes in sent_over(calls).items()
-        )
+        sent = sent_over(calls)
+        return self.latency_s(sent) + sum(nbytes / _of(self.bandwidth, link, "bandwidth") for link, nbytes in sent.items())
+
+    def latency_s(self, links: Iterable[Channel]) -> float:
+        """Return the seconds of a collective that do not depend on its bytes, over all of its links in sequence."""
+        return sum(_of(self.latency, link, "latency") for link in links)
 
 
 def _of(value: PerLink, link: Channel, name: str) -> float:
@@ -210,7 +287,16 @@ class _Simulation:
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
         facts = schedule.program.facts
-        self.issues = [(run, _seconds([self.ops[i] for i in run], facts, hardware, times)) for run in issue_positions(self.ops)]
+        self.issues = []
+        for run in issue_positions(self.ops):
+            ops = [self.ops[i] for i in run]
+            sent = (
+                sent_over(call for op in ops for call in op.spec.collectives(facts[op.unit]))
+                if ops[0].spec.cost == "send"
+                else {}
+            )
+            latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
+            self.issues.append((run, _seconds(ops, facts, hardware, times), latency_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
@@ -235,9 +321,9 @@ class _Simulation:
         stops: dict[int, float] = {}
         flying: list[int] = []
         spans: list[TimeSpan] = []
-        for run, seconds in self.issues:
+        for run, seconds, latency_s in self.issues:
             queue, sends = self.queue(self.ops[run[0]]), self.ops[run[0]].spec.cost == "send"
-            idle = start = free[queue]
+            idle = start = free[queue] - latency_s  # which may pass while earlier collectives are under way
             for i in run:
                 start = max(
                     start, *(stops[j] if j < i else before[j][1] if j in before else 0.0 for j in self.ops[i].after), 0.0
@@ -245,7 +331,7 @@ class _Simulation:
             if sends and self.is_synchronous:
                 start = max(start, free["compute"])
             if sends and self.schedule.policy.separate_groups is False:
-                start = max(start, sent)
+                start = max(start, sent - latency_s)
             if queue != "compute":
                 free[queue] = stop = start + seconds
                 sent = max(sent, stop) if sends else sent

@@ -129,6 +129,14 @@ def test_half_a_contention_costs_a_quarter_of_the_speed_while_both_work():
     assert times(timeline, "gather")[1] == ("b", 1, pytest.approx(1 + 4 / 3))
 
 
+@pytest.mark.parametrize(("is_synchronous", "second"), [(False, (1.5, 3.0)), (True, (1.0, 2.5))])
+def test_latency_passes_in_the_queue_of_a_synchronous_host(is_synchronous, second):
+    ops = [BY_HAND.ops[0], replace(BY_HAND.ops[1], after=(), at=0), *BY_HAND.ops[2:4]]
+    schedule = BY_HAND.replace_ops([replace(op, after=(0,) if op.kind == "wait" else ()) for op in ops])
+    timeline = predict(schedule, replace(HARDWARE, synchronous_host=is_synchronous, latency=0.5))
+    assert times(timeline, "gather") == [("a", 0, 1.5), ("b", *second)]
+
+
 def test_host_is_busy_with_what_it_begins():
     timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, issue_s=0.75))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 2)]

@@ -1,0 +1,52 @@
+"""Numbers of GPUs from their data sheets. See :meth:`~fsharp.inspect.Hardware.preset`.
+
+[Note: data sheets]
+All numbers are of the SXM version, for one GPU. FLOP/s are those of dense products of bfloat16 matrices; data sheets that give
+them with sparsity give twice as much. NVLink is one direction: data sheets give the sum of both. Sources:
+
+- A100: "NVIDIA A100 Tensor Core GPU" (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf), column A100 80GB SXM: 312 TFLOPS,
+  2,039 GB/s, NVLink 600 GB/s, PCIe Gen4 64 GB/s. "NVIDIA DGX A100" (data sheet): 8 links of 200 Gb/s InfiniBand for 8 GPUs.
+- H100: "NVIDIA H100 Tensor Core GPU" (data sheet), column H100 SXM: 1,979 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s,
+  PCIe Gen5 128 GB/s. "NVIDIA DGX H100" (data sheet): 8 links of 400 Gb/s InfiniBand for 8 GPUs.
+- H200: "NVIDIA H200 Tensor Core GPU" (data sheet), column H200 SXM: as H100 SXM, with 4.8 TB/s. "NVIDIA DGX H200": as DGX H100.
+- B200: "NVIDIA DGX B200" (data sheet), an eighth of the system: 36 PFLOPS of bfloat16 with sparsity for 8 GPUs, 64 TB/s, NVLink
+  14.4 TB/s; 8 links of 400 Gb/s InfiniBand. PCIe Gen5 128 GB/s.
+
+Latencies are no data: they are assumptions, of the order that nccl-tests report for small messages on such machines.
+"""
+
+from typing import NamedTuple
+
+NVLINK_LATENCY_S, NETWORK_LATENCY_S = 2e-5, 4e-5
+"""Assumed seconds of a collective that do not depend on its bytes: between the GPUs of one host, and between hosts."""
+ADAM_NBYTES = 28
+"""Bytes that a step of Adam reads and writes for each parameter: float32 parameter, two averages (both ways) and gradient."""
+
+
+class GPU(NamedTuple):
+    """A GPU of a data sheet.
+
+    Attributes:
+        flops: operations per second in dense bfloat16 matrix products.
+        memory: bytes per second of its memory.
+        nvlink: bytes per second to other GPUs of the host, one way.
+        network: bytes per second of the GPU's own link to other hosts, one way.
+        pcie: bytes per second between host memory and the GPU, one way.
+        per_host: number of GPUs of a host.
+    """
+
+    flops: float
+    memory: float
+    nvlink: float
+    network: float
+    pcie: float
+    per_host: int = 8
+
+
+GPUS = {
+    "A100": GPU(312e12, 2.039e12, 300e9, 25e9, 32e9),
+    "H100": GPU(989e12, 3.35e12, 450e9, 50e9, 64e9),
+    "H200": GPU(989e12, 4.8e12, 450e9, 50e9, 64e9),
+    "B200": GPU(2250e12, 8e12, 900e9, 50e9, 64e9),
+}
+"""GPUs by name. [Note: data sheets] has the source of each number."""
