@@ -1,7 +1,7 @@
 """How good :func:`fs.tune`'s choice is: every candidate is predicted, and measured.
 
-The hardware is that of ``benchmarks.prediction``: rates of collectives from traces of ONE shape, under zero3 and under ddp, and
-the times of compute and update from a step of each shape without communication.
+The hardware is that of ``benchmarks.prediction``: rates of collectives from a trace of ONE case under zero3, and the times of
+compute and update from a step of each case without communication.
 
 [Note: noise]
 Candidates with equal schedules, such as ``ddp`` under any ``prefetch``, are one candidate. Candidates are measured in turns.
@@ -41,7 +41,7 @@ POLICIES = {
     "no prefetch": fs.SchedulePolicy(prefetch=0),
     APART: fs.SchedulePolicy(bucket_nbytes=0),
 }
-TRACED = [("zero3", APART), ("ddp", APART)]
+TRACED = ("zero3", APART)
 """What the hardware is fitted on: collectives of different sizes tell the most of latency and bandwidth."""
 UNITS = "layers.*"
 ORDER = ("embed", UNITS, "head")
@@ -86,10 +86,11 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
         )
         trace = alone.scheduled.trace()
-        traces = {key: found[key].scheduled.trace() for key in TRACED if fitted is None}
+        traced = found[TRACED].scheduled.trace() if fitted is None else None
         rounds = _timed(options, comm, case.shape, [alone, *found.values()], partial(_say, say, name))
         if fitted is None:
-            fitted = _fitted([(each, found[key].scheduled.schedule) for key, each in traces.items()], trace, comm.mesh.size)
+            known = {"synchronous_host": True, "contention": contention(comm.mesh.size), "alone": trace}
+            fitted = fs.inspect.Hardware.fit(traced, found[TRACED].scheduled.schedule, **known)
         own = replace(fitted, compute=trace.compute_times(), update_s=trace.update_time())
         hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
         choice = fs.tune(layouts, hardware, budget=1e12, policies=POLICIES, **plan)
@@ -110,9 +111,9 @@ def summed_up(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def distinct(schedules: Mapping[Key, fs.schedules.Schedule]) -> list[Key]:
-    """Return the keys of the first of equal schedules; those that are traced count as first."""
+    """Return the keys of the first of equal schedules; the one that is traced counts as first."""
     first: dict[Any, Key] = {}
-    for key in sorted(schedules, key=lambda key: key not in TRACED):
+    for key in sorted(schedules, key=lambda key: key != TRACED):
         first.setdefault(schedules[key].ops, key)
     return [key for key in schedules if key in first.values()]
 
@@ -152,16 +153,6 @@ def _seconds(rounds: Sequence[Mapping[str, float]], key: Key) -> float:
 
 def _contender(name: str, case: Case, comm: fs.Comm, strategy: str, policy: str) -> c.FsharpContender:
     return c.sharded(name, case.shape, comm, STRATEGIES[strategy], POLICIES[policy], microbatches=case.microbatches)
-
-
-def _fitted(
-    traced: Sequence[tuple[fs.inspect.Trace, fs.schedules.Schedule]], alone: fs.inspect.Trace, num_ranks: int
-) -> fs.inspect.Hardware:
-    """Rates of each collective: those of zero3, and of what ddp alone uses."""
-    known = {"synchronous_host": True, "contention": contention(num_ranks), "alone": alone}
-    zero3, ddp = (fs.inspect.Hardware.fit(trace, schedule, **known) for trace, schedule in traced)
-    both = {kind: {**getattr(ddp, kind), **getattr(zero3, kind)} for kind in ("bandwidth", "latency")}
-    return replace(zero3, **both)
 
 
 def _timed(

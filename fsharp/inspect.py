@@ -9,6 +9,7 @@ fs.inspect.draw_sharding(layout, "sharding.png")
 trace = step.trace()  # step is a scheduled function; now run some steps
 hardware = fs.inspect.Hardware.fit(trace, schedule)
 predicted = fs.inspect.predict(other_schedule, hardware)
+hardware = fs.inspect.measure(comm, compute=seconds_of_units)  # speeds of links from a small model, in seconds
 print(fs.inspect.compare(predicted, trace.timeline(schedule)))
 """
 
@@ -30,3 +31,4 @@ from fsharp.stateful.inspect.trace import Trace as Trace
 from fsharp.stateful.inspect.trace import compare as compare
 from fsharp.stateful.planning.tune import Candidate as Candidate
 from fsharp.stateful.planning.tune import Choice as Choice
+from fsharp.stateful.runtime.measure import measure as measure

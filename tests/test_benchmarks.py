@@ -31,6 +31,7 @@ from benchmarks import (
     llama,
     memory,
     prediction,
+    published,
     report,
     small,
     stats,
@@ -339,16 +340,47 @@ def test_parts_of_two_ranks(fsharp_alone):
     assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in predicted["shapes"].values())
     assert predicted["shapes"] == fsharp_alone[1]["prediction"]["shapes"]
     tuned = found["tune"]
-    assert tuned == fsharp_alone[1]["tune"]
-    assert set(tuned["shapes"]) == set(tuning.shapes(SMALL_OPTIONS))
+    assert tuned == fsharp_alone[1]["tune"] == tuning.merged([tuned])
+    assert set(tuned["shapes"]) == {f"{name}, 2 processes" for name in tuning.cases(SMALL_OPTIONS)}
     for each in tuned["shapes"].values():
-        assert {(row["layout"], row["policy"]) for row in each["rows"]} == set(product(tuning.STRATEGIES, tuning.POLICIES))
+        keys = {(row["layout"], row["policy"]) for row in each["rows"]}
+        assert keys < set(product(tuning.STRATEGIES, tuning.POLICIES))
+        assert {strategy for strategy, _ in keys} == set(tuning.STRATEGIES)
         predicted_s = [row["predicted_s"] for row in each["rows"]]
         assert predicted_s == sorted(predicted_s)
         assert each["regret"] == each["rows"][0]["measured_s"] / min(row["measured_s"] for row in each["rows"]) - 1 >= 0
         assert -1 <= each["rank_correlation"] <= 1
+        assert 0 <= each["order"] <= 1
+        assert 0 <= each["ceiling"] <= 1
+        assert each["noise"] >= 0
     assert report.is_met("tune_rank_correlation", 0.95)
     assert not report.is_met("tune_regret", 0.06)
+
+
+def test_predictions_are_judged_by_candidates_that_differ_by_more_than_noise():
+    """A and B are equally fast within the noise; C is much slower."""
+    keys = [("a", "x"), ("b", "x"), ("c", "x")]
+    seconds = [(1.00, 1.02, 2.0), (1.02, 1.00, 2.1), (1.00, 1.02, 2.0), (1.02, 1.00, 2.1)]
+    rounds = [{tuning.ALONE: 1.0} | {", ".join(key): x for key, x in zip(keys, row, strict=True)} for row in seconds]
+    found = tuning.judged(dict(zip(keys, (1.1, 0.9, 2.0), strict=True)), rounds)
+    assert [(row["layout"], row["predicted_s"]) for row in found["rows"]] == [("b", 0.9), ("a", 1.1), ("c", 2.0)]
+    assert found["noise"] == pytest.approx(0.02, rel=0.02)
+    assert (found["pairs"], found["order"], found["regret"]) == (2, 1.0, pytest.approx(0.0))
+    wrong = tuning.judged(dict(zip(keys, (1.1, 2.0, 0.9), strict=True)), rounds)
+    assert (wrong["pairs"], wrong["order"], wrong["regret"]) == (2, 0.0, pytest.approx(2.05 / 1.01 - 1))
+    assert wrong["ceiling"] == found["ceiling"] == pytest.approx((2 * 0.5 / 1.5) ** 0.5)
+
+
+def test_equal_schedules_are_one_candidate_and_the_traced_one_is_kept():
+    schedule = fs.schedules.compile_schedule(units.program(3), fs.SchedulePolicy())
+    other = schedule.replace_ops(schedule.ops[:-1])
+    keys = ("zero3", "prefetch 1"), ("zero3", "gathered once"), tuning.TRACED
+    assert tuning.distinct(dict(zip(keys, (schedule, other, schedule), strict=True))) == [keys[1], tuning.TRACED]
+
+
+def test_the_table_of_published_runs_in_the_docs_is_what_is_predicted():
+    page = (Path(__file__).parent.parent / "docs" / "tune.md").read_text()
+    assert "\n".join(published.table()) in page
 
 
 def test_compute_is_scaled_to_the_step_without_communication():
@@ -729,7 +761,7 @@ def test_the_figures_are_those_of_the_rounds():
         "alternating": {name: {"rounds": rounds} for name, rounds in zip(("two models", "two losses"), turns, strict=True)},
         "optax": {"rounds": [{interop.OWN: 2.0, interop.OPTAX: 2.5}]},
         "prediction": {"error": 0.07},
-        "tune": {"regret": 0.02, "rank_correlation": 0.93},
+        "tune": {"regret": 0.02, "rank_correlation": 0.93, "order": 0.96},
         "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "calls": {"calls": {"FSDP2": 900.0, "fsharp zero3": 150.0, "fsharp zero3, module": 310.0}},

@@ -37,7 +37,8 @@ _MAX_STEPS = 16
 
 PerLink = float | Mapping[str | Channel, float]
 """One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
-``{("reduce_scatter", "dp"): x}``, which counts before that of the axis."""
+``{("reduce_scatter", "dp"): x}``, which counts before that of the axis. An ``all_reduce`` without a number is a
+``reduce_scatter`` and an ``all_gather``, of half of its bytes each: so a fit to ZeRO-3 predicts DDP."""
 ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callable[[str], tuple[float, float]]
 """Seconds of a unit's forward and of its backward: for all units, by key-path pattern, or as a function of the name."""
 
@@ -231,11 +232,27 @@ class Hardware:
         2.0
         """
         sent = sent_over(calls)
-        return self.latency_s(sent) + sum(nbytes / _of(self.bandwidth, link, "bandwidth") for link, nbytes in sent.items())
+        return self.latency_s(sent) + sum(nbytes * self._byte_s(link) for link, nbytes in sent.items())
 
     def latency_s(self, links: Iterable[Channel]) -> float:
         """Return the seconds of a collective that do not depend on its bytes, over all of its links in sequence."""
-        return sum(_of(self.latency, link, "latency") for link in links)
+        halves = [half for link in links for half in self._halves(link)]
+        return sum(_of(self.latency, half, "latency") for half in halves)
+
+    def _byte_s(self, link: Channel) -> float:
+        """Return the seconds of one byte over a link, of which each half of a collective sends an equal part."""
+        halves = self._halves(link)
+        return sum(1 / _of(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
+
+    def _halves(self, link: Channel) -> tuple[Channel, ...]:
+        """Return the collectives that a collective is made of: an ``all_reduce`` without numbers of its own has two halves."""
+        op, axis = link
+        halves = ("reduce_scatter", axis), ("all_gather", axis)
+        known = [value for value in (self.bandwidth, self.latency) if isinstance(value, Mapping)]
+        has_own = any(link in value or axis in value for value in known)
+        if op == "all_reduce" and known and not has_own and all(half in value for half in halves for value in known):
+            return halves
+        return (link,)
 
 
 def _of(value: PerLink, link: Channel, name: str) -> float:

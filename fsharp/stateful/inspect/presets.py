@@ -2,15 +2,16 @@
 
 [Note: data sheets]
 All numbers are of the SXM version, for one GPU. FLOP/s are those of dense products of bfloat16 matrices; data sheets that give
-them with sparsity give twice as much. NVLink is one direction: data sheets give the sum of both. Sources:
+them with sparsity give twice as much. NVLink is one direction: data sheets give the sum of both. Sources, by name of NVIDIA's
+data sheet; https://glennklockwood.com/garden/processors has the numbers of GPUs side by side:
 
 - A100: "NVIDIA A100 Tensor Core GPU" (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf), column A100 80GB SXM: 312 TFLOPS,
-  2,039 GB/s, NVLink 600 GB/s, PCIe Gen4 64 GB/s. "NVIDIA DGX A100" (data sheet): 8 links of 200 Gb/s InfiniBand for 8 GPUs.
-- H100: "NVIDIA H100 Tensor Core GPU" (data sheet), column H100 SXM: 1,979 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s,
-  PCIe Gen5 128 GB/s. "NVIDIA DGX H100" (data sheet): 8 links of 400 Gb/s InfiniBand for 8 GPUs.
-- H200: "NVIDIA H200 Tensor Core GPU" (data sheet), column H200 SXM: as H100 SXM, with 4.8 TB/s. "NVIDIA DGX H200": as DGX H100.
-- B200: "NVIDIA DGX B200" (data sheet), an eighth of the system: 36 PFLOPS of bfloat16 with sparsity for 8 GPUs, 64 TB/s, NVLink
-  14.4 TB/s; 8 links of 400 Gb/s InfiniBand. PCIe Gen5 128 GB/s.
+  2,039 GB/s, NVLink 600 GB/s, PCIe Gen4 64 GB/s. "NVIDIA DGX A100": 8 links of 200 Gb/s InfiniBand for 8 GPUs.
+- H100: "NVIDIA H100 Tensor Core GPU", column H100 SXM: 989 TFLOPS (1,979 with sparsity), 3.35 TB/s, NVLink 900 GB/s, PCIe Gen5
+  128 GB/s. "NVIDIA DGX H100": 8 links of 400 Gb/s InfiniBand for 8 GPUs.
+- H200: "NVIDIA H200 Tensor Core GPU", column H200 SXM: as H100 SXM, with 4.8 TB/s. "NVIDIA DGX H200": as DGX H100.
+- B200: "NVIDIA HGX B200" at 1,000 W: 2,250 TFLOPS (4,500 with sparsity), 8 TB/s, NVLink 1.8 TB/s. PCIe and InfiniBand as in
+  "NVIDIA DGX B200": Gen5 128 GB/s, 8 links of 400 Gb/s for 8 GPUs.
 
 Latencies are no data: they are assumptions, of the order that nccl-tests report for small messages on such machines.
 """

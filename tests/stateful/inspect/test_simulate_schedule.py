@@ -129,6 +129,19 @@ def test_half_a_contention_costs_a_quarter_of_the_speed_while_both_work():
     assert times(timeline, "gather")[1] == ("b", 1, pytest.approx(1 + 4 / 3))
 
 
+def test_an_all_reduce_without_numbers_is_a_reduce_scatter_and_an_all_gather():
+    reduce, gather, both = (Call(op, "dp", n) for op, n in (("reduce_scatter", 50), ("all_gather", 50), ("all_reduce", 100)))
+    halves = ("reduce_scatter", "dp"), ("all_gather", "dp")
+    numbers = {
+        "bandwidth": dict(zip(halves, (10.0, 50.0), strict=True)),
+        "latency": dict(zip(halves, (0.5, 0.25), strict=True)),
+    }
+    hardware = replace(HARDWARE, **numbers)
+    assert hardware.collective_s([both]) == pytest.approx(hardware.collective_s([reduce]) + hardware.collective_s([gather]))
+    own = {name: {**value, ("all_reduce", "dp"): 1.0} for name, value in numbers.items()}
+    assert replace(HARDWARE, **own).collective_s([both]) == 101.0
+
+
 @pytest.mark.parametrize(("is_synchronous", "second"), [(False, (1.5, 3.0)), (True, (1.0, 2.5))])
 def test_latency_passes_in_the_queue_of_a_synchronous_host(is_synchronous, second):
     ops = [BY_HAND.ops[0], replace(BY_HAND.ops[1], after=(), at=0), *BY_HAND.ops[2:4]]

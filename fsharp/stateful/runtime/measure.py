@@ -1,0 +1,110 @@
+"""measure: the speeds of the machines that ranks run on, from steps of a small model."""
+
+import json
+import os
+from statistics import median
+from typing import Any
+
+import torch
+
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.agree import exchange
+from fsharp.functional.comm.protocol import Comm, SingleComm
+from fsharp.functional.forward import forward
+from fsharp.functional.layout.placement import zero3
+from fsharp.functional.layout.plan import plan
+from fsharp.functional.materialize import shard
+from fsharp.functional.optim.elementwise import sgd
+from fsharp.functional.state import init_state
+from fsharp.functional.train import train_step
+from fsharp.stateful.inspect.estimate import ComputeTimes, Hardware
+from fsharp.stateful.inspect.trace import Trace
+from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.schedule.policy import SchedulePolicy
+from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.tracebacks import api_boundary
+
+_WIDTHS = (32, 256, 64, 512, 128, 1024)
+"""Of square weights, each a unit: 4 KiB to 4 MiB in float32. Units of different sizes tell latency and bandwidth apart."""
+_WARMUP = 3
+_FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s")
+
+
+@api_boundary
+def measure(
+    comm: Comm, *, compute: ComputeTimes, update_s: float = 0.0, contention: float | None = None, steps: int = 20
+) -> Hardware:
+    """Measure how fast ranks exchange data, and return the hardware with the times of compute that you pass.
+
+    Each rank trains a small model under ZeRO-3 along all axes, and without communication. :meth:`Hardware.fit` finds the speeds
+    of each rank; the result has the medians over ranks, the same on every rank. It takes seconds.
+
+    Args:
+        comm: the ranks. All ranks call this function.
+        compute: seconds of your model's units, as for :class:`Hardware`.
+        update_s: seconds of your model's optimizer step, for all parameters on one rank.
+        contention: as for :class:`Hardware`. None means 1 on CPUs with fewer than two processors for each rank, and else 0. If
+            ``LOCAL_WORLD_SIZE`` is not set, all ranks count as ranks of this host.
+        steps: number of steps that are measured.
+
+    Raises:
+        ScheduleError: ``steps`` is less than 1, or a number is out of range.
+
+    Cost: memory for 13 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
+    """
+    if steps < 1:
+        raise ScheduleError(f"measure(): steps is {steps!r}, expected at least 1.")
+    is_synchronous = comm.device.type == "cpu"
+    if contention is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
+        contention = float(is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks)
+    known: dict[str, Any] = {"synchronous_host": is_synchronous, "contention": contention}
+    alone, _ = _traced(SingleComm(device=comm.device), steps)
+    trace, schedule = _traced(comm, steps)
+    mine = Hardware.fit(trace, schedule, alone=alone, **known)
+    everyones = [json.loads(text) for text in exchange(_text(mine), comm)]
+    found = {name: _median([each[name] for each in everyones]) for name in _FIELDS}
+    return Hardware(compute=compute, update_s=update_s, **known, **found)
+
+
+def _traced(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
+    """Return the trace of steps of a small model, and their schedule."""
+    params = {"layers": [torch.eye(width, device=comm.device) for width in _WIDTHS]}
+    layout = plan(params, comm.mesh, zero3(*(axis for axis, _ in comm.mesh.axes)), units="layers.*")
+    tx = sgd(1e-3)
+    state = init_state(tx, shard(params, layout, comm), comm=comm, donate=True)
+    step = Scheduler(comm, policy=SchedulePolicy(bucket_nbytes=0))(train_step(_loss, tx, donate=True))
+    x = torch.ones(64, max(_WIDTHS), device=comm.device)
+    for _ in range(_WARMUP):
+        state, _ = step(state, x)
+    trace = step.trace()
+    for _ in range(steps):
+        state, _ = step(state, x)
+    assert step.schedule is not None
+    return trace, step.schedule
+
+
+def _loss(params: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:
+    total = x.new_zeros(())
+    for weight in params["layers"]:
+        total = total + forward(_layer, weight, x, comm=comm)
+    return total
+
+
+def _layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x[:, : len(weight)] @ weight).square().mean()
+
+
+def _text(hardware: Hardware) -> str:
+    found = {name: getattr(hardware, name) for name in _FIELDS}
+    return json.dumps(
+        {name: [[*key, x] for key, x in value.items()] if isinstance(value, dict) else value for name, value in found.items()}
+    )
+
+
+def _median(values: list[Any]) -> Any:
+    """Return the median of numbers, or of each number of tables with equal keys."""
+    if not isinstance(values[0], list):
+        return median(values)
+    tables = [{(op, axis): x for op, axis, x in each} for each in values]
+    return {link: median(table[link] for table in tables) for link in tables[0]}

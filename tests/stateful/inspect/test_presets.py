@@ -1,0 +1,55 @@
+"""Hardware.preset: numbers of data sheets, and what a step is predicted to take with them."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import ScheduleError
+from fsharp.stateful.inspect.presets import GPUS
+
+WIDTH = 4096
+
+
+def layout_on(axes, strategy):
+    shapes = {"layers": [torch.empty(WIDTH, WIDTH, device="meta", dtype=torch.bfloat16) for _ in range(4)]}
+    return fs.plan(shapes, fs.Mesh(axes), strategy, units="layers.*")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_step_takes_what_peak_and_links_allow(name):
+    gpu, layout = GPUS[name], layout_on({"dp": 8}, fs.zero3("dp"))
+    compute_s = 6 * 4 * WIDTH**2 * 1e6 / (0.5 * gpu.flops)
+    hardware = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5, within=("dp",))
+    forward, backward = hardware.compute["layers.2"]
+    assert forward == pytest.approx(compute_s / 12)
+    assert backward == pytest.approx(2 * forward)
+    again = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5, recompute=True, within=("dp",))
+    assert again.compute["layers.2"] == pytest.approx((forward, 3 * forward))
+    assert (hardware.bandwidth["dp"], hardware.memory_bandwidth) == (0.8 * gpu.nvlink, gpu.memory)
+    step_s = fs.inspect.predict(fs.schedules.plan_step(layout), hardware).step_s
+    assert compute_s + hardware.update_s < step_s < 1.05 * compute_s + hardware.update_s  # what is sent is sent beneath it
+
+
+def test_links_are_those_of_the_axis():
+    layout = layout_on({"outer": 2, "inner": 8}, fs.hsdp("outer", "inner"))
+    hardware = fs.inspect.Hardware.preset("H100", layout, tokens=1, link_efficiency=1.0)
+    assert hardware.bandwidth == {"inner": 450e9, "outer": 50e9}
+    flat = fs.inspect.Hardware.preset(
+        "H100", layout_on({"dp": 16}, fs.ddp("dp")), tokens=1, link_efficiency=1.0, spanning=("dp",)
+    )
+    assert flat.bandwidth["dp"] == 400e9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "H101"}, "name is 'H101', expected one of 'A100', 'H100', 'H200', 'B200'"),
+        ({"efficiency": 0.0}, "efficiency is 0.0, expected more than 0 and at most 1"),
+        ({"link_efficiency": 1.5}, "link_efficiency is 1.5, expected more than 0"),
+        ({"tokens": 0}, "tokens is 0, expected more than 0"),
+    ],
+)
+def test_what_there_is_not_is_refused(options, message):
+    given = {"name": "H100", "layout": layout_on({"dp": 8}, fs.zero3("dp")), "tokens": 1} | options
+    with pytest.raises(ScheduleError, match=message):
+        fs.inspect.Hardware.preset(**given)

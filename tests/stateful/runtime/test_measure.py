@@ -1,0 +1,36 @@
+"""measure: the same numbers on every rank, for every link of the mesh, that predict a step."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import processes, simulate
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"outer": 2, "inner": 1}])
+def test_ranks_measure_the_same_numbers_for_all_collectives_of_zero3(axes):
+    def run(comm):
+        return fs.inspect.measure(comm, compute={"**": (0.5, 1.0)}, update_s=0.25, steps=5)
+
+    mesh = fs.Mesh(axes)
+    first, second = processes(mesh, run)
+    assert first == second
+    axis = next(name for name, size in mesh.axes if size > 1)
+    assert set(first.bandwidth) == set(first.latency) == {("all_gather", axis), ("reduce_scatter", axis)}
+    assert all(rate > 0 for rate in first.bandwidth.values())
+    assert first.synchronous_host
+    assert first.issue_s > 0
+    shapes = {"layers": [torch.empty(64, 64) for _ in range(3)]}
+    layouts = {name: fs.plan(shapes, mesh, getattr(fs, name)(*axes), units="layers.*") for name in ("ddp", "zero3")}
+    choice = fs.tune(layouts, first, budget=1e9, backend="gloo")
+    assert all(each.step_s > 4.5 for each in choice.candidates)  # three units and the update
+
+
+def test_one_rank_has_no_links():
+    (found,) = simulate(fs.Mesh({"dp": 1}), lambda comm: fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1))
+    assert found.compute == (0.5, 1.0)
+
+
+def test_no_steps_are_refused():
+    with pytest.raises(fs.errors.ScheduleError, match="steps is 0, expected at least 1"):
+        fs.inspect.measure(fs.SingleComm(), compute=(0.5, 1.0), steps=0)
