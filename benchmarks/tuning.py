@@ -30,7 +30,7 @@ from benchmarks.options import Options
 from benchmarks.prediction import ALONE, FITTED, contention, scaled
 from benchmarks.prediction import shapes as predicted_shapes
 from benchmarks.stats import times
-from benchmarks.steps import interleaved, over_ranks
+from benchmarks.steps import in_turns, over_ranks
 
 STRATEGIES = {"ddp": fs.ddp("dp"), "zero1": fs.zero1("dp"), "zero2": fs.zero2("dp"), "zero3": fs.zero3("dp")}
 APART = "no buckets"
@@ -87,7 +87,9 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         )
         trace = alone.scheduled.trace()
         traced = found[TRACED].scheduled.trace() if fitted is None else None
-        rounds = _timed(options, comm, case.shape, [alone, *found.values()], partial(_say, say, name))
+        as_long = replace(options, rounds=max(options.rounds * 2 // comm.mesh.size, 2))  # with more processes fewer rounds
+        everyone = {each.name: each for each in (alone, *found.values())}
+        rounds = over_ranks(in_turns(everyone, case.shape, as_long, partial(_say, say, name))[0])[1]
         if fitted is None:
             known = {"synchronous_host": True, "contention": contention(comm.mesh.size), "alone": trace}
             fitted = fs.inspect.Hardware.fit(traced, found[TRACED].scheduled.schedule, **known)
@@ -153,22 +155,6 @@ def _seconds(rounds: Sequence[Mapping[str, float]], key: Key) -> float:
 
 def _contender(name: str, case: Case, comm: fs.Comm, strategy: str, policy: str) -> c.FsharpContender:
     return c.sharded(name, case.shape, comm, STRATEGIES[strategy], POLICIES[policy], microbatches=case.microbatches)
-
-
-def _timed(
-    options: Options, comm: fs.Comm, shape: gpt.Shape, found: Sequence[c.FsharpContender], say: Callable[[str], None]
-) -> list[dict[str, float]]:
-    rounds, _ = interleaved(
-        {each.name: each.step for each in found},
-        gpt.batches(shape, comm.rank),
-        rounds=max(options.rounds * 2 // comm.mesh.size, 2),
-        block=options.steps,
-        warmup=options.warmup,
-        settle={each.name: each.settle for each in found},
-        barrier=dist.barrier,
-        say=say,
-    )
-    return over_ranks(rounds)[1]
 
 
 def _say(say: Callable[[str], None], name: str, text: str) -> None:
