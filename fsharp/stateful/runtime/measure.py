@@ -22,7 +22,7 @@ from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _WIDTHS = (32, 256, 64, 512, 128, 1024)
 """Of square weights, each a unit: 4 KiB to 4 MiB in float32. Units of different sizes tell latency and bandwidth apart."""
@@ -30,7 +30,7 @@ _WARMUP = 3
 _FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s")
 
 
-@api_boundary
+@options_checked
 def measure(
     comm: Comm, *, compute: ComputeTimes, update_s: float = 0.0, contention: float | None = None, steps: int = 20
 ) -> Hardware:
