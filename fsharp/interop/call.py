@@ -1,7 +1,7 @@
 """as_torch: turn a JAX function into a function of tensors, with all its derivatives."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import MethodType
@@ -136,12 +136,6 @@ class _Record:
         self.structure: Any = None
         self.residuals: _Residuals | None = None
 
-    def keep(self, out: Any, residuals: "_Residuals | None") -> list[Any]:
-        """Keep the structure of the results, and the residuals. Return the leaves of the results."""
-        leaves, self.structure = jax.tree.flatten(out)
-        self.residuals = residuals
-        return list(leaves)
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
 @dataclass(frozen=True)
@@ -157,12 +151,6 @@ class _Residuals:
     arrays: list[Any]
     vjp: Any
     numbers: tuple[int | None, ...]
-
-    def whole(self, arguments: Sequence[Any], arrays: Iterable[Any]) -> Any:
-        """Return ``vjp`` with all its leaves."""
-        rest = iter(arrays)
-        leaves = [next(rest) if number is None else arguments[number] for number in self.numbers]
-        return jax.tree.unflatten(self.vjp, leaves)
 
 
 def _in_torch_convention(vjp: Any, cotangents: Any) -> Any:
@@ -187,10 +175,7 @@ class _Program:
             return handle_torch_function(self, tensors, *tensors)
         is_recorded = torch.is_grad_enabled() and not is_transformed()
         wanted = tuple(x.requires_grad for x in tensors)
-        return self.call(_Record(wanted if is_recorded and any(wanted) else None), tensors)
-
-    def call(self, record: _Record, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the results, as a pytree of tensors."""
+        record = _Record(wanted if is_recorded and any(wanted) else None)
         out = _Call.apply(self, record, *tensors)
         return jax.tree.unflatten(record.structure, out)
 
@@ -200,11 +185,11 @@ class _Program:
         check_process("as_torch()")
         arrays = [as_array(x) for x in tensors]
         if record.wanted is None:
-            out, residuals = self._run(*arrays), None
+            out = self._run(*arrays)
         else:
-            out, residuals = self._run_and_keep(record.wanted, *arrays)
-        jax.block_until_ready((out, residuals))  # XLA reads the arguments, which may be freed after the call
-        leaves = record.keep(out, residuals)
+            out, record.residuals = self._run_and_keep(record.wanted, *arrays)
+        jax.block_until_ready((out, record.residuals))  # XLA reads the arguments, which may be freed after the call
+        leaves, record.structure = jax.tree.flatten(out)
         taken = {x.data_ptr() for x in tensors}
         result = []
         for x in map(as_tensor, leaves):
@@ -216,8 +201,10 @@ class _Program:
         self, residuals: _Residuals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Return gradients of the wanted arguments."""
-        arrays = [x if y is None else as_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)]
-        vjp = residuals.whole([as_array(x) for x in arguments], arrays)
+        rest = iter([x if y is None else as_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
+        given = [as_array(x) for x in arguments]
+        leaves = [next(rest) if number is None else given[number] for number in residuals.numbers]
+        vjp = jax.tree.unflatten(residuals.vjp, leaves)
         return [as_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_array(x) for x in cotangents]))]
 
     def gradients(self, wanted: tuple[bool, ...]) -> "_Program":

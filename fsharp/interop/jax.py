@@ -8,6 +8,7 @@ params = from_jax(arrays, layout)  # this rank's part
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -133,24 +134,23 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     mesh, here = _mesh(layout, devices)
     _check_units("from_jax()", tree, layout, jax.Array)
 
-    def one(node: Any) -> list[Any]:
+    def one(device: Any, node: Any) -> Any:
         if not is_sharded(node):
-            return [node.item() if isinstance(node, jax.Array) and node.ndim == 0 else node] * len(here)
-        rows = [_local(node, i, mesh, here, donate) for i in range(len(node.groups))]
-        return [node.replace(list(column)) for column in zip(*rows, strict=True)] if rows else [node.replace([])] * len(here)
+            return node.item() if isinstance(node, jax.Array) and node.ndim == 0 else node
+        parts = [_local(node, i, mesh, device) for i in range(len(node.groups))]
+        return node.replace(parts if donate else list(map(torch.clone, parts)))
 
     if not donate:
         jax.block_until_ready(tree)
-    found = map_units(one, tree)
+    trees = [map_units(partial(one, device), tree) for device in here]
     if donate:
         for node in units_of(tree):
             for array in node.buffers:
                 array.delete()
-    trees = [map_units(lambda _, rows, k=k: rows[k], tree, found) for k in range(len(here))]
     return trees if len(here) > 1 else trees[0]
 
 
-def _local(node: Sharded, i: int, mesh: Mesh, devices: Sequence[Any], donate: bool) -> list[torch.Tensor]:
+def _local(node: Sharded, i: int, mesh: Mesh, device: Any) -> torch.Tensor:
     array = node.buffers[i]
     shape, sharding = _global(node, i, mesh)
     if array.shape != shape or not array.sharding.is_equivalent_to(sharding, len(shape)):
@@ -158,9 +158,7 @@ def _local(node: Sharded, i: int, mesh: Mesh, devices: Sequence[Any], donate: bo
             f"from_jax(): an array of unit {node.unit.shown} is {array.shape} under {array.sharding}, expected {shape} under "
             f"{sharding}. Move it there: jax.device_put(tree, shardings(layout)), or jax.jit(..., out_shardings=...)."
         )
-    parts = {shard.device: shard.data for shard in array.addressable_shards}
-    tensors = [as_tensor(parts[device]).view(-1) for device in devices]
-    return tensors if donate else [x.clone() for x in tensors]
+    return as_tensor(next(shard.data for shard in array.addressable_shards if shard.device == device)).view(-1)
 
 
 @api_boundary

@@ -210,19 +210,12 @@ class Lifted:
 
     def _other_ranks_error(self, what: str, part: LeafPart) -> LayoutError:
         """Return the error for elements of a leaf that are on other ranks, or differ between ranks."""
-        why = "of which ranks have leaves of their own" if part.is_varying else "which are on different ranks"
-        remedy = "Use a transformation that looks at each leaf by itself"
-        remedy += (
-            "." if part.is_varying else ", or let these leaves rest whole on each rank: fs.ddp, or fs.P() for their units."
-        )
-        return LayoutError(
-            problem(
-                "from_optax()",
-                f"{what}, {why}.",
-                [("shape", list(part.shape)), ("cut along", ", ".join(part.axes) or "nothing")],
-                remedy,
-            )
-        )
+        why, remedy = "of which ranks have leaves of their own", "Use a transformation that looks at each leaf by itself"
+        if not part.is_varying:
+            why = "which are on different ranks"
+            remedy += ", or let these leaves rest whole on each rank: fs.ddp, or fs.P() for their units"
+        facts = [("shape", list(part.shape)), ("cut along", ", ".join(part.axes) or "nothing")]
+        return LayoutError(problem("from_optax()", f"{what}, {why}.", facts, f"{remedy}."))
 
     def _without_leaves(self, equation: Any, values: list[Any]) -> list[Any]:
         name, uniform = equation.primitive.name, any(isinstance(value, Splat) for value in values)
@@ -291,16 +284,11 @@ class Lifted:
 
     def _refused(self, name: str, leaf: int) -> LayoutError:
         part = self.leaves[leaf]
-        return LayoutError(
-            problem(
-                "from_optax()",
-                f"the transformation looks at rows, columns or neighbours of {part.path!r}, or loops over it, and not all "
-                "ranks have all of it.",
-                [("operation", name), ("shape", list(part.shape)), ("cut along", ", ".join(part.axes))],
-                "For matrices there is fs.optim.muon; factored statistics can be left out (optax.adafactor(factored=False)); "
-                "under ddp nothing is cut.",
-            )
-        )
+        what = f"the transformation looks at rows, columns or neighbours of {part.path!r}, or loops over it, and not all ranks "
+        what += "have all of it."
+        facts = [("operation", name), ("shape", list(part.shape)), ("cut along", ", ".join(part.axes))]
+        remedy = "For matrices there is fs.optim.muon; factored statistics can be left out (optax.adafactor(factored=False)); "
+        return LayoutError(problem("from_optax()", what, facts, remedy + "under ddp nothing is cut."))
 
 
 def _bind(equation: Any, values: Any) -> list[Any]:

@@ -98,7 +98,7 @@ def to_tensors(tree: Any) -> Any:
     """
     check_process("to_tensors()")
     result: dict[Any, Any] = {}
-    for name, leaf in zip(_names(tree), jax.tree.leaves(tree), strict=True):
+    for name, leaf in _leaves_by_name(tree).items():
         if not _is_parameter(leaf):
             continue
         tensor = as_tensor(jnp.array(leaf, copy=True))
@@ -128,10 +128,8 @@ def to_arrays(tree: Any, like: Any) -> Any:
     Raises:
         TreeError: a parameter is missing, has another shape, or is not in ``like``.
     """
-    left = _by_name(tree)
-    leaves, structure = jax.tree.flatten(like)
-    names = _names(like)
-    for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+    left, leaves = _leaves_by_name(tree), _leaves_by_name(like)
+    for name, leaf in leaves.items():
         if not _is_parameter(leaf):
             continue
         new = left.pop(name, None)
@@ -139,31 +137,21 @@ def to_arrays(tree: Any, like: Any) -> Any:
             found = "is missing" if new is None else f"has shape {tuple(new.shape)}"
             raise TreeError(f"to_arrays(): {_text(name)!r} {found}, expected {leaf.shape}.")
         array = jnp.array(as_array(new), copy=True) if isinstance(new, torch.Tensor) else new
-        leaves[i] = array.astype(leaf.dtype)
+        leaves[name] = array.astype(leaf.dtype)
     if left:
         raise TreeError(f"to_arrays(): {_text(next(iter(left)))!r} is not in the {type(like).__name__}.")
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _by_name(tree: Any, name: Name = ()) -> dict[Name, Any]:
-    if not isinstance(tree, dict):
-        return {name: tree}
-    return {key: leaf for part, below in tree.items() for key, leaf in _by_name(below, (*name, part)).items()}
+    return jax.tree.unflatten(jax.tree.structure(like), leaves.values())
 
 
 def _leaves_by_name(tree: Any) -> dict[Name, Any]:
-    return dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _names(tree: Any) -> list[Name]:
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    siblings = Counter(path[:-1] for path in paths)
-    boxed = [path[-1:] == (GetAttrKey("value"),) and siblings[path[:-1]] == 1 for path in paths]
-    return [tuple(map(_key, path[:-1] if is_boxed else path)) for path, is_boxed in zip(paths, boxed, strict=True)]
-
-
-def _key(key: Any) -> Any:
-    return next(getattr(key, field) for field in ("name", "key", "idx") if hasattr(key, field))
+    found, rows = {}, jax.tree_util.tree_flatten_with_path(tree)[0]
+    siblings = Counter(path[:-1] for path, _ in rows)
+    for path, leaf in rows:
+        is_boxed = path[-1:] == (GetAttrKey("value"),) and siblings[path[:-1]] == 1
+        keys = path[:-1] if is_boxed else path
+        name = tuple(next(getattr(key, field) for field in ("name", "key", "idx") if hasattr(key, field)) for key in keys)
+        found[name] = leaf
+    return found
 
 
 def _is_parameter(leaf: Any) -> bool:

@@ -144,15 +144,11 @@ class _ShardedTransformation:
             try:
                 found[name] = jnp.asarray(_plain_number(x))
             except (TypeError, ValueError) as error:
-                raise TreeError(
-                    problem(
-                        "update()",
-                        f"{name}={x!r:.60} is passed to a transformation of optax, which is run on shards.",
-                        [("expected", "a number or an array"), ("got", type(x).__name__)],
-                        "A function of whole parameters cannot be called on shards: use options that do not call one, as "
-                        "optax.lbfgs(linesearch=None) and optax.contrib.sam(opaque_mode=False) do.",
-                    )
-                ) from error
+                what = f"{name}={x!r:.60} is passed to a transformation of optax, which is run on shards."
+                facts = [("expected", "a number or an array"), ("got", type(x).__name__)]
+                remedy = "A function of whole parameters cannot be called on shards: use options that do not call one, as "
+                remedy += "optax.lbfgs(linesearch=None) and optax.contrib.sam(opaque_mode=False) do."
+                raise TreeError(problem("update()", what, facts, remedy)) from error
         return found
 
     def _program(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool = False) -> Program:

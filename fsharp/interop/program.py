@@ -43,10 +43,14 @@ class BufferRange(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """One rank's part of each leaf in JAX's order, its place in the flat buffers, and the sizes of these buffers."""
+    """One rank's part of each leaf in JAX's order, its place in the flat buffers, and the sizes of these buffers.
+
+    ``dtypes``: of each leaf, those of the parameter and of the gradient.
+    """
 
     parts: tuple[LeafPart, ...]
     places: tuple[BufferRange, ...]
+    dtypes: tuple[tuple[Any, Any], ...]
     sizes: tuple[int, ...]
 
 
@@ -77,13 +81,12 @@ class Traced:
             raise TreeError(
                 f"from_optax(): the tree has a {type(strange).__name__}, which is no pytree node for JAX: register it."
             )
-        part_of_rank, dtypes = self.part_of_rank(params, rank), self._dtypes(params)
-
-        def shapes(kinds: Sequence[Any]) -> Any:
-            arrays = [jax.ShapeDtypeStruct(part.shape, dtype) for part, dtype in zip(part_of_rank.parts, kinds, strict=True)]
-            return jax.tree.unflatten(self.structure, arrays)
-
-        main, accumulate = (shapes(kinds) for kinds in zip(*dtypes, strict=True)) if dtypes else (shapes([]), shapes([]))
+        part_of_rank = self.part_of_rank(params, rank)
+        rows = list(zip(part_of_rank.parts, part_of_rank.dtypes, strict=True))
+        main, accumulate = (
+            jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(part.shape, dtypes[i]) for part, dtypes in rows])
+            for i in (0, 1)
+        )
         self.init, state = _trace("", tx.init, main)
         with_paths, self.state_structure = jax.tree_util.tree_flatten_with_path(state)
         self.paths, self.state = [f"state{jax.tree_util.keystr(path)}" for path, _ in with_paths], [x for _, x in with_paths]
@@ -116,30 +119,23 @@ class Traced:
 
     def part_of_rank(self, params: Any, rank: int) -> RankPart:
         """Return a rank's part of the tree."""
-        rows: dict[LeafName, tuple[LeafPart, BufferRange]] = {}
+        rows: dict[LeafName, tuple[Any, ...]] = {}
         sizes: list[int] = []
         for node in units_of(params):
             cut = tuple(axis for axis in node.place.sharded if node.unit.mesh.axis_size(axis) > 1)
             for group in node.groups:
                 spans = {span.leaf.path: span for span in node.unit.spans(group, node.place, rank)}
+                stored = node.unit.groups[group].dtypes
+                of_group = dtype_of(stored.main), dtype_of(stored.accumulate)
                 for leaf in node.unit.leaves_of(group):
                     start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
                     axes = cut if leaf.numel else ()  # every rank has all of an empty leaf
                     part = LeafPart(node.unit.full_path(leaf), leaf.shape, low, high, axes, bool(node.place.varying))
-                    rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop)
+                    rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop), of_group
                 sizes.append(node.unit.local_size(group, node.place))
         found = [rows[name] for name in self.names]
-        return RankPart(tuple(part for part, _ in found), tuple(place for _, place in found), tuple(sizes))
-
-    def _dtypes(self, params: Any) -> list[tuple[Any, Any]]:
-        """Return the dtypes of the parameter and the gradient of each leaf."""
-        found = {}
-        for node in units_of(params):
-            for group in node.groups:
-                dtypes = node.unit.groups[group].dtypes
-                for leaf in node.unit.leaves_of(group):
-                    found[LeafName(node.name, leaf.path)] = dtype_of(dtypes.main), dtype_of(dtypes.accumulate)
-        return [found[name] for name in self.names]
+        parts, places, dtypes = ([row[i] for row in found] for i in range(3))
+        return RankPart(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
 
     def _assign(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Return ``slots``, and the dtype of each tree of buffers."""
@@ -195,7 +191,7 @@ class Program:
 
     def __init__(self, traced: Traced, part_of_rank: RankPart) -> None:
         self.traced = traced
-        self._parts, self._places, self._sizes = part_of_rank
+        self._parts, self._places, _, self._sizes = part_of_rank
         self._compiled: dict[Any, tuple[Any, dict[Key, RankReduction]]] = {}
         self._lock = threading.Lock()
 
@@ -215,38 +211,27 @@ class Program:
         return _like(grads, updates), [_like(params, each) for each in after], new
 
     def _run(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
+        """Run up to the next pending reductions, given the results of earlier ones, until there are none."""
         known: dict[Key, Any] = {}
+        device = next((x.device for arrays in flats for x in arrays if x.size), None)
         while True:
-            result, pending = self._phase(kind, tuple(sorted(known)), flats, plain, [known[key] for key in sorted(known)])
-            jax.block_until_ready(result)
+            keys = tuple(sorted(known))
+            args = flats, plain, [known[key] for key in keys]
+            with jax.default_device(device):  # for results that depend on no argument, such as the zeros of a new state
+                with self._lock:  # only the first of several threads compiles
+                    if (kind, keys) not in self._compiled:
+                        pending: dict[Key, RankReduction] = {}
+                        compiled = jax.jit(partial(self._compute, kind, keys, pending))
+                        compiled(*args)  # compiles, and fills ``pending``
+                        self._compiled[kind, keys] = compiled, pending
+                    compiled, pending = self._compiled[kind, keys]
+                result = jax.block_until_ready(compiled(*args))
             if not pending:
                 return result
             known |= _reduced(pending, result, comm)
 
-    def _phase(
-        self, kind: str, keys: tuple[Key, ...], flats: Sequence[Sequence[Any]], plain: Sequence[Any], reduced: Sequence[Any]
-    ) -> tuple[Any, dict[Key, RankReduction]]:
-        """Run up to the next pending reductions, given the results of earlier ones; return results and pending reductions."""
-        device = next((x.device for arrays in flats for x in arrays if x.size), None)
-        with jax.default_device(device):  # for results that depend on no argument, such as the zeros of a new state
-            with self._lock:  # only the first of several threads compiles
-                if (kind, keys) not in self._compiled:
-                    pending: dict[Key, RankReduction] = {}
-                    compiled = jax.jit(partial(self._compute, kind, keys, pending))
-                    result = compiled(flats, plain, reduced)
-                    self._compiled[kind, keys] = compiled, pending
-                    return result, pending
-                compiled, pending = self._compiled[kind, keys]
-            return compiled(flats, plain, reduced), pending
-
     def _compute(
-        self,
-        kind: str,
-        keys: tuple[Key, ...],
-        pending: dict[Key, RankReduction],
-        flats: Sequence[Sequence[Any]],
-        plain: Sequence[Any],
-        reduced: Sequence[Any],
+        self, kind: str, keys: Sequence[Key], pending: dict[Key, RankReduction], flats: Any, plain: Any, reduced: Any
     ) -> Any:
         traced, lifted = self.traced, Lifted(self._parts, dict(zip(keys, reduced, strict=True)))
         out = lifted.run(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
@@ -293,13 +278,10 @@ class Program:
         result = []
         for size, found in zip(self._sizes, pieces, strict=True):
             into = dtype or (found[0][1].dtype if found else jnp.float32)
-            row, end = [], 0
-            for start, elements in sorted(found, key=lambda piece: piece[0]):
-                if elements.size:
-                    row += [jnp.zeros(start - end, into)] * (start > end) + [elements.astype(into)]
-                    end = start + elements.size
-            row += [jnp.zeros(size - end, into)] * (size > end)
-            result.append(jnp.concatenate(row) if row else jnp.zeros(0, into))
+            buffer = jnp.zeros(size, into)
+            for start, elements in found:
+                buffer = buffer.at[start : start + elements.size].set(elements.astype(into))
+            result.append(buffer)
         return result
 
 
