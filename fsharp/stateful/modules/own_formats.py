@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.gather_hooks import format_of, hooked_in
 from fsharp.functional.formats.te import formats_in
 from fsharp.functional.layout.packing import Element, Rows
-from fsharp.functional.layout.paths import matches
+from fsharp.functional.layout.paths import selects
 from fsharp.functional.layout.precision import Precision
 
 
@@ -22,14 +22,8 @@ def own_formats(
 ) -> tuple[dict[str, Precision], Any]:
     """Return precisions and atoms by pattern, completed for parameters whose tensor class defines its own gather.
 
-    Args:
-        module: module with the parameters.
-        precisions: precisions by pattern, of which the last match counts.
-        atoms: as for :func:`~fsharp.plan`; None if there are none.
-        comm: the ranks.
-
-    Raises:
-        OptionError: names a parameter that cannot be gathered as its class says.
+    Arguments are those of :func:`~fsharp.plan`; of patterns the last match counts. Refuse a parameter that cannot be gathered
+    as its class says.
     """
     found = dict(precisions)
     for path, (form, dtype) in formats_in(module).items():
@@ -58,5 +52,5 @@ def own_formats(
 
 
 def _last(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
-    """Return the value of the last pattern that matches a path, or ``default``."""
-    return next((each for pattern, each in reversed([*by_pattern.items()]) if matches(pattern, path)), default)
+    """Return the value of the last pattern that selects a path, or ``default``."""
+    return next((each for pattern, each in reversed([*by_pattern.items()]) if selects(pattern, path)), default)

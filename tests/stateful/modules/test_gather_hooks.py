@@ -301,6 +301,7 @@ def test_what_cannot_be_done_is_refused_by_name():
     refused(nothing, r"Weight\.fsdp_post_all_gather returned torch\.float64\[24, 16\]", wrong="dtype")
     stored = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.formats.mxint8)
     refused(nothing, r"'0\.weight' is a Weight with hooks .* has stored='mxint8'", precision=stored)
+    refused(nothing, r"'1\.weight' is a Weight with hooks .* has stored='mxint8'", precision={"**": PRECISION, "1": stored})
     with pytest.raises(fs.errors.TreeError, match=r"make_functional\(\): parameter '0\.weight' is a Weight with hooks"):
         fs.make_functional(make("scaled"))
 
