@@ -459,3 +459,8 @@ def first_few(names: Sequence[str]) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without ``torch.``: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def tensor_text(x: torch.Tensor) -> str:
+    """Return dtype and shape of a tensor in words: ``float32[2, 3]``."""
+    return f"{dtype_name(x.dtype)}{list(x.shape)}"

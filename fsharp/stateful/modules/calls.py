@@ -1,7 +1,7 @@
 """ModuleCalls: call the code of a module and its submodules with units gathered, and full parameters in place of parts."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -17,6 +17,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import innermost, prefixes
 from fsharp.functional.layout.sharded import Sharded, units_by_name
+from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import cloned
 from fsharp.stateful.modules.initial.dtensors import Spec, as_dtensors, local
 from fsharp.stateful.modules.parameter import ShardedParameter
@@ -33,10 +34,12 @@ class ParameterEntries:
     """The entries of one unit's parameters in the ``_parameters`` dicts of modules, in the order of the unit's leaves.
 
     ``present``: for the entries of all units of a module, the tensor that was put there last. Units may share an entry.
+    Attribute ``stored``: for each leaf, the path under which its values are stored. Tied leaves share one.
     """
 
-    def __init__(self, module: nn.Module, paths: Iterable[str], present: dict[tuple[int, str], Any]) -> None:
-        self._paths, self._present = list(paths), present
+    def __init__(self, module: nn.Module, unit: UnitLayout, present: dict[tuple[int, str], Any]) -> None:
+        self._paths, self.stored = list(map(unit.full_path, unit.leaves)), list(map(unit.stored_path, unit.leaves))
+        self._present = present
         entries: dict[tuple[int, str], tuple[int, dict[str, Any], str]] = {}  # a module may have several paths
         packed: dict[int, weakref.ref[nn.Module]] = {}
         for i, path in enumerate(self._paths):
@@ -59,10 +62,16 @@ class ParameterEntries:
                     "`fn, params = model.functional()`."
                 )
 
-    @property
-    def values(self) -> list[tuple[int, Any]]:
-        """Return the value of each entry, with the position of its leaf."""
-        return [(i, places[name]) for i, places, name in self._entries]
+    def replaced(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by path the values that a caller has put in place of full parameters."""
+        found = {}
+        for i, places, name in self._entries:
+            path, mine = self.stored[i], local(places[name])
+            if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
+                raise TreeError(f"unsharded(): {self._paths[i]!r} was replaced by a tensor of another shape.")
+            if mine.data_ptr() != full[path].data_ptr():
+                found[path] = mine
+        return found
 
     def swap(self, tensors: Sequence[Any]) -> list[Any]:
         """Put tensors into the entries, one for each leaf. Return the tensors that were there."""
@@ -141,20 +150,14 @@ class GatheredModule(NamedTuple):
 
 
 class ModuleCalls:
-    """The state of calls of a module's code: entries and specs of parameters, gathered modules by path, the present source.
-
-    ``paused``: paths of parameters that forwards do not differentiate at present.
-    """
+    """The state of calls of a module's code: entries and specs of parameters, gathered modules by path, the present source."""
 
     def __init__(
         self, module: nn.Module, layout: Layout, chosen: Sequence[str], specs: Mapping[str, Spec], paused: Collection[str]
     ) -> None:
-        self._layout, self.specs, self._paused = layout, specs, paused
+        self.specs, self.paused = specs, paused
         present: dict[tuple[int, str], Any] = {}
-        self.entries = {
-            unit.name: ParameterEntries(module, [unit.full_path(leaf) for leaf in unit.leaves], present)
-            for unit in layout.units
-        }
+        self.entries = {unit.name: ParameterEntries(module, unit, present) for unit in layout.units}
         by_path = owners(layout, chosen)
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
@@ -199,37 +202,6 @@ class ModuleCalls:
                 of_unit.swap(tensors)
             self.source = before
 
-    def shown(self, names: Sequence[str], leaves: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[Any]]:
-        """Return units' leaves in the tensor classes that the module's code expects, such as DTensor."""
-        if not self.specs:
-            return leaves
-        rows = zip([self._layout[name] for name in names], leaves, strict=True)
-        return [as_dtensors(map(unit.full_path, unit.leaves), each, self.specs) for unit, each in rows]
-
-    def differentiated(self, names: Sequence[str], leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Return units' leaves, with paused ones detached."""
-        if not self._paused:
-            return leaves
-        rows = zip([self._layout[name] for name in names], leaves, strict=True)
-        return [
-            [x.detach() if unit.stored_path(leaf) in self._paused else x for leaf, x in zip(unit.leaves, each, strict=True)]
-            for unit, each in rows
-        ]
-
-    def written(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by path the values in all entries: full parameters, or tensors that a caller has put in their place."""
-        found = dict(full)
-        for unit in self._layout.units:
-            for i, value in self.entries[unit.name].values:
-                path, mine = unit.stored_path(unit.leaves[i]), local(value)
-                if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
-                    raise TreeError(
-                        f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by a tensor of another shape."
-                    )
-                if mine.data_ptr() != full[path].data_ptr():
-                    found[path] = mine
-        return found
-
 
 class ModuleCall:
     """One call of ``fn``, a method of the module at ``path``, with the module's units gathered.
@@ -240,13 +212,7 @@ class ModuleCall:
     """
 
     def __init__(
-        self,
-        calls: ModuleCalls,
-        module: nn.Module,
-        path: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, calls: ModuleCalls, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
         self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
         self.owner, self.flat = calls.owners[path], flat_arguments(args, kwargs)
@@ -263,15 +229,20 @@ class ModuleCall:
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
         """Call the code with these leaves of full parameters, by unit. Return all tensors that leave the code."""
         calls, path, owner, passed = self.calls, self.path, self.owner, self._passed
-        before = owner.side_outputs.look(passed, path)
-        leaves = calls.differentiated(owner.units, full)
-        with calls.reading(source, owner.entries, calls.shown(owner.units, leaves), module=self.module):
+        before = owner.side_outputs.look(passed)
+        if calls.paused:
+            rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(owner.entries, full, strict=True)]
+            full = [[x.detach() if stored in calls.paused else x for stored, x in row] for row in rows]
+        shown: list[list[Any]] = full
+        if calls.specs:
+            shown = [as_dtensors(each.stored, leaves, calls.specs) for each, leaves in zip(owner.entries, full, strict=True)]
+        with calls.reading(source, owner.entries, shown, module=self.module):
             out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
-        parameters = list(chain.from_iterable(leaves))
+        parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
         if views := views_of(parameters, found):  # these are released: the copies' gradients are theirs
             out = replaced(out, views, [cloned(x) for x in views], path)
-            found = tensors_in(out, path)
+            found = tensors_in(out)
         self.out = out
         side = owner.side_outputs.since(before, passed, parameters, path)
         found += [x for x in side if not any(x is y for y in found)]

@@ -163,7 +163,9 @@ class ShardedModule(nn.Module):
             with session.swapped_in(parameters):
                 yield
                 _refuse_hooks(parameters)
-                written = session.calls.written(full) if write else {}
+                written = dict(full)
+                for entries in session.calls.entries.values() if write else ():
+                    written |= entries.replaced(full)
         finally:
             session.is_unsharded = False
         if write:
@@ -266,12 +268,8 @@ class ShardedModule(nn.Module):
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
         """
-        where, parts = "load_full_state_dict()", self.state_dict()
-
-        def like(keys: tuple[str, ...]) -> ShardedTensor | None:
-            part = parts.get(keys[0])
-            return part if len(keys) == 1 and isinstance(part, ShardedTensor) else None
-
+        where, own = "load_full_state_dict()", self.state_dict()
+        like = {(name,): part for name, part in own.items() if isinstance(part, ShardedTensor)}
         return self.load_state_dict(scatter_from_rank(where, state_dict, rank, _session(self).scheduler, like), strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:

@@ -2,14 +2,13 @@
 
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
 from fsharp.errors import LossError, ScheduleError
-from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.sinks import with_sinks
 from fsharp.functional.state import update
@@ -78,11 +77,8 @@ class ModuleStep:
         If a backward pass failed, its step is abandoned first: autograd calls nothing of this module after a failure.
         """
         if self._pass not in (-1, torch._C._current_graph_task_id()) and self.run is not None:
-            try:
-                with self._guarded():
-                    raise ScheduleError("a backward pass of a module ended in an error")
-            except ScheduleError:
-                self._pass = -1
+            with suppress(ScheduleError), self._guarded():
+                raise ScheduleError("a backward pass of a module ended in an error")
         if self.run is None:
             self.scheduler.reopen()
 
@@ -147,11 +143,6 @@ class ModuleStep:
     def is_fed(self) -> bool:
         """Whether backward passes of this step have left gradients."""
         return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
-
-    @property
-    def sinks(self) -> list[torch.Tensor]:
-        """Return the tensors through which autograd gives gradients to the step under way."""
-        return [sink for node in units_of(self.params) for sink in node.sinks] if self.run is not None else []
 
     def update(self, tx: Any, settings: str, *, by: int) -> None:
         """Update parameters by a transformation of the gradients, if there are gradients.

@@ -8,7 +8,7 @@ from torch import nn
 
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import as_patterns, innermost, matches
+from fsharp.functional.layout.paths import innermost, matches
 from fsharp.type_checks import shown
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -33,7 +33,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     found: set[str] = set()
     for rule in rules:
         if isinstance(rule, str):
-            hits = {path for path in every if any(matches(pattern, path) for pattern in as_patterns(rule))}
+            hits = {path for path in every if matches(rule, path)}
         elif isinstance(rule, type):
             hits = {path for path, each in every.items() if isinstance(each, rule)}
         else:

@@ -42,9 +42,6 @@ class Session:
     """The state of a sharded module.
 
     Attributes:
-        calls: calls of the module's code with gathered parameters.
-        state: the training state.
-        step: the training step.
         casts: casts of inputs and outputs, by path, for modules with casts.
         is_unsharded: whether whole parameters are in place of the sharded ones at present.
         is_averaged: whether averages are in place of parameters at present.
@@ -59,9 +56,8 @@ class Session:
         chosen: Sequence[str],
         state: TrainState,
         scheduler: Scheduler,
-        *,
-        casts: Mapping[str, Cast] = {},
-        specs: Mapping[str, Spec] = {},
+        casts: Mapping[str, Cast],
+        specs: Mapping[str, Spec],
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
         scheduler.keep_main()  # the module shows main copies
@@ -105,7 +101,7 @@ class Session:
             with step.forward() as params:
                 out = run(ParameterSource.of(params, self.scheduler))
                 # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
-                before_backward(tensors_in(out, path), call.flat, step.on_backward)
+                before_backward(tensors_in(out), call.flat, step.on_backward)
         return out if dtypes is None else cast(out, dtypes.outputs)
 
     def _refuse_to_train(self) -> None:
@@ -221,7 +217,8 @@ class Session:
                 f"{_GRAD}: other backward passes have left gradients in this step, or were told to. Call it before them, or "
                 "after optimizer.step() or zero_grad()."
             )
-        sinks, others = step.sinks, [x for x in inputs if not isinstance(x, ShardedParameter)]
+        sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.run is not None else []
+        others = [x for x in inputs if not isinstance(x, ShardedParameter)]
         found: tuple[torch.Tensor | None, ...] = ()
         with step.apart():
             if sinks or others:
@@ -253,14 +250,10 @@ class Session:
         self.show()
 
     def write(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Copy values into parameters, and update parameters at rest. A collective.
-
-        ``parts``: by path, this rank's elements.
-        """
+        """Copy this rank's elements, by path, into parameters, and update parameters at rest. A collective."""
         with torch.no_grad():
             for path, value in parts.items():
-                own = self.parameters[path].local
-                own.copy_(value.view(own.shape))
+                self.parameters[path].local.view(-1).copy_(value.view(-1))
         self.state.spread()
 
     def show(self) -> None:
@@ -279,7 +272,7 @@ class Session:
 
     def _by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
         """Return for each unit the values of its leaves, given by path; tied leaves share one."""
-        return [[by_path[unit.stored_path(leaf)] for leaf in unit.leaves] for unit in self.layout.units]
+        return [[by_path[path] for path in entries.stored] for entries in self.calls.entries.values()]
 
 
 @api_boundary

@@ -3,16 +3,14 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import optree
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsharp.errors import MeshError, OptionError, TreeError
+from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
@@ -32,12 +30,11 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, entries_of, grouped, owners
 from fsharp.stateful.modules.session import Session, enter_by
 from fsharp.stateful.modules.te_scales import keep_scales_as_text
-from fsharp.stateful.modules.torch_tools.refusals import check_shardable, watch_wrappers
+from fsharp.stateful.modules.torch_tools.refusals import check_shardable, watch_torch
 from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
@@ -169,15 +166,14 @@ def shard_module(
         named_groups = [tuple(name for path in group for name in of_module.get(path, ())) for group in groups]
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
-    session = Session(module, layout, list(chosen), state, scheduler, casts=casts, specs=specs)
+    session = Session(module, layout, list(chosen), state, scheduler, casts, specs)
+    watch_torch(ShardedParameter)
     for parameter in module.parameters():
         parameter.__dict__["_fsharp_replaced"] = True
-    _watch_optimizers()
     session.show()
     keep_scales_as_text(module)
     for path in session.calls.owners:
         enter_by(module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else []))
-    watch_wrappers(ShardedParameter)
     assert isinstance(module, ShardedModule)
     return module
 
@@ -188,28 +184,5 @@ def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
     if mesh is None:
         joined = torch.distributed.is_initialized()
         size = torch.distributed.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
-        return connect(Mesh({"dp": size}))
-    if isinstance(mesh, Mesh):
-        return connect(mesh)
-    if not isinstance(mesh, Comm):
-        raise MeshError(f"shard_module(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh, a Mesh or a Comm.")
-    return mesh
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Make optimizers of torch raise an error in a step with parameters from before their module was sharded."""
-    register_optimizer_step_pre_hook(_refuse_step)
-
-
-@api_boundary
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if "_fsharp_replaced" in parameter.__dict__:
-                name = type(optimizer).__name__
-                raise TreeError(
-                    f"step(): this {name} was made before shard_module(), and holds the parameters from before: it would train "
-                    "nothing. Make the optimizer after shard_module(): "
-                    f"fs.ShardedOptimizer(model.parameters(), {name}, ...)."
-                )
+        mesh = Mesh({"dp": size})
+    return connect(mesh) if isinstance(mesh, Mesh) else mesh

@@ -9,16 +9,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.errors import MeshError, ScheduleError, TreeError, problem
+from fsharp.errors import ScheduleError, TreeError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.equal_values import check_same, digest, taken_from_rank
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.stateful.modules.calls import own_buffers
+from fsharp.stateful.modules.initial.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.session import Session
 
@@ -41,10 +42,6 @@ class _Awaiting(ShardedTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-Read = tuple[Any, dict[str, torch.Tensor], dict[str, ShardedTensor], list[tuple[torch.Tensor, torch.Tensor]]]
-"""What torch returns; by path the values for parameters, and this rank's parts of them; buffers, with their new values."""
-
-
 def refuse_dtensors(where: str, session: Session) -> None:
     """Raise an error for a module with DTensors sharded on other axes: a rank's elements are no run of the whole tensor."""
     for path, spec in session.calls.specs.items():
@@ -61,14 +58,11 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
 
-    def about(read: Read) -> dict[str, str]:
-        return {
-            "parameters": "\n".join(
-                f"{path}: {'part' if isinstance(x, ShardedTensor) else 'whole'}" for path, x in read[1].items()
-            )
-        }
+    def fields(read: tuple[Any, ...]) -> dict[str, str]:
+        kinds = (f"{path}: {'part' if isinstance(x, ShardedTensor) else 'whole'}" for path, x in read[1].items())
+        return {"parameters": "\n".join(kinds)}
 
-    result, given, parts, buffers = together(where, comm, lambda: _read(where, session, module, load), about)
+    result, given, parts, buffers = together(where, comm, lambda: _read(where, session, module, load), fields)
     values, varying = {}, {}
     for path, value in given.items():
         is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
@@ -84,7 +78,8 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
     return result
 
 
-def _read(where: str, session: Session, module: nn.Module, load: Callable[[], Any]) -> Read:
+def _read(where: str, session: Session, module: nn.Module, load: Callable[[], Any]) -> tuple[Any, ...]:
+    """Return torch's result; by path the values for parameters, and this rank's parts of them; buffers with new values."""
     refuse_dtensors(where, session)
     if session.is_averaged:
         raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
@@ -118,12 +113,12 @@ def own_part(
     ``name``.
     """
     first, last = like.run
-    what, got = "", _shown([value.dtype], value.shape)
+    what, got = "", tensor_text(value)
     if isinstance(value, ShardedTensor):
         is_same = (value.unit, value.leaf, value.place) == (like.unit, like.leaf, like.place)
         if not is_same or not like.unit.is_same_part(like.place, value.rank, like.rank) or value.local.numel() != last - first:
             what = "is a part of another rank or layout"
-        got = f"elements {list(value.run)} of {_shown([value.dtype], value.full_shape)}"
+        got = f"elements {list(value.run)} of {got}"
         got += f" in unit {value.unit.shown}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
     elif isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided:
         kind = "DTensor" if isinstance(value, DTensor) else f"tensor on the {value.device} device, {value.layout}"
@@ -133,7 +128,8 @@ def own_part(
     if not what and value.dtype not in dtypes:
         what = "has another dtype"
     if what:
-        expected = f"{_shown(dtypes, like.full_shape)}, or its elements {[first, last]} in the layout of this module"
+        expected = f"{' or '.join(dict.fromkeys(map(dtype_name, dtypes)))}{list(like.full_shape)}, or its elements "
+        expected += f"{[first, last]} in the layout of this module"
         facts = [("got", got), ("expected", expected), ("rank", f"{like.rank} of {like.unit.mesh}")]
         remedy = "Load what state_dict() gave on the same mesh, strategy and units, or whole tensors, such as those of an "
         remedy += "unsharded module; fs.checkpoint.load() reads what any mesh has saved."
@@ -141,17 +137,8 @@ def own_part(
     return value if isinstance(value, ShardedTensor) else ShardedTensor.of(value.detach().reshape(-1)[first:last], like)
 
 
-def _shown(dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> str:
-    return f"{' or '.join(dict.fromkeys(map(dtype_name, dtypes)))}{list(shape)}"
-
-
 def gather_to_rank(
-    where: str,
-    dicts: Iterable[dict[str, Any]],
-    rank: int | None,
-    comm: Comm,
-    *,
-    kind_of: Callable[[str], str] = lambda key: "",
+    where: str, dicts: Iterable[dict[str, Any]], rank: int | None, comm: Comm, *, kind_of: Callable[[str], str] = lambda key: ""
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on one rank, or on all. Return whether this rank has them.
 
@@ -159,27 +146,25 @@ def gather_to_rank(
     key, if dicts have several values of one parameter.
     """
     dicts = list(dicts)
-    parts: dict[str, dict[str, ShardedTensor]] = {}
-    for key, value in (item for each in dicts for item in each.items()):
-        if isinstance(value, ShardedTensor):
-            parts.setdefault(kind_of(key), {})[value.path] = value
+    held = [(kind_of(key), value) for each in dicts for key, value in each.items() if isinstance(value, ShardedTensor)]
+    parts = {(kind, part.path): part for kind, part in held}
 
     def check() -> None:
         if rank is not None:
-            _check_rank(where, rank, comm)
-        for path, part in (item for each in parts.values() for item in each.items()):
+            check_rank(where, rank, comm)
+        for (_, path), part in parts.items():
             if own := [axis for axis in part.place.varying if comm.mesh.axis_size(axis) > 1]:
                 raise TreeError(
                     f"{where}: {path!r} has different values on ranks along {own}, and the result would have those of one rank "
                     "alone. Save by fs.checkpoint.save()."
                 )
 
-    names = "\n".join(f"{kind} {path}" for kind, each in parts.items() for path in each)
+    names = "\n".join(f"{kind} {path}" for kind, path in parts)
     together(where, comm, check, lambda _: {"rank": repr(rank), "parts": names})
     is_kept = rank is None or comm.rank == rank
     whole: dict[tuple[str, str], torch.Tensor] = {}
-    for kind, of_kind in parts.items():
-        for part, value in whole_tensors(of_kind.values(), comm):
+    for kind in dict.fromkeys(kind for kind, _ in parts):
+        for part, value in whole_tensors([part for (each, _), part in parts.items() if each == kind], comm):
             full = value if part.spec is None else part.spec.whole(value).full_tensor()
             if is_kept:
                 whole[kind, part.path] = full.to("cpu", copy=True)
@@ -219,16 +204,14 @@ def whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[
         del buffer, buffers, full  # before the next unit is gathered
 
 
-def scatter_from_rank(
-    where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], ShardedTensor | None]
-) -> Any:
+def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
     """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
 
-    ``like`` returns by the keys of a tensor a part that is cut as the tensor is to be; None if each rank takes it whole.
+    ``like``: by the first one or two keys of tensors, parts that are cut as these are to be. Each rank takes others whole.
     """
 
     def check() -> bytes:
-        _check_rank(where, rank, comm)
+        check_rank(where, rank, comm)
         if comm.rank == rank and not isinstance(given, Mapping):
             raise TreeError(f"{where}: rank {rank} has a {type(given).__name__}, expected a state dict. Load the file there.")
         if comm.rank != rank and given:
@@ -239,15 +222,16 @@ def scatter_from_rank(
 
     data = together(where, comm, check, lambda _: {"rank": repr(rank)})
     nbytes = int.from_bytes(gather_bytes(len(data).to_bytes(8, "little"), comm)[rank], "little")
-    mine = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8, device="meta")
-    )
+    mine = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    if data:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     outline, metadata = _unpacked(bytes(taken_from_rank(mine, rank, comm).cpu().numpy()))
 
     def fill(path: Any, x: Any, own: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        value, part = taken_from_rank(own, rank, comm), like(tuple(each.key for each in path if hasattr(each, "key")))
+        value, keys = taken_from_rank(own, rank, comm), tuple(each.key for each in path if hasattr(each, "key"))
+        part = like.get(keys[:2])
         if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value
         return ShardedTensor.of(value.reshape(-1)[slice(*part.run)].clone(), part)
@@ -256,11 +240,6 @@ def scatter_from_rank(
     if metadata is not None:
         found = type("StateDict", (dict,), {"_metadata": metadata})(found)
     return found
-
-
-def _check_rank(where: str, rank: Any, comm: Comm) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.mesh.size:
-        raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
 
 
 def _packed(where: str, given: Mapping[str, Any]) -> bytes:
@@ -272,8 +251,8 @@ def _packed(where: str, given: Mapping[str, Any]) -> bytes:
         if isinstance(value, ShardedTensor | DTensor) or value.is_meta or value.layout is not torch.strided:
             name = ".".join(str(getattr(each, "key", getattr(each, "idx", ""))) for each in path)
             raise TreeError(
-                f"{where}: {name!r} is a {type(value).__name__} {dtype_name(value.dtype)}{list(value.shape)} on "
-                f"{value.device}, expected a whole tensor with values, such as full_state_dict() gives."
+                f"{where}: {name!r} is a {type(value).__name__} {tensor_text(value)} on {value.device}, expected a whole "
+                "tensor with values, such as full_state_dict() gives."
             )
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 

@@ -14,10 +14,7 @@ from torch import nn
 from fsharp.errors import TreeError
 
 _FORMAT = "delayed scaling, 1"
-_TENSORS = {"scale_fwd": ("scaling_fwd", "scale"), "amax_history_fwd": ("scaling_fwd", "amax_history")} | {
-    "scale_bwd": ("scaling_bwd", "scale"),
-    "amax_history_bwd": ("scaling_bwd", "amax_history"),
-}
+_TENSORS = {f"{name}_{way}": (f"scaling_{way}", name) for way in ("fwd", "bwd") for name in ("scale", "amax_history")}
 _NUMBERS = ("num_gemms", "fp8_max_fwd", "fp8_max_bwd")
 
 

@@ -137,7 +137,7 @@ def test_sync_from(mesh, source, meta):
 
 
 REFUSED = {
-    "no such rank": (lambda rank: make(0), lambda rank: 2, r"got 2, expected a rank of Mesh\(dp=2\), 0 to 1"),
+    "no such rank": (lambda rank: make(0), lambda rank: 2, r"rank is 2, expected a rank of Mesh\(dp=2\), 0 to 1"),
     "no rank": (lambda rank: make(0), lambda rank: True, r"sync_from is True, expected an int or None"),
     "several": (lambda rank: make(0), lambda rank: rank, r"different values\.\n  sync_from  rank 0: 0\n  sync_from  rank 1: 1"),
     "meta": (lambda rank: on_meta(), lambda rank: 1, r"'codes' of rank 1 is on the meta device\. Make the module on a real"),

@@ -257,7 +257,7 @@ def test_what_needs_no_cast_is_the_callers_own():
 @pytest.mark.parametrize("value", [{X}, UserDict(a=X), [Stored(a=X)]], ids=["set", "UserDict", "Stored"])
 def test_other_containers_with_tensors_to_cast_are_refused(value, request):
     name = request.node.callspec.id
-    with pytest.raises(TreeError, match=rf"is to cast tensors to torch.bfloat16 in a {name}. Pass pytrees"):
+    with pytest.raises(TreeError, match=rf"is to cast tensors to torch.bfloat16 in a {name}. Use pytrees"):
         cast({"a": value}, LOW)
     assert cast(value, HIGH) is value
 

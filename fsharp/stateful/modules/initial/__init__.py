@@ -1,4 +1,1 @@
-"""Initial values of a module: made by its own initializers, compared between ranks, or taken from one rank; DTensors.
-
-Reads no other folder of ``modules``.
-"""
+"""Initial values of a module: made by its own initializers, compared between ranks, or taken from one rank; DTensors."""

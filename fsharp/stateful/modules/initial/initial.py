@@ -14,7 +14,7 @@ from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.equal_values import check_same, taken_from_rank
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.formats.gather_hooks import plain_value
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import ancestors
@@ -87,13 +87,16 @@ def initial_values(
     return optree.tree_unflatten(layout.spec, nodes)
 
 
+def check_rank(where: str, rank: Any, comm: Comm) -> None:
+    """Refuse what is no rank of ``comm``."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.mesh.size:
+        raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
+
+
 def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
     if source is None:
         return
-    if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < comm.mesh.size:
-        raise MeshError(
-            f"shard_module(sync_from=...): got {source!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}."
-        )
+    check_rank("shard_module(sync_from=...)", source, comm)
     if comm.rank == source and meta:
         raise TreeError(
             f"shard_module(sync_from={source}): {meta[0]!r} of rank {source} is on the meta device. Make the module on a real "
@@ -210,8 +213,8 @@ class Initializers:
         """Return the value that an initializer has given to a tensor on the meta device: in ``room``, or a new tensor."""
         if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
             raise TreeError(
-                f"shard_module(): {path!r} is {_about(old)}, and its initializer has made it "
-                f"{'nothing' if new is None else _about(new)}. Fill it in place."
+                f"shard_module(): {path!r} is {tensor_text(old)}, and its initializer has made it "
+                f"{'nothing' if new is None else tensor_text(new)}. Fill it in place."
             )
         if new is room and _is_unfilled(new):
             self.unfilled.add(path)
@@ -225,15 +228,12 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
         parent, _, name = path.rpartition(".")
         owners.setdefault(parent, []).append(name)
     rows = [(path or "(root)", f"{type(module.get_submodule(path)).__name__}: {', '.join(n)}") for path, n in owners.items()]
-    return TreeError(
-        problem(
-            "shard_module()",
-            "parameters or buffers on the meta device that nothing initializes.",
-            rows,
-            "Give these classes a reset_parameters() that fills their own parameters and buffers, pass initialize=, a function "
-            "that does so for a submodule, or make the module on a real device.",
-        )
+    what = "parameters or buffers on the meta device that nothing initializes."
+    remedy = (
+        "Give these classes a reset_parameters() that fills their own parameters and buffers, pass initialize=, a function "
     )
+    remedy += "that does so for a submodule, or make the module on a real device."
+    return TreeError(problem("shard_module()", what, rows, remedy))
 
 
 def _room(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,7 +252,3 @@ def _is_unfilled(x: torch.Tensor) -> bool:
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_MARK, dtype=x.dtype)
     return x.numel() > 0 and x._version == 0 and bool(marked.all())  # versions do not see a write to .data
-
-
-def _about(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"

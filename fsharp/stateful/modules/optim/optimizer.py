@@ -26,15 +26,7 @@ from fsharp.functional.optim.wrappers import without_updates
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, join_state, slices_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
-from fsharp.stateful.modules.optim.states import (
-    Replicas,
-    StateByParameter,
-    States,
-    check_groups,
-    on_every_rank,
-    read_states,
-    read_tree,
-)
+from fsharp.stateful.modules.optim.states import StateByParameter, States, check_groups, on_every_rank, read_states, read_tree
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import SAME_VALUES, gather_to_rank, refuse_dtensors, scatter_from_rank
@@ -92,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.pop("param_names", None)
         self.session = _session_of([p for group in self.param_groups for p in group["params"]])
-        self.inner: torch.optim.Optimizer | None = None
+        self.inner: Any = None
         self._tx: Transform | None = None
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
         self._runs: list[list[FlatSlice]] = []
@@ -125,13 +117,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._defaults = defaults
         self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
         fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
-        fields |= {f"group {i}": _text({**g, "params": sorted(g["params"])}) for i, g in enumerate(self._groups())}
-        self._scopes = together(  # else ranks would update parts in different ways
-            "ShardedOptimizer()",
-            self.session.scheduler,
-            lambda: self._scope(optimizer, check_steps),
-            lambda _: fields,
-        )
+        fields |= _text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups()])
+        check = partial(self._scope, optimizer, check_steps)
+        self._scopes = together("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
         rows = zip(self.param_groups, self._cut(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
         self.defaults = self.inner.defaults
@@ -178,7 +166,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _recut(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Cut buffers into new runs by the labels of leaves, and join the states of the leaves of each run."""
-        assert self.inner is not None
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
         for group, parameters in zip(self.inner.param_groups, self._cut(), strict=True):
@@ -213,12 +200,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
-        rows = [(f"group {i}: {key}", x) for i, group in enumerate(self.param_groups) for key, x in sorted(group.items())]
         hosted = {  # the host would wait for tensors on a device
-            name: x
-            for name, x in rows
-            if not name.endswith(": params")
-            if all(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in optree.tree_leaves(x))
+            f"group {i}: {key}": x
+            for i, group in enumerate(self.param_groups)
+            for key, x in sorted(group.items())
+            if key != "params" and all(t.device.type == "cpu" for t in optree.tree_leaves(x) if isinstance(t, torch.Tensor))
         }
         self.session.step.update(tx, _text(hosted), by=id(self))
         return loss
@@ -231,7 +217,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
-        assert self.inner is not None
         if self._generation != self.session.state.generation:
             self._recut(self._labels, self._states())
         missing = self.session.step.means.missing
@@ -301,7 +286,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, path: str) -> dict[str, Any]:
         """Return the state of this rank's elements of one parameter."""
-        assert self.inner is not None
         like = self.session.parameters
         for run, parameter in self._each_run():
             if leaf := next((leaf for leaf in run.leaves if leaf[0] == path), None):
@@ -365,7 +349,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _fresh(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Return fresh state of the class for a parameter, with the options of these groups."""
-        assert self.inner is not None
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
         mine, is_flat = parameter.local, self._scopes[index] is Scope.ELEMENT
@@ -377,7 +360,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return split_state(run, state, {path: parameter})[path]
 
     def _states(self) -> States:
-        assert self.inner is not None
         found: States = {}
         for run, parameter in self._each_run():
             found |= split_state(run, self.inner.state.get(parameter, {}), self.session.parameters)
@@ -400,7 +382,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         where, comm = "load_state_dict()", self.session.scheduler
 
-        def check() -> tuple[Any, Replicas]:
+        def check() -> tuple[Any, Any]:
             refuse_dtensors(where, self.session)
             mine = {p.path for group in self.param_groups for p in group["params"] if p.is_trained}
             trained = None if self.inner is None else mine
@@ -410,10 +392,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fresh = partial(self._fresh, groups=state_dict["param_groups"])
             return read_states(where, state_dict["state"], self._stateful(), fresh)
 
-        def about(_: Any) -> dict[str, str]:
-            return {f"group {i}": _text(group) for i, group in enumerate(state_dict["param_groups"])}
-
-        states, replicas = together(where, comm, check, about)
+        states, replicas = together(where, comm, check, lambda _: _text_by_group(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in replicas.items()} for i in (0, 1))
         check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -451,12 +430,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         where = "load_full_state_dict()"
         self._refuse_pair(where)
-        parameters = self._stateful()
-
-        def like(keys: tuple[str, ...]) -> ShardedTensor | None:
-            part = parameters.get(keys[1]) if len(keys) == 3 and keys[0] == "state" else None
-            return part if part is not None and part.full_shape else None  # all ranks take a tensor without dims whole
-
+        # All ranks take a tensor without dims whole.
+        like = {("state", path): part for path, part in self._stateful().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.scheduler, like))
 
     def _refuse_pair(self, where: str) -> None:
@@ -468,7 +443,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
-        assert self.inner is not None
         for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
             yield from zip(runs, group["params"], strict=True)
 
@@ -478,8 +452,8 @@ def _session_of(params: list[Any]) -> Session:
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(
                 f"ShardedOptimizer(): parameter {i} is a {type(parameter).__name__} of shape "
-                f"{list(getattr(parameter, 'shape', ()))}, not one "
-                "of a ShardedModule. Pass model.parameters() as they are after shard_module(model, ...)."
+                f"{list(getattr(parameter, 'shape', ()))}, not one of a ShardedModule. Pass model.parameters() as they are "
+                "after shard_module(model, ...)."
             )
     first, *others = {parameter.owner() for parameter in params}
     if first is None and not others:
@@ -491,3 +465,7 @@ def _session_of(params: list[Any]) -> Session:
 
 def _text(options: Mapping[str, Any]) -> str:
     return "\n".join(f"{name}={exact_text(value)}" for name, value in options.items())
+
+
+def _text_by_group(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    return {f"group {i}": _text(group) for i, group in enumerate(groups)}

@@ -14,7 +14,7 @@ from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.equal_values import digest, taken_from_rank
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.sharded import check_kept, is_sharded, units_of
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.state_dict import own_part
@@ -69,8 +69,8 @@ def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTe
     for i, (path, like) in enumerate(parameters.items()):
         mine, kinds = states.get(path, {}), {rank: each[i] for rank, each in enumerate(everyone) if each[i]}
         mesh, axes = like.unit.mesh, like.place.varying  # along which ranks have states of their own
-        owners = [tuple(mesh.coord(axis, rank) for axis in axes) for rank in range(mesh.size)]
-        first: dict[tuple[int, ...], int] = {}
+        owners = [mesh.index_along(axes, rank) for rank in range(mesh.size)]
+        first: dict[int, int] = {}
         for rank, kind in kinds.items():
             if kinds[one := first.setdefault(owners[rank], rank)] != kind:
                 rows = [(f"rank {each}", kinds[each]) for each in (one, rank)]
@@ -135,9 +135,8 @@ def check_groups(
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
         if missing := sorted(set(options) - group.keys()):
             facts = [("got", ", ".join(sorted(group))), ("expected", f"{missing[0]!r}, such as {mine[missing[0]]!r}")]
-            raise TreeError(
-                problem(where, f"group {i} is that of another optimizer.", facts, "Load the state of the same class.")
-            )
+            what = f"group {i} is that of another optimizer."
+            raise TreeError(problem(where, what, facts, "Load the state of the same class."))
     if trained is not None and (unknown := sorted(str(name) for name in state_dict["state"] if name not in trained)):
         raise TreeError(
             f"{where}: the state dict has state of parameter {unknown[0]!r}, which this optimizer does not train. Make the "
@@ -202,9 +201,7 @@ def _checked_state(
             found[key] = own_part(where, name, value, like, dtypes=[value.dtype if want is None else want.dtype])
         elif isinstance(want, torch.Tensor):
             if (value.dtype, value.shape) != (want.dtype, want.shape) or isinstance(value, ShardedTensor) or value.is_meta:
-                got, expected = (
-                    f"{type(x).__name__} {dtype_name(x.dtype)}{list(x.shape)} on {x.device}" for x in (value, want)
-                )
+                got, expected = (f"{type(x).__name__} {tensor_text(x)} on {x.device}" for x in (value, want))
                 raise TreeError(f"{where}: {name!r} is a {got}, expected a {expected}.")
             found[key] = value.to(want.device)
         else:
@@ -222,9 +219,8 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
     paths, new, spec = optree.tree_flatten_with_path(given, is_leaf=is_sharded)
     old, own_spec = optree.tree_flatten(own, is_leaf=is_sharded)
     if spec != own_spec:
-        raise TreeError(
-            problem(where, "it is the state of another transformation.", [("got", spec), ("expected", own_spec)], remedy)
-        )
+        what = "it is the state of another transformation."
+        raise TreeError(problem(where, what, [("got", spec), ("expected", own_spec)], remedy))
     for path, x, y in zip(paths, new, old, strict=True):
         if _about(x) != _about(y):
             got, expected = (each if is_sharded(each) else _about(each) for each in (x, y))
@@ -237,10 +233,8 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
     for i, node in enumerate(new):
         if is_sharded(node):
             axes = node.place.sharded + node.place.varying
-            replicas |= {
-                f"state {i}, unit {node.unit.shown}, group {g}": (x, axes)
-                for g, x in zip(node.groups, node.buffers, strict=True)
-            }
+            for g, buffer in zip(node.groups, node.buffers, strict=True):
+                replicas[f"state {i}, unit {node.unit.shown}, group {g}"] = buffer, axes
         else:
             replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(exact_text(node).encode())), ()
     copied = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
@@ -250,4 +244,4 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
 def _about(x: Any) -> Any:
     if is_sharded(x):
         return x.unit, x.place, x.groups, list(map(_about, x.buffers))
-    return f"{dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x)
+    return tensor_text(x) if isinstance(x, torch.Tensor) else type(x)

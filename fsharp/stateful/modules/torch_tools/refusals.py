@@ -1,9 +1,8 @@
 """Errors for torch's own tools, by tool: functions that are called with parts, wrappers, and kinds of parameters."""
 
 import sys
-import types
 from functools import cache, partial
-from typing import cast
+from traceback import walk_stack
 
 import torch
 from torch import nn
@@ -12,12 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.formats.gather_hooks import has_hooks
 from fsharp.functional.formats.te import is_quantized
 from fsharp.stateful.runtime.boundary import in_backward
+from fsharp.tracebacks import api_boundary
 
 NO_COPIES = (
     "A sharded module, or a module or parameter of it, cannot be copied or pickled. For a second one, such as a teacher, shard "
@@ -58,10 +59,7 @@ _CHECKPOINT: Caller = (
 
 def caller(usual: str) -> tuple[str, str]:
     """Return text that names the innermost known tool of torch under way, and its remedy; or an empty text and ``usual``."""
-    modules, frame = list[str](), cast(types.FrameType | None, sys._getframe(1))
-    while frame is not None:
-        modules.append(f"{frame.f_globals.get('__name__', '')}.")
-        frame = frame.f_back
+    modules = [f"{frame.f_globals.get('__name__', '')}." for frame, _ in walk_stack(sys._getframe(1))]
     known = _CALLERS
     if in_backward() and any(module.startswith(_CHECKPOINT[0]) for module in modules):
         known = [("", *_CHECKPOINT[1:])]
@@ -121,9 +119,20 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 
 @cache
-def watch_wrappers(sharded: type[nn.Parameter]) -> None:
-    """Make torch's wrappers raise an error for modules with sharded parameters, before the wrappers communicate."""
+def watch_torch(sharded: type[nn.Parameter]) -> None:
+    """Make torch's wrappers raise an error for sharded modules, and torch's optimizers for parameters that were replaced."""
     register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
+    register_optimizer_step_pre_hook(_refuse_step)
+
+
+@api_boundary
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if any("_fsharp_replaced" in parameter.__dict__ for group in optimizer.param_groups for parameter in group["params"]):
+        name = type(optimizer).__name__
+        raise TreeError(
+            f"step(): this {name} was made before shard_module(), and holds the parameters from before: it would train "
+            f"nothing. Make the optimizer after shard_module(): fs.ShardedOptimizer(model.parameters(), {name}, ...)."
+        )
 
 
 def _refuse_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:

@@ -1,14 +1,14 @@
 """Casts of a module's inputs and outputs."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.paths import assign, selects
 from fsharp.functional.layout.precision import Precision
-from fsharp.stateful.modules.values.outputs import mapped, tensors_in
+from fsharp.stateful.modules.values.outputs import mapped
 
 T = TypeVar("T")
 
@@ -30,16 +30,12 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
     casts = {}
     for path in ["", *chosen]:
         inside = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
-        mine = ([Precision()] + [rule for pattern, rule in rules.items() if selects(pattern, path)])[-1]
+        mine = [Precision(), *(rule for pattern, rule in rules.items() if selects(pattern, path))][-1]
         if path and all(of_leaf[leaf] != mine for leaf in inside):
-            raise LayoutError(
-                problem(
-                    "shard_module(precision=...)",
-                    f"the module {path!r} casts its inputs by one precision, and all of its parameters have others.",
-                    [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])],
-                    f"Name the module: a pattern {path!r} selects it and all of its parameters.",
-                )
-            )
+            what = f"the module {path!r} casts its inputs by one precision, and all of its parameters have others."
+            facts = [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])]
+            remedy = f"Name the module: a pattern {path!r} selects it and all of its parameters."
+            raise LayoutError(problem("shard_module(precision=...)", what, facts, remedy))
         found = Cast(mine.compute if mine.cast_inputs else None, mine.output)
         if found != (None, None):
             casts[path] = found
@@ -52,15 +48,8 @@ def cast(value: T, dtype: torch.dtype | None) -> T:
     Nothing is changed in place. An object that holds no tensor of another dtype is returned itself: its owner sees what the
     module writes to it. A tensor of another dtype in a container of another class, such as a set, is an error.
     """
-
-    def check(x: Any) -> Any:
-        if isinstance(x, Collection) and any(
-            each.is_floating_point() and each.dtype != dtype for each in tensors_in(x, "", refuses_late=False)
-        ):
-            raise TreeError(
-                f"a module with precision= is to cast tensors to {dtype} in a {type(x).__name__}. Pass pytrees (tuples, lists, "
-                "dicts) or dataclasses, or register the class by torch.utils._pytree.register_pytree_node()."
-            )
-        return x
-
-    return value if dtype is None else mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x, check)
+    if dtype is None:
+        return value
+    what = f"a module with precision= is to cast tensors to {dtype}"
+    found: T = mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x, what, kinds=Collection)
+    return found

@@ -21,10 +21,11 @@ _CLOSED = (*_PLAIN, nn.Module, type, types.ModuleType, types.FunctionType, types
 _LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, zip, filter)
 
 
-def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torch.Tensor]:
-    """Return all tensors that can be reached from a result of the module at ``path``, except through modules.
+def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
+    """Return all tensors that can be reached from a value, except through modules.
 
-    ``refuses_late``: raise an error for generators and other iterators, which may compute after parameters are released.
+    For a result of the module at the path ``given_by``, raise an error for generators and other iterators, which may compute
+    after parameters are released.
     """
     if isinstance(value, torch.Tensor):  # what most modules return
         return [value]
@@ -35,10 +36,10 @@ def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torc
         if isinstance(x, torch.Tensor):
             found[id(x)] = x
         elif isinstance(x, _LATE):
-            if refuses_late:
+            if given_by is not None:
                 raise TreeError(
-                    f"module {path or 'the root'!r} returns a {type(x).__name__}, which would compute after its parameters are "
-                    "released. Return its results, such as a list of tensors."
+                    f"module {given_by or 'the root'!r} returns a {type(x).__name__}, which would compute after its parameters "
+                    "are released. Return its results, such as a list of tensors."
                 )
         elif not isinstance(x, _CLOSED) and id(x) not in seen:
             seen[id(x)] = x
@@ -46,10 +47,11 @@ def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torc
     return list(found.values())
 
 
-def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any], *, in_place: bool = False) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type = object, in_place: bool = False) -> Any:
     """Map the tensors in a value, in pytrees of torch and dataclasses. Return the same object if no tensor changes.
 
-    ``other`` is called with each object of another class. ``in_place`` changes lists, dicts and dataclasses, and no copies.
+    ``in_place`` changes lists, dicts and dataclasses, and no copies. A tensor to change in an object of another class, one of
+    ``kinds``, is an error, which begins with ``what``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -61,9 +63,14 @@ def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         old = [getattr(value, name) for name in names]
+    elif isinstance(value, kinds) and any(change(x) is not x for x in tensors_in(value)):
+        raise TreeError(
+            f"{what} in a {type(value).__name__}. Use pytrees (tuples, lists, dicts) or dataclasses, or register the class by "
+            "torch.utils._pytree.register_pytree_node()."
+        )
     else:
-        return other(value)
-    new = [mapped(x, change, other, in_place=in_place) for x in old]
+        return value
+    new = [mapped(x, change, what, kinds=kinds, in_place=in_place) for x in old]
     if all(map(is_, old, new)):
         return value
     if in_place and isinstance(value, list):
@@ -84,17 +91,8 @@ def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any]
 def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
     """Replace tensors in ``value``, in place if possible. A tensor to replace in an object of another class is an error."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
-
-    def check(x: Any) -> Any:
-        if any(id(each) in by_id for each in tensors_in(x, path, refuses_late=False)):
-            raise TreeError(
-                f"module {path or 'the root'!r} returns or keeps a {type(x).__name__} with a parameter in it, or with a tensor "
-                "that has to be replaced by another. Return pytrees (tuples, lists, dicts) or dataclasses, or register the "
-                "class by torch.utils._pytree.register_pytree_node()."
-            )
-        return x
-
-    return mapped(value, lambda x: by_id.get(id(x), x), check, in_place=True) if by_id else value
+    what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
+    return mapped(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
 
 
 def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,21 +26,21 @@ class SideOutputs:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
 
-    def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
+    def look(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the tensors in these places, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._places():
             values.append(places[name])
-        return {id(x): x for x in tensors_in(values, path, refuses_late=False)} if values else {}
+        return {id(x): x for x in tensors_in(values)} if values else {}
 
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
         """Return tensors with a graph that are not in ``before``. Views of parameters become copies first."""
-        new = [x for i, x in self.look(arguments, path).items() if i not in before]
+        new = [x for i, x in self.look(arguments).items() if i not in before]
         if views := views_of(parameters, new):
             self.replace(arguments, views, [cloned(x) for x in views], path)
-            new = [x for i, x in self.look(arguments, path).items() if i not in before]
+            new = [x for i, x in self.look(arguments).items() if i not in before]
         return [x for x in new if x.grad_fn is not None]
 
     def replace(self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> None:
@@ -56,11 +56,17 @@ class SideOutputs:
         found = []
         for reference in self._modules:
             if (module := reference()) is not None:
-                for places in (module.__dict__, module._buffers):
-                    for name, x in places.items():
-                        if name not in _OWN and ((type(x) in _CONTAINERS and x) or isinstance(x, torch.Tensor)):
-                            found.append((places, name))
+                found += _places_in(module, _OWN)
         return found
+
+
+def _places_in(module: nn.Module, without: Collection[str | None]) -> list[tuple[dict[str, Any], str]]:
+    found = []
+    for places in (module.__dict__, module._buffers):
+        for name, x in places.items():
+            if name not in without and ((type(x) in _CONTAINERS and x) or isinstance(x, torch.Tensor)):
+                found.append((places, name))
+    return found
 
 
 def refuse_kept(module: nn.Module) -> None:
@@ -69,11 +75,8 @@ def refuse_kept(module: nn.Module) -> None:
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
-        own = _OWN | computed
-        attributes = [(name, value) for name, value in vars(each).items() if name not in own]
-        attributes = [row for row in attributes if type(row[1]) in _CONTAINERS or isinstance(row[1], torch.Tensor)]
-        for attribute, value in [*attributes, *each._buffers.items()]:
-            spans = [extent for x in tensors_in([value], path, refuses_late=False) for extent in _extents(x)]
+        for places, attribute in _places_in(each, _OWN | computed):
+            spans = [extent for x in tensors_in([places[attribute]]) for extent in _extents(x)]
             held = next((name for name, (a, b) in extents for start, stop in spans if a < stop and start < b), None)
             if held is not None:
                 raise TreeError(
@@ -90,11 +93,9 @@ def refuse_kept(module: nn.Module) -> None:
             )
 
 
-def _extents(x: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the first byte and the end of a tensor; of a wrapper, those of each tensor inside."""
-    found = []
+def _extents(x: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the first byte and the end of a tensor; of a wrapper, those of each tensor inside."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
-            found.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size()))
-    return found
+            yield each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size()
