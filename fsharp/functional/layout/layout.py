@@ -104,11 +104,7 @@ class Layout:
     @staticmethod
     @api_boundary
     def from_json(text: str) -> "Layout":
-        """Return the layout that :meth:`to_json` wrote as text.
-
-        Raises:
-            LayoutError: the text is no layout.
-        """
+        """Return the layout that :meth:`to_json` wrote as text; LayoutError if the text is no layout."""
         return Layout(*layout_from_json(text))
 
     def __str__(self) -> str:

@@ -58,31 +58,19 @@ class Mesh:
 
     @api_boundary
     def axis_size(self, axis: str) -> int:
-        """Return the number of ranks along ``axis``.
-
-        Raises:
-            MeshError: no such axis.
-        """
+        """Return the number of ranks along ``axis``; MeshError if there is no such axis."""
         return self.shape[self.index(axis)]
 
     @api_boundary
     def index(self, axis: str) -> int:
-        """Return the index of ``axis`` among the axes; the outermost axis has index 0.
-
-        Raises:
-            MeshError: no such axis.
-        """
+        """Return the index of ``axis``, from 0 for the outermost axis; MeshError if there is no such axis."""
         if axis not in self.names:
             raise MeshError(f"unknown mesh axis {axis!r}: {self} has {list(self.names)}.")
         return self.names.index(axis)
 
     @api_boundary
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of ``rank``, one for each axis.
-
-        Raises:
-            MeshError: no such rank.
-        """
+        """Return the coordinates of ``rank``, one for each axis; MeshError if there is no such rank."""
         if not 0 <= rank < self.size:
             raise MeshError(f"rank {rank} is outside {self}, whose ranks are 0 to {self.size - 1}.")
         result = []
@@ -97,11 +85,7 @@ class Mesh:
 
     @api_boundary
     def rank(self, coords: Iterable[int]) -> int:
-        """Return the rank at ``coords``: the inverse of :meth:`coords`.
-
-        Raises:
-            MeshError: coordinates outside the mesh.
-        """
+        """Return the rank at ``coords``, the inverse of :meth:`coords`; MeshError for coordinates outside the mesh."""
         given = tuple(coords)
         if len(given) != len(self.axes) or any(not 0 <= c < n for c, n in zip(given, self.shape, strict=False)):
             raise MeshError(f"coordinates {given} are outside {self}.")
@@ -128,20 +112,12 @@ class Mesh:
 
     @api_boundary
     def check_world_size(self, world_size: int) -> None:
-        """Raise an error if the number of processes differs from the number of ranks in this mesh.
-
-        Raises:
-            MeshError: the two numbers differ.
-        """
+        """Raise a MeshError if the number of processes differs from the number of ranks in this mesh."""
         if world_size != self.size:
-            raise MeshError(
-                problem(
-                    "Mesh",
-                    f"{world_size} processes cannot form {self}, which has {self.size} ranks.",
-                    [("axes", " x ".join(f"{name}={size}" for name, size in self.axes) or "none")],
-                    f"Start {self.size} processes, or choose axis sizes whose product is {world_size}.",
-                )
-            )
+            facts = [("axes", " x ".join(f"{name}={size}" for name, size in self.axes) or "none")]
+            remedy = f"Start {self.size} processes, or choose axis sizes whose product is {world_size}."
+            what = f"{world_size} processes cannot form {self}, which has {self.size} ranks."
+            raise MeshError(problem("Mesh", what, facts, remedy))
 
     def __str__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"

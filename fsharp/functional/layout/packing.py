@@ -69,12 +69,7 @@ Atom = Element | Rows | Whole
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where each leaf starts, and how many elements each part holds.
-
-    Attributes:
-        offsets: first element of each leaf in the flat buffer, in the order given.
-        capacity: elements in one part.
-    """
+    """Packed leaves: the first element of each leaf in the flat buffer, in the order given, and the elements in one part."""
 
     offsets: tuple[int, ...]
     capacity: int

@@ -132,36 +132,21 @@ def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternEr
     """Return the error for a pattern that selects no path; the text names the most similar paths."""
     known = sorted(filter(None, prefixes(paths)))
     near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
-    return PatternError(
-        problem(
-            where,
-            f"the pattern {pattern!r} matches nothing.",
-            [("closest", ", ".join(near) or "there are none")],
-            "In a pattern '*' stands for one key, and '**' for any number of keys.",
-        )
-    )
+    facts = [("closest", ", ".join(near) or "there are none")]
+    remedy = "In a pattern '*' stands for one key, and '**' for any number of keys."
+    return PatternError(problem(where, f"the pattern {pattern!r} matches nothing.", facts, remedy))
 
 
 def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
-    """Return the paths selected by any of the patterns, each of which has to select one.
-
-    Raises:
-        PatternError: a pattern that selects nothing, or a value in a dictionary of patterns that is no boolean.
-    """
-    if isinstance(patterns, Mapping):
-        for pattern, value in patterns.items():
-            if not isinstance(value, bool):
-                raise PatternError(f"{where}: the pattern {pattern!r} stands for {value!r}, expected True or False.")
-        return frozenset(path for path, value in assign(where, patterns, paths, default=False).items() if value)
-    if callable(patterns):
-        return frozenset(path for path in paths if patterns(path))
-    result: set[str] = set()
-    for pattern in as_patterns(patterns):
-        hit = {path for path in paths if selects(pattern, path)}
-        if not hit:
-            raise nothing_matches(where, pattern, paths)
-        result |= hit
-    return frozenset(result)
+    """Return the paths selected by any of the patterns; PatternError if one selects nothing, or stands for no boolean."""
+    if not isinstance(patterns, Mapping):
+        if callable(patterns):
+            return frozenset(filter(patterns, paths))
+        patterns = dict.fromkeys(as_patterns(patterns), True)
+    for pattern, value in patterns.items():
+        if not isinstance(value, bool):
+            raise PatternError(f"{where}: the pattern {pattern!r} stands for {value!r}, expected True or False.")
+    return frozenset(path for path, value in assign(where, patterns, paths, default=False).items() if value)
 
 
 def assign(
@@ -169,8 +154,7 @@ def assign(
 ) -> dict[str, T]:
     """Return a value for each path, from one value, a function of the path, or values by pattern; the last match counts.
 
-    Raises:
-        PatternError: a pattern selects nothing; or no pattern selects some path, and there is no default.
+    Raises PatternError if a pattern selects nothing; or if no pattern selects some path, and there is no default.
     """
     if isinstance(rules, Mapping):
         result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)

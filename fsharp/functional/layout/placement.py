@@ -68,28 +68,21 @@ class AxisRule:
     optim: Placement
 
 
-_REASONS = (
-    (
-        lambda r: 0 < (r.params, r.grads, r.optim).count(Vary) < 3,
-        "if one of the three is Vary, all three have to be: a rank with its own parameters has its own gradients and state",
-    ),
-    (
-        lambda r: r.params is Partial or r.optim is Partial,
-        "only gradients can be partial sums: parameters and optimizer state are values that ranks read",
-    ),
-    (
-        lambda r: r.grads is Replicate,
-        "replicated gradients cost an all_reduce in every microbatch and take as much memory as partial ones",
-    ),
-    (
-        lambda r: r.params is Shard and r.optim is Replicate,
-        "a rank that keeps a part of the parameters can update no more than that part",
-    ),
-    (
-        lambda r: r.grads is Shard and r.optim is Replicate,
-        "a rank that keeps a part of the gradients can update no more than that part",
-    ),
-)
+def _why_illegal(rule: AxisRule) -> str | None:
+    """Return why the placements along an axis are illegal; None if they are legal."""
+    params, grads, optim = rule.params, rule.grads, rule.optim
+    if 0 < (params, grads, optim).count(Vary) < 3:
+        return (
+            "if one of the three is Vary, all three have to be: a rank with its own parameters has its own gradients and state"
+        )
+    if params is Partial or optim is Partial:
+        return "only gradients can be partial sums: parameters and optimizer state are values that ranks read"
+    if grads is Replicate:
+        return "replicated gradients cost an all_reduce in every microbatch and take as much memory as partial ones"
+    for name, kind in (("parameters", params), ("gradients", grads)):
+        if kind is Shard and optim is Replicate:
+            return f"a rank that keeps a part of the {name} can update no more than that part"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +176,9 @@ class Strategy:
         for axis, rule in rules.items():
             if not isinstance(rule, AxisRule):
                 raise StrategyError(f"Strategy(): axis {axis!r} has {rule!r:.80}, expected an AxisRule.")
-            for is_bad, reason in _REASONS:
-                if is_bad(rule):
-                    raise StrategyError(
-                        problem(
-                            "Strategy()",
-                            f"illegal placement on axis {axis!r}: {reason}.",
-                            [("params", repr(rule.params)), ("grads", repr(rule.grads)), ("optim", repr(rule.optim))],
-                        )
-                    )
+            if (reason := _why_illegal(rule)) is not None:
+                facts = [("params", repr(rule.params)), ("grads", repr(rule.grads)), ("optim", repr(rule.optim))]
+                raise StrategyError(problem("Strategy()", f"illegal placement on axis {axis!r}: {reason}.", facts))
         object.__setattr__(self, "rules", tuple(rules.items()))
         count = {axis: [r.params, r.grads, r.optim].count(Shard) for axis, r in rules.items()}
         order = tuple(sorted(count, key=lambda axis: -count[axis]))
@@ -202,14 +189,10 @@ class Strategy:
         object.__setattr__(self, "full", Place(order, full))
         kinds = {kind: {a for a, r in rules.items() if getattr(r, kind) is Shard} for kind in ("params", "grads")}
         if not (kinds["params"] <= kinds["grads"] or kinds["grads"] <= kinds["params"]):
-            raise StrategyError(
-                problem(
-                    "Strategy()",
-                    "sharded axes of parameters and gradients do not nest: one rank's parts would not be contiguous.",
-                    [(kind, f"sharded on {sorted(axes)}") for kind, axes in kinds.items()],
-                    "Shard the gradients on every axis that shards the parameters, or the reverse.",
-                )
-            )
+            facts = [(kind, f"sharded on {sorted(axes)}") for kind, axes in kinds.items()]
+            remedy = "Shard the gradients on every axis that shards the parameters, or the reverse."
+            what = "sharded axes of parameters and gradients do not nest: one rank's parts would not be contiguous."
+            raise StrategyError(problem("Strategy()", what, facts, remedy))
 
     @api_boundary
     def varying(self, *axes: str) -> "Strategy":
@@ -231,11 +214,7 @@ class Strategy:
 
     @api_boundary
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raise an error if the axes of a mesh differ from the axes of this strategy.
-
-        Raises:
-            StrategyError: only the mesh, or only the strategy, has an axis.
-        """
+        """Raise a StrategyError if the axes of a mesh differ from the axes of this strategy."""
         named = {axis for axis, _ in self.rules}
         for axis in sorted(named - set(mesh.names)):
             raise StrategyError(f"Strategy names the unknown axis {axis!r}: {mesh} has {list(mesh.names)}.")

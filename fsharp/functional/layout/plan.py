@@ -183,15 +183,13 @@ def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Preci
                 continue
             asked = f"{unit.full_path(unit.leaves_of(i)[0])!r} has update={dtypes.update.name}"
             if not unit.update_axes:
-                raise LayoutError(
-                    problem(
-                        "plan()",
-                        f"the precision of {asked}, and no updated parameters of this unit travel.",
-                        [("unit", unit.shown), ("strategy", unit.strategy)],
-                        "Leave out update=, or choose a strategy that shards optimizer state along an axis along which "
-                        "parameters are replicated, such as zero1 or zero2. Under zero3, stored= encodes what travels.",
-                    )
+                facts = [("unit", unit.shown), ("strategy", unit.strategy)]
+                remedy = (
+                    "Leave out update=, or choose a strategy that shards optimizer state along an axis along which "
+                    "parameters are replicated, such as zero1 or zero2. Under zero3, stored= encodes what travels."
                 )
+                what = f"the precision of {asked}, and no updated parameters of this unit travel."
+                raise LayoutError(problem("plan()", what, facts, remedy))
             if dtypes.format is not None:
                 raise LayoutError(
                     f"plan(): the precision of {asked} and stored={dtypes.format.name}. Parameters that rest in a format "
@@ -246,14 +244,10 @@ def _strategies(
         first, strategy = chosen_by.setdefault(unit_of[path], (path, rule))
         if rule != strategy:
             unit = repr(unit_of[path]) if unit_of[path] else "(root)"
-            raise LayoutError(
-                problem(
-                    "plan()",
-                    f"leaves of unit {unit} have different strategies, and a unit is gathered as one.",
-                    [(f"params[{p!r}]", specs.get(p, rule_of[p])) for p in (first, path)],
-                    "Give them one strategy, or put them into units of their own by units=.",
-                )
-            )
+            facts = [(f"params[{p!r}]", specs.get(p, rule_of[p])) for p in (first, path)]
+            remedy = "Give them one strategy, or put them into units of their own by units=."
+            what = f"leaves of unit {unit} have different strategies, and a unit is gathered as one."
+            raise LayoutError(problem("plan()", what, facts, remedy))
     result = {unit: strategy for unit, (_, strategy) in chosen_by.items()}
     for strategy in dict.fromkeys(result.values()):
         strategy.check_mesh(mesh)
@@ -265,14 +259,9 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
         dtype = getattr(torch, str(getattr(leaf, "dtype", None)), None)
         if not isinstance(dtype, torch.dtype) or not hasattr(leaf, "shape"):
-            raise TreeError(
-                problem(
-                    "plan()",
-                    f"params[{path!r}] is not a tensor.",
-                    [("got", f"{type(leaf).__name__} {leaf!r:.60}")],
-                    "Keep configuration out of the tree: close over it, or pass it to the function as an argument.",
-                )
-            )
+            facts = [("got", f"{type(leaf).__name__} {leaf!r:.60}")]
+            remedy = "Keep configuration out of the tree: close over it, or pass it to the function as an argument."
+            raise TreeError(problem("plan()", f"params[{path!r}] is not a tensor.", facts, remedy))
         return torch.empty(tuple(leaf.shape), dtype=dtype, device="meta")
     if leaf.layout is not torch.strided:
         raise TreeError(f"plan(): params[{path!r}] has layout {leaf.layout}, expected torch.strided.")
@@ -282,8 +271,7 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
 def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
     """Return tied leaves, each with the earlier leaf that is the same view of the same storage.
 
-    Raises:
-        LayoutError: two leaves that start at the same element of one storage but view it differently.
+    Raises LayoutError if two leaves start at the same element of one storage but view it differently.
     """
     ties: dict[str, str] = {}
     owners: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
@@ -295,14 +283,10 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
         if owner == path:
             continue
         if _view(leaf) != _view(other):
-            raise LayoutError(
-                problem(
-                    "plan()",
-                    f"params[{owner!r}] and params[{path!r}] share storage but are different views of it.",
-                    [(f"{p!r}", _view_text(t)) for p, t in ((owner, other), (path, leaf))],
-                    "Tie leaves by using one tensor at both paths and taking the view in the function, or clone one.",
-                )
-            )
+            facts = [(f"{p!r}", _view_text(t)) for p, t in ((owner, other), (path, leaf))]
+            remedy = "Tie leaves by using one tensor at both paths and taking the view in the function, or clone one."
+            what = f"params[{owner!r}] and params[{path!r}] share storage but are different views of it."
+            raise LayoutError(problem("plan()", what, facts, remedy))
         ties[path] = owner
     return ties
 
@@ -323,7 +307,7 @@ def _check_ties(
     specs: Mapping[str, P],
 ) -> None:
     for path, owner in ties.items():
-        facts = (
+        both = (
             ("frozen", not rules[owner][1], not rules[path][1]),
             ("precision", rules[owner][0], rules[path][0]),
             ("label", rules[owner][2], rules[path][2]),
@@ -331,13 +315,8 @@ def _check_ties(
             ("atom", rules[owner][3], rules[path][3]),
             ("the axes along which they vary", varying[owner], varying[path]),
         )
-        for what, a, b in facts:
+        for what, a, b in both:
             if a != b:
-                raise LayoutError(
-                    problem(
-                        "plan()",
-                        f"tied leaves disagree on {what}.",
-                        [(repr(owner), a), (repr(path), b)],
-                        "Tied leaves are one tensor: give both paths the same rule.",
-                    )
-                )
+                facts = [(repr(owner), a), (repr(path), b)]
+                remedy = "Tied leaves are one tensor: give both paths the same rule."
+                raise LayoutError(problem("plan()", f"tied leaves disagree on {what}.", facts, remedy))

@@ -142,11 +142,7 @@ Precisions = Precision | Mapping[str, Precision]
 
 
 def check_precisions(where: str, precision: Precisions) -> None:
-    """Raise an error if a pattern has no Precision.
-
-    Raises:
-        OptionError: the message names the pattern and its value.
-    """
+    """Raise an OptionError, which names the pattern and its value, if a pattern has no Precision."""
     for pattern, each in precision.items() if isinstance(precision, Mapping) else ():
         if not isinstance(each, Precision):
             raise OptionError(f"{where}: precision[{pattern!r}] is {each!r:.80}, expected a Precision.")

@@ -24,9 +24,8 @@ VERSION = 1
 def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
     """Return a layout as JSON: :meth:`~fsharp.Layout.to_json`.
 
-    Raises:
-        LayoutError: a tree with containers other than dict, OrderedDict, list, tuple, namedtuple and None, or that nests deeper
-            than Python's limit of recursion lets JSON be written.
+    Raises LayoutError for containers other than dict, OrderedDict, list, tuple, namedtuple and None, and for a tree that nests
+    deeper than Python's limit of recursion lets JSON be written.
     """
     try:
         return json.dumps(
@@ -74,11 +73,7 @@ def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
 
 
 def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
-    """Return the unit that :func:`unit_to_json` was given, on its mesh.
-
-    Raises:
-        LayoutError: sizes or offsets that :func:`~fsharp.plan` cannot make.
-    """
+    """Return the unit that :func:`unit_to_json` was given, on its mesh; LayoutError for numbers that no plan has."""
     rules = {axis: AxisRule(*map(Placement, kinds)) for axis, kinds in data["strategy"].items()}
     leaves = tuple(
         Leaf(path, tuple(shape), dtype_named(dtype), _atom_from_json(atom), group, offset, tuple(tied) if tied else None)
@@ -119,11 +114,7 @@ def _dtypes_from_json(names: list[str]) -> Dtypes:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return a dtype by its name.
-
-    Raises:
-        LayoutError: there is no dtype of this name.
-    """
+    """Return a dtype by its name; LayoutError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"{name!r} is not a dtype.")
@@ -136,11 +127,7 @@ def name_of_class(kind: type) -> str:
 
 
 def class_named(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
-    """Return a class of a module that this process has imported.
-
-    Raises:
-        LayoutError: the module is not imported, or ``is_kind`` is false for the object of this name.
-    """
+    """Return a class of a module that this process has imported; LayoutError for another module, or one not of the kind."""
     module, _, path = name.partition(":")
     if module not in sys.modules:  # importing a module that a text names would run its code
         raise LayoutError(f"{name!r}: import the module {module!r} first.")

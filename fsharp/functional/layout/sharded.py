@@ -20,16 +20,7 @@ PlaceName = str | Place
 
 
 class Context(NamedTuple):
-    """The static, hashable part of a :class:`Sharded`: all but its buffers.
-
-    Attributes:
-        unit: the layout of the unit.
-        place: where the buffers rest.
-        groups: indices of the unit's groups to which the buffers belong.
-        is_gathered: whether the buffers are gathered copies with which each rank computes by itself.
-        ledger: the microbatch's record of where gradients go; compared by identity.
-        tree_name: the tree to which the buffers belong; all names compare equal.
-    """
+    """The static, hashable part of a :class:`Sharded`. Ledgers are compared by identity; all names of trees are equal."""
 
     unit: UnitLayout
     place: Place
@@ -222,14 +213,9 @@ class Sharded:
 
     def _views(self) -> dict[str, torch.Tensor]:
         if self.place.sharded or self.place.partial or self.groups != self.unit.all_groups:
-            raise TreeError(
-                problem(
-                    "Sharded.tree()",
-                    f"this rank does not hold all of unit {self.unit.shown}.",
-                    [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")],
-                    "Call gather() first." if self.groups == self.unit.all_groups else "Add the other groups by merge() first.",
-                )
-            )
+            facts = [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")]
+            remedy = "Call gather() first." if self.groups == self.unit.all_groups else "Add the other groups by merge() first."
+            raise TreeError(problem("Sharded.tree()", f"this rank does not hold all of unit {self.unit.shown}.", facts, remedy))
         views = {}
         for group, buffer in zip(self.groups, self.values(), strict=True):
             leaves = self.unit.leaves_of(group)
@@ -282,6 +268,8 @@ def unflatten_node(context: Context, children: Any) -> Sharded:
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
 
 
+_EVERYWHERE: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+"""optree's global namespace, so that libraries which know nothing of this one (TorchOpt) see through the nodes."""
 LEAFLESS: set[type] = set()
 """Frozen dataclasses of plain values that are pytree nodes without leaves."""
 
@@ -289,28 +277,21 @@ LEAFLESS: set[type] = set()
 def register_leafless(kind: type) -> None:
     """Register a frozen dataclass as a pytree node without leaves, with optree and with torch."""
     LEAFLESS.add(kind)
-    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=everywhere)  # type: ignore[arg-type, return-value]
+    optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=_EVERYWHERE)  # type: ignore[arg-type, return-value]
     torch_pytree.register_pytree_node(kind, lambda node: ([], node), lambda _, node: node)
 
 
-def _register() -> None:
-    # optree's global namespace, so that libraries which know nothing of this one (TorchOpt) see through the node.
-    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    optree.register_pytree_node(Sharded, flatten_node, unflatten_node, namespace=everywhere)  # type: ignore[arg-type]
-    torch_pytree.register_pytree_node(
-        Sharded,
-        lambda node: (list(flatten_node(node)[0]), flatten_node(node)[1]),
-        lambda children, context: unflatten_node(context, children),
-        serialized_type_name="fsharp.Sharded",
-        flatten_with_keys_fn=lambda node: (
-            [(torch_pytree.SequenceKey(i), child) for i, child in enumerate(flatten_node(node)[0])],
-            flatten_node(node)[1],
-        ),
-    )
-
-
-_register()
+optree.register_pytree_node(Sharded, flatten_node, unflatten_node, namespace=_EVERYWHERE)  # type: ignore[arg-type]
+torch_pytree.register_pytree_node(
+    Sharded,
+    lambda node: (list(flatten_node(node)[0]), flatten_node(node)[1]),
+    lambda children, context: unflatten_node(context, children),
+    serialized_type_name="fsharp.Sharded",
+    flatten_with_keys_fn=lambda node: (
+        [(torch_pytree.SequenceKey(i), child) for i, child in enumerate(flatten_node(node)[0])],
+        flatten_node(node)[1],
+    ),
+)
 
 
 def decoded(tree: Any, rank: int) -> Any:
@@ -321,11 +302,7 @@ def decoded(tree: Any, rank: int) -> Any:
 
 
 def check_values(where: str, nodes: Sequence[Sharded]) -> None:
-    """Raise an error if parameters are stored in a format, for callers that compute with plain values.
-
-    Raises:
-        TreeError: names the first of the units.
-    """
+    """Raise a TreeError if parameters are stored in a format, for callers that compute with plain values."""
     for node in nodes:
         if node.unit.has_formats and node.is_stored:
             raise TreeError(
@@ -348,11 +325,7 @@ def lend(address: int, holder: Any) -> None:
 
 
 def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
-    """Raise an error if buffers that are about to be written are lent to another library.
-
-    Raises:
-        TreeError: names the unit.
-    """
+    """Raise a TreeError if buffers that are about to be written are lent to another library."""
     if not _LENT:
         return
     for node in nodes:
@@ -389,11 +362,7 @@ def units_by_name(tree: Any) -> dict[str, Sharded]:
 
 
 def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
-    """Raise an error if a node was donated.
-
-    Raises:
-        TreeError: names the unit.
-    """
+    """Raise a TreeError, which names the unit, if a node was donated."""
     for node in nodes:
         if node.is_donated:
             raise TreeError(
@@ -421,8 +390,7 @@ def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
     """Return a place of the unit's strategy by name, or the place itself if it is one of this unit's.
 
-    Raises:
-        LayoutError: an unknown name, or a place that cuts in an order other than the strategy's.
+    Raises LayoutError for an unknown name, and for a place that cuts in an order other than the strategy's.
     """
     if isinstance(place, str):
         if place not in ("params", "grads", "optim", "full"):

@@ -134,11 +134,7 @@ def as_tree(full: Any) -> Any:
 
 
 def check_tree(where: str, params: Any, layout: Layout) -> None:
-    """Raise an error if a tree is not the tree for which ``layout`` was planned.
-
-    Raises:
-        TreeError: paths, shapes, dtypes or ties that differ; up to eight of them are named.
-    """
+    """Raise a TreeError, which names up to eight differences, if a tree is not the tree for which ``layout`` was planned."""
     paths, leaves, _ = flatten(params)
     planned = {unit.full_path(leaf): leaf for unit in layout.units for leaf in unit.leaves}
     rows: list[tuple[str, str]] = []

@@ -328,15 +328,8 @@ class UnitLayout:
         """Yield the parts of leaves that ``rank`` holds in ``place``, for a group whose format encodes whole leaves.
 
         A leaf that lies in several parts of the buffer is yielded several times. A leaf of which this rank holds nothing is
-        yielded once, as an empty part. Each part comes with the index of its first element in the buffer.
-
-        Args:
-            group: index of the group.
-            place: where the buffer rests.
-            rank: whose buffer it is.
-            stored: the buffer without scales.
-            scales: those of all leaves.
-            values: what the buffer is to encode, one number for each element; None to decode.
+        yielded once, as an empty part. Each part comes with the index of its first element in the buffer. ``stored`` is the
+        buffer without scales. ``values`` are what the buffer is to encode, one number for each element; None to decode.
         """
         form, capacity = self.groups[group].dtypes.stored, self.groups[group].capacity
         assert form.leaves is not None
@@ -365,12 +358,9 @@ class UnitLayout:
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
     def whole_leaves(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
-        """Return the whole leaves of a group, by path.
+        """Return the whole leaves of a group whose format encodes whole leaves, by path.
 
-        Args:
-            group: index of the group, whose format encodes whole leaves.
-            planes: numbers of each plane of the full buffer, 1-D.
-            scales: those of all leaves.
+        ``planes`` are the numbers of each plane of the full buffer, 1-D; ``scales`` are those of all leaves.
         """
         form, found, end = self.groups[group].dtypes.stored, {}, 0
         assert form.leaves is not None
@@ -409,16 +399,7 @@ class UnitLayout:
     def decoded(
         self, group: int, stored: torch.Tensor, scales: torch.Tensor, place: Place, rank: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the values of a stored buffer in ``dtype``.
-
-        Args:
-            group: index of the group.
-            stored: the buffer, with or without scales.
-            scales: those of whole leaves.
-            place: where the buffer rests.
-            rank: whose buffer it is.
-            dtype: of the result.
-        """
+        """Return the values in ``dtype`` of the stored buffer of a rank in a place. ``scales`` are those of whole leaves."""
         form = self.groups[group].dtypes.stored
         stored = stored[: self.travelling_size(group, place)]
         if form.leaves is None:
@@ -450,14 +431,10 @@ class UnitLayout:
         for leaf in self.leaves:
             owner, path = leaf.tied_to or (self.name, leaf.path)
             if owner not in leaves:
-                raise TreeError(
-                    problem(
-                        where,
-                        f"{self.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
-                        [("tied to", f"{path!r} of unit {owner!r}")],
-                        f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{owner!r}]]).",
-                    )
-                )
+                facts = [("tied to", f"{path!r} of unit {owner!r}")]
+                remedy = f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{owner!r}]])."
+                what = f"{self.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given."
+                raise TreeError(problem(where, what, facts, remedy))
             found.append(leaves[owner][path])
         return optree.tree_unflatten(self.spec, found)
 

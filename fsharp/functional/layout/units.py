@@ -6,17 +6,11 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.layout.paths import as_patterns, flatten, innermost, is_literal, matches, nothing_matches, prefixes
+from fsharp.functional.layout.paths import as_patterns, innermost, is_literal, matches, nothing_matches, prefixes
 
 
 class UnitPartition(NamedTuple):
-    """A tree cut into units.
-
-    Attributes:
-        names: the path of each unit, in tree order.
-        subtrees: the subtree of each unit.
-        spec: the structure above the units, with one leaf for each unit.
-    """
+    """A tree cut into units: their paths in tree order, their subtrees, and the structure above, with a leaf for each unit."""
 
     names: tuple[str, ...]
     subtrees: tuple[Any, ...]
@@ -27,13 +21,11 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
     """Return the unit of every leaf path.
 
     A subtree that a pattern matches is a unit. So is each of the largest subtrees that contain no such match: what is
-    left over keeps the shape the user gave it. Without patterns the whole tree is one unit, named ``""``.
+    left over keeps the shape the user gave it. Without patterns the whole tree is one unit, named ``""``. Raises PatternError
+    for a pattern that matches nothing, and for two matches one inside the other or in the same place.
 
     >>> unit_names(["embed.w", "layers.0.w", "layers.1.w", "norm"], "layers.*")
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
-
-    Raises:
-        PatternError: a pattern that matches nothing, or two matches one inside the other or in the same place.
     """
     matched: dict[str, str] = {}
     around = prefixes(paths)
@@ -61,15 +53,8 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
 _LEAF = optree.treespec_leaf()
 
 
-def cut(tree: Any, patterns: str | Sequence[str] | None) -> UnitPartition:
-    """Cut ``tree`` at the units that :func:`unit_names` names; subtrees without leaves stay where they are."""
-    paths, _, _ = flatten(tree)
-    names = frozenset(unit_names(paths, patterns).values())
-    return cut_at(tree, names)
-
-
 def cut_at(tree: Any, names: frozenset[str]) -> UnitPartition:
-    """Cut ``tree`` at the subtrees with these paths."""
+    """Cut ``tree`` at the subtrees with these paths; subtrees without leaves stay where they are."""
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
     found: list[tuple[str, Any]] = []
 
@@ -89,11 +74,7 @@ def cut_at(tree: Any, names: frozenset[str]) -> UnitPartition:
 
 
 def _overlap(first: tuple[str, str], second: tuple[str, str]) -> PatternError:
-    return PatternError(
-        problem(
-            "plan(units=...)",
-            "two patterns overlap: a parameter belongs to one unit only.",
-            [(f"{pattern!r}", f"matches {path or 'the root'!r}") for pattern, path in (first, second)],
-            "Keep the pattern of the outer unit, or that of the inner one.",
-        )
-    )
+    facts = [(f"{pattern!r}", f"matches {path or 'the root'!r}") for pattern, path in (first, second)]
+    remedy = "Keep the pattern of the outer unit, or that of the inner one."
+    what = "two patterns overlap: a parameter belongs to one unit only."
+    return PatternError(problem("plan(units=...)", what, facts, remedy))

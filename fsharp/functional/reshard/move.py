@@ -19,14 +19,8 @@ def move_slot(
 ) -> list[Sharded]:
     """Return a slot's nodes in a new layout, in order of its units; ranks outside of the new mesh get nodes without buffers.
 
-    Args:
-        slot: the slot in the old layout.
-        old: this rank's old buffers, by node; empty lists on a rank outside of the old mesh.
-        layout: the new layout.
-        ranks: ranks of the old and of the new mesh.
-        comm: a Comm of all these ranks.
-        limit: most bytes that one rank sends to another at a time.
-        donate: remove buffers from ``old`` as soon as all of their leaves have moved.
+    ``old`` are this rank's old buffers, by node; empty lists on a rank outside of the old mesh. A rank sends at most ``limit``
+    bytes to another at a time. With ``donate`` buffers are removed from ``old`` as soon as all of their leaves have moved.
 
     Cost: see :func:`~fsharp.reshard`.
     """

@@ -26,12 +26,8 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 def outline_to_bytes(tree: Any) -> bytes:
     """Return the outline of a tree: the length of a JSON text, the text, and the elements of tensors outside of buffers.
 
-    Args:
-        tree: made of dict, OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers,
-            strings and booleans as leaves.
-
-    Raises:
-        TreeError: the tree has another container or leaf; names its path and type.
+    The tree is made of dict, OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers,
+    strings and booleans as leaves. Raises TreeError for another container or leaf; names its path and type.
     """
     units: dict[UnitLayout, int] = {}
     tensors: list[torch.Tensor] = []
@@ -67,14 +63,9 @@ def outline_to_bytes(tree: Any) -> bytes:
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
-    """Return the tree that :func:`outline_to_bytes` was given. Buffers are on the meta device.
+    """Return the tree that :func:`outline_to_bytes` was given. Buffers are on the meta device, other tensors on ``device``.
 
-    Args:
-        data: the outline from another rank.
-        device: device of tensors outside of buffers.
-
-    Raises:
-        TreeError: a namedtuple of a module that this rank has not imported, or bytes that are no outline.
+    Raises TreeError for a namedtuple of a module that this rank has not imported, and for bytes that are no outline.
     """
     try:
         end = 8 + int.from_bytes(data[:8], "little")

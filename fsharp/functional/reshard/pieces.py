@@ -16,14 +16,7 @@ from fsharp.functional.reshard.slots import Slot
 
 @dataclass(frozen=True)
 class Ranks:
-    """The old and the new mesh, each with the ranks of the Comm that form it.
-
-    Attributes:
-        old_mesh: the mesh of the old layout.
-        new_mesh: the mesh of the new layout.
-        old: ranks of the Comm, by rank in the old mesh.
-        new: ranks of the Comm, by rank in the new mesh.
-    """
+    """The old and the new mesh, and the ranks of the Comm by rank in each of them."""
 
     old_mesh: Mesh
     new_mesh: Mesh

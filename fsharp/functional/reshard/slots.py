@@ -21,13 +21,7 @@ Path = tuple[str, ...]
 
 
 class Held(NamedTuple):
-    """The position of a leaf's elements in a slot.
-
-    Attributes:
-        node: position of its unit's node in the slot.
-        buffer: position of the buffer in the node.
-        leaf: the leaf in its unit.
-    """
+    """The position of a leaf's elements in a slot: of its unit's node in the slot, of the buffer in the node, and the leaf."""
 
     node: int
     buffer: int
@@ -39,8 +33,7 @@ class Slot:
     """One tree of :class:`~fsharp.Sharded` in a state: parameters, main copies, a moment.
 
     Attributes:
-        path: path of the slot in the state.
-        name: the path with names of fields, for messages.
+        path: path of the slot in the state; ``name`` is the path with names of fields, for messages.
         kind: name of the place in which the slot rests in the new layout.
         nodes: nodes of the slot, in tree order.
         is_cast: whether buffers are cast to the compute dtype of the new layout.
@@ -94,59 +87,40 @@ class Slot:
 def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
     """Return the slots of a tree, in tree order.
 
-    Args:
-        tree: any pytree of :class:`~fsharp.Sharded`. Trees in a :class:`~fsharp.TrainState` have known places.
-        kind: name of the place of nodes outside of a :class:`~fsharp.TrainState`.
-        cast: whether nodes outside of a :class:`~fsharp.TrainState` are cast to the compute dtype of the new layout.
-
-    Raises:
-        TreeError: the tree has no node, or a node is not at the path of its unit in a tree of parameters.
+    ``kind`` is the place of nodes outside of a :class:`~fsharp.TrainState`, and ``cast`` whether these are cast to the compute
+    dtype of the new layout. Raises TreeError if there is no node, or one that is not at the path of its unit.
     """
     found: dict[Path, list[Sharded]] = {}
-    kinds: dict[Path, tuple[Kind, bool]] = {}
+    facts: dict[Path, tuple[str, Kind, bool]] = {}
     roots: dict[Path, Path | None] = {}
-    for path, node, rests, is_cast in _walk(tree, (), kind, cast):
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
+    for accessor, node in zip(accessors, leaves, strict=True):
+        path = tuple(str(key.entry) for key in accessor)
         roots[path] = None
         if is_sharded(node):
             unit = tuple(node.name.split(".")) if node.name else ()
             root = roots[path] = path[: len(path) - len(unit)]
             if root + unit != path:
                 raise _misplaced("a unit is not where a tree of parameters has it.", path, node)
+            above: list[Any] = [*accessor][: len(root)]
+            name = ".".join(str(getattr(key, "field", None) or key.entry) for key in above) or "tree"
+            rests, is_cast = kind, cast
+            for key in above:
+                if key.type is TrainState:
+                    rests, is_cast = ("params" if key.field == "params" else "optim"), False
             found.setdefault(root, []).append(node)
-            kinds[root] = rests, is_cast
+            facts[root] = name, rests, is_cast
     for path, own in roots.items():
         if any(path[:n] in found and path[:n] != own for n in range(len(path) + 1)):
             raise _misplaced("something else is in a tree of parameters.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
-    return [Slot(root, _name(tree, root), kinds[root][0], tuple(nodes), kinds[root][1]) for root, nodes in found.items()]
-
-
-def _name(tree: Any, path: Path) -> str:
-    names = []
-    for entry in path:
-        children, _, entries, _ = optree.tree_flatten_one_level(tree)
-        position = list(map(str, entries)).index(entry)
-        names.append(tree._fields[position] if optree.is_namedtuple(tree) else entry)
-        tree = children[position]
-    return ".".join(names) or "tree"
+    return [Slot(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
 
 
 def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
     facts = [("found at", repr(".".join(path)))] + ([] if node is None else [("unit", node.unit.shown)])
     return TreeError(problem("reshard()", what, facts, "Pass the whole tree that was planned, or a state of such trees."))
-
-
-def _walk(node: Any, path: Path, kind: Kind, cast: bool) -> Iterator[tuple[Path, Any, Kind, bool]]:
-    """Yield nodes and all other leaves of a tree, with their paths."""
-    if is_sharded(node) or optree.tree_is_leaf(node):
-        yield path, node, kind, cast
-        return
-    children, _, entries, _ = optree.tree_flatten_one_level(node)
-    for position, (child, entry) in enumerate(zip(children, entries, strict=True)):
-        if isinstance(node, TrainState):
-            kind, cast = ("params" if TrainState._fields[position] == "params" else "optim"), False
-        yield from _walk(child, (*path, str(entry)), kind, cast)
 
 
 def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
@@ -162,12 +136,7 @@ def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def check_slot(slot: Slot, layout: Layout) -> None:
-    """Raise an error if a slot is not at rest, or cannot rest as ``layout`` says.
-
-    Raises:
-        TreeError: a node is partial, gathered or donated, or a buffer does not have one element for each element of its unit.
-        LayoutError: leaves differ from those of the layout; up to eight of them are named.
-    """
+    """Raise an error if a slot is not at rest (TreeError), or cannot rest as ``layout`` says (LayoutError, with leaves)."""
     for node in slot.nodes:
         _check_rests(slot, node)
     old = {path: facts for node in slot.nodes for path, facts in _leaf_facts(slot, node.unit)}

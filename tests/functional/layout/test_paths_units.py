@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from fsharp.errors import PatternError
 from fsharp.functional.layout.paths import ancestors, assign, chosen, flatten, innermost, is_literal, matches, prefixes, selects
-from fsharp.functional.layout.units import cut, cut_at, unit_names
+from fsharp.functional.layout.units import cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
 
 PATHS = ["embed.w", "layers.0.attn.q", "layers.0.mlp.w", "layers.1.attn.q", "layers.1.mlp.w", "layers.10.mlp.w", "norm"]
+
+
+def cut(tree, patterns):
+    return cut_at(tree, frozenset(unit_names(flatten(tree)[0], patterns).values()))
 
 
 @pytest.mark.parametrize(
