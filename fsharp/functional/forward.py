@@ -101,11 +101,7 @@ def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
 
 
 def _check_ties(nodes: Sequence[Sharded]) -> None:
-    """Raise an error if a tied leaf belongs to a unit that was passed twice, for example from two trees.
-
-    Raises:
-        TreeError: a unit with a tied leaf was passed twice.
-    """
+    """Raise a TreeError if a tied leaf belongs to a unit that was passed twice, for example from two trees."""
     for name in {name for node in nodes for name in node.unit.tied_units}:
         if len({tuple(map(id, node.raw_buffers)) for node in nodes if node.name == name}) > 1:
             raise TreeError(
@@ -115,11 +111,7 @@ def _check_ties(nodes: Sequence[Sharded]) -> None:
 
 
 def _check_classes(units: Any) -> None:
-    """Raise an error if leaves have a tensor class of their own, which a blocking gather would decode to plain tensors.
-
-    Raises:
-        TreeError: names the unit.
-    """
+    """Raise a TreeError if leaves have a tensor class of their own, which a blocking gather would decode to plain tensors."""
     for node in units_of(units):
         if node.unit.leaf_classes:
             raise TreeError(

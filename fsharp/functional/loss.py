@@ -1,6 +1,5 @@
 """Losses as pairs of sum and weight, which are added over microbatches and ranks; gradients are divided once, at the end."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -10,14 +9,7 @@ from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Partial
-from fsharp.functional.layout.sharded import (
-    Sharded,
-    check_not_lent,
-    check_values,
-    is_sharded,
-    map_units,
-    not_sharded,
-)
+from fsharp.functional.layout.sharded import Sharded, check_not_lent, check_values, is_sharded, map_units, not_sharded
 from fsharp.functional.optim.base import check_shared
 from fsharp.torch_compile import uncompiled
 
@@ -54,13 +46,12 @@ class Metrics(NamedTuple):
 def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
-    Raises:
-        LossError: neither a scalar mean nor a pair of a scalar and its weight; a pair with a floating tensor, which may be a
-            metric, that is no :class:`Loss`.
+    Raises LossError for neither a scalar mean nor a pair of a scalar and its weight, and for a pair with a floating tensor that
+    is no :class:`Loss`: it may be a metric.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
-    if not _is_scalar(total):
+    if not (isinstance(total, torch.Tensor) and total.numel() == 1 and total.is_floating_point()):
         expected = "a floating-point scalar tensor, the mean, or a pair of scalars (sum, weight)"
         raise LossError(f"{where}: the loss is {kind_of(total)}, expected {expected}.")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
@@ -84,10 +75,6 @@ _A_PAIR = (
 )
 
 
-def _is_scalar(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point()
-
-
 def kind_of(x: Any) -> str:
     """Return a short description of a value, for error messages."""
     if not isinstance(x, torch.Tensor):
@@ -96,11 +83,7 @@ def kind_of(x: Any) -> str:
 
 
 def check_loss(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") -> None:
-    """Raise an error if a loss depends on no trainable parameter.
-
-    Raises:
-        LossError: the loss has no gradient.
-    """
+    """Raise a LossError if a loss depends on no trainable parameter."""
     if not has_sinks or not loss.sum.requires_grad:
         why = "no parameter reaches it. Use parameters by fs.forward() or fs.gather() in the loss function"
         why = why if has_sinks else "every parameter is frozen. Leave some of them out of plan(frozen=...)"
@@ -108,11 +91,7 @@ def check_loss(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") 
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """Split each tensor of a pytree into ``count`` equal parts along dim 0; all parts get the leaves that are no tensors.
-
-    Raises:
-        LossError: a tensor whose dim 0 does not divide.
-    """
+    """Split each tensor of a pytree along dim 0, into equal parts with all other leaves; LossError if it does not divide."""
     if count == 1:
         return [batch]
     leaves, spec = optree.tree_flatten(batch)
@@ -160,26 +139,21 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     check_values("average()", nodes)
     if donate:
         check_not_lent("average()", nodes)
-    total = Loss(*totals(sums_of(loss, comm), comm))
+    total = Loss(*totals(torch.stack([loss.sum, loss.weight]).to(comm.device), comm))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
-    return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)
 
+    def divided(node: Sharded) -> Sharded:
+        buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
+        return Sharded(buffers, node.unit, node.place, node.groups, scale="mean")
 
-def sums_of(loss: Loss, comm: Comm) -> torch.Tensor:
-    """Return a loss as a float64 tensor ``[sum, weight]`` on the device of ``comm``."""
-    return torch.stack([loss.sum, loss.weight]).to(comm.device)
+    return Metrics(total.mean, total.weight), map_units(divided, grads)
 
 
 def totals(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
-    """Return the sum over all ranks of the result of :func:`sums_of`. Cost: one ``all_reduce`` of 16 bytes for each axis."""
+    """Return the sum of two float64 numbers over all ranks. Cost: one ``all_reduce`` of 16 bytes for each axis."""
     for axis, _ in comm.mesh.axes:
         sums = all_reduce(sums, comm, axis)
     return sums
-
-
-def _divide(node: Sharded, *, divisor: torch.Tensor, donate: bool) -> Sharded:
-    buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
-    return Sharded(buffers, node.unit, node.place, node.groups, scale="mean")
 
 
 def _nonzero(weight: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import (
     all_gather_last,
     all_reduce,
+    copies,
     local_slice,
     reduce_scatter_encoded,
     reduce_scatter_last,
@@ -56,7 +57,6 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed, vmap_disabled
 from fsharp.torch_compile import uncompiled
-from fsharp.tracebacks import api_boundary
 
 Tree = TypeVar("Tree")
 
@@ -222,13 +222,8 @@ def move_values(
 ) -> torch.Tensor:
     """Move one buffer of values between places that replicate and shard; see [Note: resting and gathered].
 
-    Args:
-        x: the buffer.
-        source: the place of ``x``.
-        target: the place of the result.
-        comm: the ranks.
-        was_gathered: whether copies in ``x`` are gathered, so that each rank has a summand of the gradient.
-        is_gathered: whether copies in the result are gathered.
+    ``was_gathered`` and ``is_gathered`` say of ``x`` and of the result whether copies are gathered, so that each rank has a
+    summand of the gradient.
     """
     followed = x.requires_grad or (is_transformed() and x.is_floating_point())
     for axis in reversed(source.order):
@@ -236,61 +231,16 @@ def move_values(
             continue
         if source[axis] is Shard and target[axis] is Replicate:
             x = all_gather_last(x, comm, axis)
-            x = x if is_gathered or not followed else _Copies.apply(x, comm, axis, "share")
+            x = x if is_gathered or not followed else copies(x, comm, axis, "share")
         elif source[axis] is Replicate and followed:
             if not was_gathered and (is_gathered or target[axis] is Shard):
-                x = _Copies.apply(x, comm, axis, "each")
+                x = copies(x, comm, axis, "each")
             elif was_gathered and not is_gathered and target[axis] is Replicate:
-                x = _Copies.apply(x, comm, axis, "share")
+                x = copies(x, comm, axis, "share")
     for axis in source.order:
         if source[axis] is Replicate and target[axis] is Shard:
             x = local_slice(x, comm, axis)
     return x
-
-
-_TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
-
-
-class _Copies(torch.autograd.Function):
-    """Linear maps between a value that ranks share and a value of each rank's own; see [Note: resting and gathered].
-
-    =========  ===========  =================================================  ==========
-    kind       from, to     computes                                           transpose
-    =========  ===========  =================================================  ==========
-    each       shared, own  the value                                          sum
-    sum        own, shared  the sum over ranks                                 each
-    share      own, shared  the value, of which all ranks have equal copies    summand
-    summand    shared, own  the value on the first rank, zero on the others    share
-    =========  ===========  =================================================  ==========
-    """
-
-    @staticmethod
-    def forward(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
-        if kind == "sum":
-            return comm.all_reduce(x.contiguous(), axis)
-        is_kept = kind != "summand" or comm.mesh.coord(axis, comm.rank) == 0
-        return x.view_as(x) if is_kept else torch.zeros_like(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, *ctx.rest, ctx.kind = inputs
-
-    @staticmethod
-    @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Copies.apply(cotangents[0], *ctx.rest, _TRANSPOSE[ctx.kind]), None, None, None
-
-    @staticmethod
-    @api_boundary
-    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Copies.apply(tangents[0], *ctx.rest, ctx.kind)
-        return out
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, comm: Comm, axis: str, kind: str
-    ) -> tuple[torch.Tensor, int]:
-        return _Copies.apply(x.movedim(in_dims[0] or 0, 0), comm, axis, kind), 0
 
 
 def move_sums(
@@ -337,12 +287,7 @@ def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: F
 
 
 def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """Return the units of a tree. Raise an error if it has no unit, or if the Comm is on another mesh than the units.
-
-    Raises:
-        TreeError: no :class:`Sharded` in the tree, or one that was donated.
-        MeshError: the meshes differ.
-    """
+    """Return the units of a tree: a TreeError if there are none or one is donated, a MeshError if one is on another mesh."""
     nodes = units_of(tree)
     if not nodes:
         if not optree.tree_leaves(tree):

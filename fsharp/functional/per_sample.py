@@ -14,7 +14,7 @@ from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.moves import check_comm
-from fsharp.functional.sinks import SinkLedger, with_sinks
+from fsharp.functional.sinks import SinkLedger, _Handle, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_untransformed
 from fsharp.tracebacks import api_boundary
@@ -69,13 +69,15 @@ def per_sample_norms(
         _check_units(nodes)
         leaves, spec = optree.tree_flatten(batch)
         count = _batch_size(leaves)
-        passes = [leaves] if chunk_size is None else _chunks(leaves, _num_passes(-(-count // chunk_size), comm))
-
-        def one_pass(leaves: list[Any]) -> torch.Tensor:
-            return _norms(loss_fn, params, leaves, spec, comm, randomness)
-
+        if chunk_size is None:
+            passes = [leaves]
+        else:
+            own = torch.tensor(max(-(-count // chunk_size), 1), device=comm.device)
+            most = int(largest(own, comm, label="passes of per_sample_norms"))
+            parts = [x.tensor_split(most) if isinstance(x, torch.Tensor) else [x] * most for x in leaves]
+            passes = [list(row) for row in zip(*parts, strict=True)]
         dtypes = [node.unit.groups[g].dtypes.accumulate for node in nodes for g in node.unit.trainable]
-        found = torch.cat([one_pass(part) for part in passes])
+        found = torch.cat([_norms(loss_fn, params, part, spec, comm, randomness) for part in passes])
         return found.to(max(dtypes, key=lambda dtype: dtype.itemsize))
 
     return run
@@ -132,28 +134,13 @@ class _SquareLedger(SinkLedger):
         return _functorch._add_batch_dim(each, 0, self.level)
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        out: torch.Tensor = _AddSquares.apply(sink, self.squares, unit.groups[group].size)
+        squares = self.squares  # and not this ledger, which holds the handle
+
+        def add(gradient: torch.Tensor) -> None:
+            squares.add_(torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float64).square())
+
+        out: torch.Tensor = _Handle.apply(sink, (len(squares), unit.groups[group].size), add)
         return out
-
-
-class _AddSquares(torch.autograd.Function):
-    """A handle ``[B, size]`` without memory, whose backward adds the squares of each sample's gradient to ``squares``."""
-
-    @staticmethod
-    def forward(sink: torch.Tensor, squares: torch.Tensor, size: int) -> torch.Tensor:
-        return sink.new_zeros(()).expand(len(squares), size)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.squares = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[None, None, None]:
-        if cotangents[0] is not None:
-            ctx.squares += torch.linalg.vector_norm(cotangents[0], dim=-1, dtype=torch.float64).square()
-        return None, None, None
 
 
 def _check_units(nodes: list[Sharded]) -> None:
@@ -173,13 +160,3 @@ def _batch_size(leaves: list[Any]) -> int:
             "one size of dim 0, the number of samples."
         )
     return shapes[0][0]
-
-
-def _num_passes(own: int, comm: Comm) -> int:
-    count = largest(torch.tensor(max(own, 1), device=comm.device), comm, label="passes of per_sample_norms")
-    return int(count)
-
-
-def _chunks(leaves: list[Any], count: int) -> list[list[Any]]:
-    parts = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in leaves]
-    return [list(row) for row in zip(*parts, strict=True)]

@@ -43,14 +43,10 @@ class _Saved:
 
 
 def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None:
-    """Release the gathered units that autograd has saved for a call, after its function has returned.
+    """Release the gathered units that autograd has saved for a call, after its function has returned ``out``.
 
-    Args:
-        out: the result of the function.
-        rested: a tree of the units at rest.
-        gathered: the same tree gathered.
-        first: the sequence number of autograd when the call began.
-        comm: the ranks.
+    ``rested`` and ``gathered`` are one tree of the units, at rest and gathered. ``first`` is the sequence number of autograd
+    when the call began.
     """
     nodes = units_of(rested)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
@@ -89,11 +85,7 @@ def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.T
 
 
 def unchanged(nodes: Sequence[Sharded]) -> Callable[[], None]:
-    """Return a function that raises an error if parameters were changed in place after this call.
-
-    Raises:
-        TreeError: raised by the returned function; names the unit.
-    """
+    """Return a function that raises a TreeError, which names the unit, if parameters were changed in place after this call."""
     versions = [[version_of(x) for x in node.buffers] for node in nodes]
 
     def check() -> None:

@@ -21,11 +21,7 @@ Remat = bool | Callable[..., Any] | Sequence[Any]
 
 
 def check_choice(remat: Remat) -> None:
-    """Raise an error if the argument ``remat`` is neither a bool, a policy nor a list of ops.
-
-    Raises:
-        TreeError: another value.
-    """
+    """Raise a TreeError if the argument ``remat`` is neither a bool, a policy nor a list of ops."""
     if not isinstance(remat, bool | list) and not callable(remat):
         raise TreeError(
             f"forward(): remat is {remat!r}, expected True, False, a policy (ctx, op, *args, **kwargs) -> CheckpointPolicy, "
@@ -36,12 +32,8 @@ def check_choice(remat: Remat) -> None:
 def recomputed(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, remat: Remat) -> Any:
     """Return ``run(fn, args, kwargs)``. A backward that needs activations calls it again, with the same random numbers.
 
-    Args:
-        run: function that calls ``fn``. It may also gather units, and the second call may do so in another way.
-        fn: the function.
-        args: a pytree. A write to one of its tensors before the backward is an error of autograd.
-        kwargs: a dict of pytrees.
-        remat: which activations to recompute; True for all.
+    ``run`` calls ``fn``. It may also gather units, and the second call may do so in another way. A write to a tensor in
+    ``args`` or ``kwargs`` before the backward is an error of autograd.
     """
     whole: Any = (args, kwargs)
     leaves, spec = optree.tree_flatten(whole, is_leaf=is_sharded)

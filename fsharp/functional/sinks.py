@@ -1,7 +1,7 @@
 """Sinks: tensors that collect gradients in the place and dtype in which gradients rest."""
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,10 +22,7 @@ class SinkLedger:
 
     A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is a tensor without
     memory in the shape of the full buffer. Autograd adds the gradients of all uses of a unit at the handle, and the sum is
-    reduced once, into the sink.
-
-    Args:
-        residuals: encoding errors of earlier gradients; reductions overwrite them.
+    reduced once, into the sink. Reductions overwrite ``residuals``, encoding errors of earlier gradients.
     """
 
     def __init__(self, residuals: Views = MappingProxyType({})) -> None:
@@ -47,7 +44,12 @@ class SinkLedger:
 
     def attached(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
         """Return gathered buffers of a node, with their gradients directed to the node's handles."""
-        handles = {g: self._handle(s, node.unit, g, comm) for g, s in zip(node.unit.trainable, node.sinks, strict=True)}
+        handles = {}
+        for g, sink in zip(node.unit.trainable, node.sinks, strict=True):
+            # Made at the first use: the engine runs what was made last first, so it does not lie idle.
+            if id(sink) not in self._handles:
+                self._handles[id(sink)] = self._new_handle(sink, node.unit, g, comm)
+            handles[g] = self._handles[id(sink)]
         pairs = zip(node.groups, full, strict=True)
         return [self._attach(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
 
@@ -55,14 +57,10 @@ class SinkLedger:
         out: torch.Tensor = _Attach.apply(full, handle)
         return out
 
-    def _handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        # Made at the first use: the engine runs what was made last first, so it does not lie idle.
-        if id(sink) not in self._handles:
-            self._handles[id(sink)] = self._new_handle(sink, unit, group, comm)
-        return self._handles[id(sink)]
-
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        out: torch.Tensor = _ReduceIntoSink.apply(sink, unit, group, comm, self.residuals(unit, group))
+        source, target, residuals = unit.strategy.full.dual, unit.strategy.grads, self.residuals(unit, group)
+        reduce = partial(move_sums, unit=unit, group=group, source=source, target=target, comm=comm, residuals=residuals)
+        out: torch.Tensor = _Handle.apply(sink, (unit.groups[group].size,), reduce)
         return out
 
 
@@ -116,30 +114,27 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
     return x.to(node.unit.groups[group].dtypes.accumulate)
 
 
-class _ReduceIntoSink(torch.autograd.Function):
-    """An autograd function from a sink to its handle. Its backward reduces the gradient to the sink's place and dtype.
+class _Handle(torch.autograd.Function):
+    """An autograd function from a sink to its handle, of any shape. Its backward gives the sink what ``deliver`` returns.
 
     Without it a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
     summed in float32, and ZeRO-2's full gradients would all exist before the first of them is reduced.
     """
 
     @staticmethod
-    def forward(sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm, residuals: ByAxis) -> torch.Tensor:
-        return sink.new_zeros(()).expand(unit.groups[group].size)
+    def forward(sink: torch.Tensor, shape: Sequence[int], deliver: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        return sink.new_zeros(()).expand(shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.unit, ctx.group, ctx.comm, ctx.residuals = inputs
+        ctx.deliver = inputs[2]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
-        if cotangents[0] is None:  # used, and no gradient came of it
-            return None, None, None, None, None
-        strategy = ctx.unit.strategy
-        moved = move_sums(cotangents[0], ctx.unit, ctx.group, strategy.full.dual, strategy.grads, ctx.comm, ctx.residuals)
-        return moved, None, None, None, None
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        arrived = cotangents[0]  # None if the handle was used, and no gradient came of it
+        return None if arrived is None else ctx.deliver(arrived), None, None
 
 
 class _Attach(torch.autograd.Function):

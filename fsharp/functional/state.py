@@ -57,10 +57,9 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """The name of a gradient transformation: a pytree node without leaves.
+    """The name of a gradient transformation, for example ``"chain(clip_by_global_norm, adamw)"``: a pytree node without leaves.
 
-    Attributes:
-        name: for example ``"chain(clip_by_global_norm, adamw)"``; empty for a transformation without a name.
+    The name is empty for a transformation without a name.
     """
 
     name: str
@@ -127,14 +126,10 @@ def _check_start(node: Sharded) -> None:
                 "init_params() returned."
             )
         if buffer.dtype != dtypes.main:
-            raise TreeError(
-                problem(
-                    "init_state()",
-                    f"unit {node.unit.shown} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}.",
-                    [("place", node.place)],
-                    "Pass shard(params, layout, comm, place='optim'), or init_params(..., place='optim').",
-                )
-            )
+            facts = [("place", node.place)]
+            remedy = "Pass shard(params, layout, comm, place='optim'), or init_params(..., place='optim')."
+            what = f"unit {node.unit.shown} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}."
+            raise TreeError(problem("init_state()", what, facts, remedy))
 
 
 @uncompiled

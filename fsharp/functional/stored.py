@@ -26,11 +26,7 @@ from fsharp.functional.moves import gather
 def stored(tree: Any, comm: Comm) -> Any:
     """Turn values into parameters at rest: encode them in the format of their group, or cast them to the compute dtype.
 
-    Args:
-        tree: values in the main dtype, in any place.
-        comm: the ranks, which agree on scales of whole leaves.
-
-    Cost: that of :func:`encode_leaves`.
+    Ranks agree on scales of whole leaves. Cost: that of :func:`encode_leaves`.
     """
 
     def cast(node: Sharded) -> Sharded:
@@ -62,11 +58,8 @@ def _rests_unchanged(node: Sharded) -> bool:
 def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
     """Return updated values, with encoded differences for the groups whose differences travel; see [Note: differences].
 
-    Args:
-        new: trained groups at the optimizer's place, in the main dtype.
-        params: the parameters before the update, in the same place.
-        step: number of the step, for formats that round stochastically.
-        rank: rank of this process.
+    ``new`` are trained groups at the optimizer's place, in the main dtype; ``params`` those before the update, there as well.
+    ``step`` is the number of the step, for formats that round stochastically.
     """
 
     def one(node: Sharded, before: Sharded) -> Sharded:
@@ -84,12 +77,7 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
 
 
 def add_differences(params: Any, moved: Any) -> Any:
-    """Return moved values with parameters in place of encoded differences: decode them, and add the old parameters.
-
-    Args:
-        params: the parameters before the update, where they rest.
-        moved: what :func:`encode_differences` returned, in the same place.
-    """
+    """Return moved values with parameters in place of encoded differences: decode them, and add the old parameters."""
 
     def one(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
@@ -100,14 +88,7 @@ def add_differences(params: Any, moved: Any) -> Any:
 
 
 def with_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-    """Return a buffer of parameters, in their dtype, with an encoded difference added.
-
-    Args:
-        unit: the layout.
-        group: index of the group, whose differences travel.
-        params: the parameters before the update, where they rest.
-        encoded: the difference of the same elements.
-    """
+    """Return a buffer of parameters at rest, in their dtype, with the encoded difference of the same elements added."""
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
     difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.facts, group))
@@ -117,9 +98,7 @@ def with_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded:
 def encode_blocks(tree: Any, like: Any = None) -> Any:
     """Encode the groups whose format encodes each block by itself; return all other groups unchanged.
 
-    Args:
-        tree: values.
-        like: a tree of the same units. Where its buffers are not stored in a format, values stay as they are.
+    Where buffers of ``like``, a tree of the same units, are not stored in a format, values stay as they are.
     """
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
@@ -133,10 +112,7 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
 def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. A collective if there are any.
 
-    Args:
-        tree: values.
-        comm: the ranks.
-        like: as for :func:`encode_blocks`.
+    ``like`` is as for :func:`encode_blocks`.
 
     Cost: for each such format and each set of axes the maxima of the codec. Values are encoded in the place of optimizer state;
         parameters that rest in another place are gathered from there.

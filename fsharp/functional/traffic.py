@@ -106,11 +106,9 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
 
 
 def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
-    """Yield the collectives of a reduction.
+    """Yield the collectives of a reduction of a group with these dtypes.
 
-    Args:
-        dtypes: dtypes of the group.
-        stages: for each collective: its kind, axis, number of ranks along the axis, and number of resulting elements.
+    A stage is the kind of a collective, its axis, the number of ranks along the axis, and the number of resulting elements.
     """
     for op, axis, n, out in stages:
         if not out:

@@ -27,11 +27,7 @@ def is_differentiated() -> bool:
 
 
 def check_untransformed(where: str) -> None:
-    """Raise an error if a torch.func transform is active, for functions that run a backward of their own.
-
-    Raises:
-        LossError: a transform is active.
-    """
+    """Raise a LossError if a torch.func transform is active, for functions that run a backward of their own."""
     if is_transformed():
         raise LossError(
             f"{where}: called under a torch.func transform, which does not reach through a backward of its own. Transform the "
@@ -40,11 +36,7 @@ def check_untransformed(where: str) -> None:
 
 
 def check_untraced(where: str) -> None:
-    """Raise an error under ``make_fx`` or ``torch.func.linearize``: in their traces, collectives would be constants.
-
-    Raises:
-        TreeError: such a trace is under way.
-    """
+    """Raise a TreeError under ``make_fx`` or ``torch.func.linearize``: in their traces, collectives would be constants."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         raise TreeError(
             f"{where}: called under torch.func.linearize or make_fx, whose trace would hold parameters as constants. For a "

@@ -179,6 +179,31 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     return _Primitive.apply(x, _Collective(partial(comm.all_reduce, axis=axis), again, again))  # type: ignore[no-any-return]
 
 
+_TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
+
+
+def copies(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
+    """Map a value that ranks share to a value of each rank's own, or back; see [Note: resting and gathered] in ``moves``.
+
+    =========  ===========  =================================================  ==========
+    kind       from, to     computes                                           transpose
+    =========  ===========  =================================================  ==========
+    each       shared, own  the value                                          sum
+    sum        own, shared  the sum over ranks                                 each
+    share      own, shared  the value, of which all ranks have equal copies    summand
+    summand    shared, own  the value on the first rank, zero on the others    share
+    =========  ===========  =================================================  ==========
+    """
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        is_kept = kind != "summand" or comm.mesh.coord(axis, comm.rank) == 0
+        return x.view_as(x) if is_kept else torch.zeros_like(x)
+
+    call = partial(comm.all_reduce, axis=axis) if kind == "sum" else kept
+    again, transpose = (partial(copies, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
+    return _Primitive.apply(x, _Collective(call, again, transpose))  # type: ignore[no-any-return]
+
+
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """Return this rank's part ``[..., c]`` of ``x``, ``[..., n * c]``, as a view, for ``n`` ranks along ``axis``.
 

@@ -1,7 +1,7 @@
 """Initial values, which have to be equal on all ranks: compared by digest, or taken from one rank."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -25,7 +25,8 @@ def digest(tensor: torch.Tensor) -> bytes:
 
     Cost: one pass over the tensor, and a few MiB.
     """
-    sums = [_rows(piece).mul_(_weights(_ROW, piece.device)).sum(1) for piece in _pieces(tensor)]
+    pieces = _flat(tensor).split(_NBYTES) if tensor.numel() else ()
+    sums = [_rows(piece).mul_(_weights(_ROW, piece.device)).sum(1) for piece in pieces]
     found = torch.cat(sums).tolist() if sums else []
     return hashlib.sha256(repr(found).encode()).digest()[:8]
 
@@ -38,17 +39,10 @@ def check_same(
     remedy: str,
     varying: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Raise an error on all ranks if tensors do not have the same values on all ranks.
+    """Raise an AgreementError on all ranks, which names tensors and ranks, if tensors differ between ranks.
 
-    Args:
-        where: name of the calling function, for the message.
-        tensors: by path, in the same order on all ranks.
-        comm: the ranks.
-        remedy: what the caller can do about it, for the message.
-        varying: by path, axes along which values may differ; None or no entry means along none.
-
-    Raises:
-        AgreementError: on all ranks alike: names the first tensors that differ, and the ranks.
+    ``tensors`` have one order on all ranks. ``varying`` has, by path, the axes along which values may differ. ``remedy`` is
+    what the caller can do, for the message.
 
     Cost: a pass over the tensors that several ranks have, and a collective of 8 bytes for each axis; one more, of 8 bytes a
     tensor, if they differ or some of them vary.
@@ -116,11 +110,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, 1-D."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element is contiguous with any stride
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if tensor.numel():
-        yield from _flat(tensor).split(_NBYTES)
 
 
 def _rows(piece: torch.Tensor) -> torch.Tensor:

@@ -21,16 +21,15 @@ def exact_text(value: Any) -> str:
     text has the elements of an array of at most 8 elements, the digest of a larger array, and the repr of any other object
     without addresses. Arrays are found in dictionaries, sequences, sets, dataclasses and ``functools.partial``.
 
-    Args:
-        value: a number, text, function, tensor, array of numpy or JAX, or a container of these.
-
     Cost: one pass over the bytes of arrays.
     """
     if isinstance(value, torch.Tensor):
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        return f"{_elements(value) if value.numel() <= _SHOWN and not value.is_meta else _digest(value)} {kind}"
+        if value.is_meta:
+            return f"on meta {kind}"
+        return f"{value.tolist() if value.numel() <= _SHOWN else digest(value).hex()} {kind}"
     if hasattr(value, "tobytes") and hasattr(value, "dtype") and hasattr(value, "shape"):
-        found = _elements(value) if value.size <= _SHOWN else hashlib.sha256(value.tobytes()).hexdigest()[:16]
+        found = value.tolist() if value.size <= _SHOWN else hashlib.sha256(value.tobytes()).hexdigest()[:16]
         return f"{found} {value.dtype}{list(value.shape)}"
     if isinstance(value, partial):
         return f"partial({exact_text(value.func)}, {exact_text(value.args)}, {exact_text(value.keywords)})"
@@ -45,11 +44,3 @@ def exact_text(value: Any) -> str:
         inner = ", ".join(map(exact_text, value))
         return f"[{inner}]" if type(value) is list else f"{type(value).__name__}({inner})"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-
-
-def _elements(value: Any) -> str:
-    return repr(value.tolist())
-
-
-def _digest(value: torch.Tensor) -> str:
-    return "on meta" if value.is_meta else digest(value).hex()

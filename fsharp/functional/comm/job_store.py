@@ -31,14 +31,9 @@ _LOOK_EVERY_S = 0.02
 
 
 def within(limit_s: float, job: Callable[[], T]) -> T:
-    """Run a job that queries the store in a new thread, and return the job's result.
+    """Run a job that queries the store in a new thread, and return its result; TimeoutError if the job has not ended.
 
-    Args:
-        limit_s: seconds for which the store waits for other ranks on behalf of the job. The job may take two seconds more.
-        job: the job.
-
-    Raises:
-        TimeoutError: the job has not ended.
+    The store waits ``limit_s`` seconds for other ranks on behalf of the job. The job may take two seconds more.
     """
     worker, done = Worker("job"), Outcome()
     worker.submit(job, done)
@@ -74,13 +69,7 @@ def join(backend: str, timeout: timedelta | None) -> None:
 
     torchrun's attempts share a store, from which gloo would take addresses of processes that have ended. The caller has to
     limit the time of this function (:func:`within`): torch starts the limit again with each retry to reach the store's host.
-
-    Args:
-        backend: ``"gloo"`` or ``"nccl"``.
-        timeout: of ``init_process_group``.
-
-    Raises:
-        CommError: other processes have not joined within the limit.
+    Raises CommError if other processes have not joined within ``timeout``, which is that of ``init_process_group``.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
@@ -155,14 +144,7 @@ _MOST_CHARACTERS = 1 << 20
 
 
 class StoreBoard:
-    """A :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store.
-
-    Args:
-        name: the same on all ranks, and of this board alone.
-
-    Attributes:
-        trouble: the reason why the last query has no answer; empty if it has one.
-    """
+    """A :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store; its name is the same on all ranks."""
 
     def __init__(self, name: str) -> None:
         self._store, self.trouble = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""

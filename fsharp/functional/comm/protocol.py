@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -166,21 +167,9 @@ class _CommWrapper:
     """Base class of wrappers of a Comm: mesh, rank and device are those of ``inner``."""
 
     inner: Comm
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of ``inner``."""
-        return self.inner.mesh
-
-    @property
-    def rank(self) -> int:
-        """The rank of ``inner``."""
-        return self.inner.rank
-
-    @property
-    def device(self) -> torch.device:
-        """The device of ``inner``."""
-        return self.inner.device
+    mesh = property(attrgetter("inner.mesh"))
+    rank = property(attrgetter("inner.rank"))
+    device = property(attrgetter("inner.device"))
 
 
 def innermost(comm: Comm) -> Comm:
@@ -290,12 +279,7 @@ class CountingComm(PassingComm, _CommWrapper):
 
 @dataclass(frozen=True)
 class Labelled(PassingComm, _CommWrapper):
-    """A Comm that puts a text in front of the labels of all calls.
-
-    Attributes:
-        inner: the Comm that runs the calls.
-        label: the text, such as ``"step 3: "``.
-    """
+    """A Comm that puts a text, such as ``"step 3: "``, in front of the labels of all calls of ``inner``."""
 
     inner: Comm
     label: str

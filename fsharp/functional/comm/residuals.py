@@ -39,10 +39,7 @@ Views = Mapping[str, Mapping[int, ByAxis]]
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
-    """Return residuals of zeros: for each unit a tensor for each group whose gradients are encoded with feedback.
-
-    None if there are no such groups.
-    """
+    """Return residuals of zeros: by unit a tensor for each group with feedback; None if there are no such groups."""
     found = {}
     for unit in units:
         if unit.has_feedback:
@@ -55,16 +52,10 @@ def own_residuals(
 ) -> tuple[PerRank | None, Views]:
     """Return residuals that may be overwritten, and the inputs of encodings: views of residuals, and random numbers.
 
-    Args:
-        where: name of the calling function, for errors.
-        residuals: the residuals of a state; None if the caller passes none.
-        units: the units whose gradients are about to be reduced.
-        donate: whether ``residuals`` may be overwritten; else they are copied.
-        step: number of the step, for stochastic rounding; None if the caller passes none.
-        rank: rank of this process.
+    Residuals are copied unless ``donate``. ``step`` is the number of the step, for stochastic rounding.
 
-    Raises:
-        TreeError: residuals are missing, or belong to other units; ``step`` is missing, or no integer of at least 0.
+    Raises TreeError if residuals are missing, or belong to other units than those whose gradients are about to be reduced; or
+    if ``step`` is missing, or no integer of at least 0.
     """
     units = [unit for unit in units if unit.has_feedback or unit.is_stochastic]
     if step is not None and (type(step) is not int or step < 0):

@@ -12,9 +12,7 @@ _texts: dict[str, str] = {}
 def settings_digest(text: str, before: str = "") -> str:
     """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`settings_behind`.
 
-    Args:
-        text: the settings, a field in each line as ``name=value``.
-        before: the digest of earlier settings, on which the new digest depends too.
+    ``text`` has a field in each line as ``name=value``. The digest also depends on ``before``, that of earlier settings.
     """
     found = f"{zlib.crc32(text.encode(), int(before or '0', 16)):08x}"
     _texts.pop(found, None)

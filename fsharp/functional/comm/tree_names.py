@@ -4,9 +4,10 @@ Ranks make trees in one order, so the numbers in names of trees are the same on 
 :mod:`~fsharp.functional.layout.tree_name`.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from fsharp.functional.comm.protocol import Comm, innermost
@@ -20,17 +21,12 @@ class TreeCounts:
     """Counters of the trees that ranks have made and gathered together, for names of trees in labels.
 
     Attributes:
-        trees: number of trees that ranks have made together.
+        trees: numbers of the trees that ranks make together, from 1 on.
         gathered: by text, axes and unit, the number of gathered trees with a text that does not identify the tree.
     """
 
-    trees: int = 0
+    trees: Iterator[int] = field(default_factory=lambda: count(1))
     gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
-
-    def add_tree(self) -> int:
-        """Count a tree that ranks have made together. Return its number, from 1."""
-        self.trees += 1
-        return self.trees
 
 
 def counts_of(comm: Comm) -> TreeCounts | None:
@@ -45,14 +41,11 @@ def name_trees(tree: Any, comm: Comm) -> Any:
     """
     counts = counts_of(comm)
     if counts is not None:
-        numbers: dict[int, str] = {}
+        numbers = defaultdict[int, str](lambda: str(next(counts.trees)))
         seen: Counter[str] = Counter()
         for node in units_of(tree):
-            occurrence = seen[node.name]
             seen[node.name] += 1
-            if occurrence not in numbers:
-                numbers[occurrence] = str(counts.add_tree())
-            node.tree_name = TreeName(numbers[occurrence])
+            node.tree_name = TreeName(numbers[seen[node.name]])
     return tree
 
 

@@ -83,9 +83,7 @@ class WatchedCall:
     def check(self) -> None:
         """Raise an error if the collective cannot end. Called twice a second while this rank waits for the collective.
 
-        Raises:
-            AgreementError: another rank has failed, or takes part in something else.
-            CommError: another rank has left the job, or the limit has passed.
+        Raises the errors of :meth:`Watch.look`, and a CommError if the limit has passed.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -290,9 +288,7 @@ class Watch:
     def look(self, call: WatchedCall, *, is_lost: bool = False) -> str:
         """Write a note, and read notes of other ranks. Return, as text, the ranks that have not begun the collective.
 
-        Args:
-            call: the collective for which this rank waits.
-            is_lost: whether the connection to ``call.peer`` has failed.
+        ``is_lost`` says that the connection to ``call.peer`` has failed.
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.
@@ -408,10 +404,8 @@ def _difference_text(
 ) -> str:
     """Return the text of an error about labels that differ: the ranks' labels, the settings that differ, and a remedy.
 
-    Args:
-        first: number of the first difference; None if ranks wait for each other in different Comms.
-        orders: for each rank, labels by number.
-        settings: settings by digest.
+    ``orders`` are, for each rank, labels by number. ``first`` is the number of the first difference, or None if ranks wait for
+    each other in different Comms. ``settings`` are by digest.
     """
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(orders.items())}
     here = {rank: orders[rank][place] for rank, place in places.items()}

@@ -106,14 +106,10 @@ class Outcome:
 
 
 class InFlight(Outcome):
-    """The outcome of a collective that a worker runs.
+    """The outcome of a collective that a worker runs. ``call`` is the collective, as other ranks are told of it.
 
-    Args:
-        call: the collective, as other ranks are told of it.
-        second: the second half of the collective, which begins when this half has landed; None if there is no second half.
-
-    Attributes:
-        landed_s: when this half was done, on the clock of ``time.perf_counter``; None until then.
+    ``second`` is the second half of the collective, which begins when this half has landed; None if there is no second half.
+    ``landed_s`` is when this half was done, on the clock of ``time.perf_counter``; None until then.
     """
 
     __slots__ = ("call", "landed_s", "second")

@@ -80,12 +80,8 @@ def _extra_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
 
 def known_extra(*transforms: Transform) -> frozenset[str] | None:
     """Return the names of the extra arguments that any of these transformations uses; None if one of them may use any."""
-    known = frozenset[str]()
-    for tx in transforms:
-        if tx.extra is None:
-            return None
-        known |= tx.extra
-    return known
+    known = [tx.extra for tx in transforms if tx.extra is not None]
+    return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 
 
 def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
@@ -142,7 +138,8 @@ def as_transform(tx: Any) -> Transform:
         return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
 
     def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
-        where = f"pair {_name_of(update)}"
+        named = update if hasattr(update, "__qualname__") else type(update)  # whose repr would have an address
+        where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         if comm is None:
             try_pair(where, init, tried, params)
         else:
@@ -184,12 +181,6 @@ def _as_lists(state: Any) -> Any:
         return optree.tree_leaves(node.leaves) if isinstance(node, ByLeaf) else node
 
     return optree.tree_map(one, state, is_leaf=lambda node: isinstance(node, ByLeaf))
-
-
-def _name_of(fn: Any) -> str:
-    """Return the name of a function, without the address that a repr has."""
-    named = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{named.__module__}.{named.__qualname__}".replace(".<locals>", "")
 
 
 def apply_transform(
@@ -305,14 +296,9 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
     for g, p in zip(filter(is_sharded, ours), filter(is_sharded, theirs), strict=True):
         check_shared(where, g)
         for what, got, expected in _differences(g, p):
-            raise TreeError(
-                problem(
-                    where,
-                    f"gradients of unit {g.name!r} do not fit its parameters.",
-                    [("differs", what), ("got", got), ("expected", expected)],
-                    "Pass the gradients that value_and_grad() returned, through reduce_scatter() and average().",
-                )
-            )
+            facts = [("differs", what), ("got", got), ("expected", expected)]
+            remedy = "Pass the gradients that value_and_grad() returned, through reduce_scatter() and average()."
+            raise TreeError(problem(where, f"gradients of unit {g.name!r} do not fit its parameters.", facts, remedy))
 
 
 def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:

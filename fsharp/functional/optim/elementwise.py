@@ -113,7 +113,8 @@ def adamw(
     """
 
     def init(params: Any, /) -> AdamState:
-        count = torch.zeros((), device=_device(params)) if capturable else 0
+        device = next((x.device for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        count = torch.zeros((), device=device) if capturable else 0
         return AdamState(count, _zeros(params), _zeros(params))
 
     def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
@@ -275,25 +276,26 @@ def _in_place_transform(
         return step(grads, state, params, weight_decay, comm=comm, donate=donate)
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
-        def add(tree: Any, factor: Any) -> Any:
-            def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
-                for x, p in zip(*lists, strict=True):
-                    x.add_(p * (factor * scale * decay))
-
-            _each_run(kernel, (tree, params), comm.rank, lr_scale, weight_decay)
-            return tree
-
         if rate is None:
-            grads = add(optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params), 1.0)
+            grads = optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params)
+            grads = add_parameters(grads, params, 1.0, comm.rank, lr_scale, weight_decay)
         updates, new = step(grads, state, _zeros(params), 0.0, comm=comm, donate=False)
-        return updates if rate is None else add(updates, -rate(state)), new
+        if rate is not None:
+            updates = add_parameters(updates, params, -rate(state), comm.rank, lr_scale, weight_decay)
+        return updates, new
 
     return Transform(init, update, config, apply, next(iter(config)))
 
 
-def _device(params: Any) -> torch.device:
-    tensors = [leaf for leaf in optree.tree_leaves(params) if isinstance(leaf, torch.Tensor)]
-    return tensors[0].device if tensors else torch.device("cpu")
+def add_parameters(tree: Any, params: Any, factor: Any, rank: int, lr_scale: PerPath, weight_decay: PerPath) -> Any:
+    """Add ``factor * lr_scale * weight_decay`` times the parameters to a tree, in place, and return the tree."""
+
+    def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+        for x, p in zip(*lists, strict=True):
+            x.add_(p * (factor * scale * decay))
+
+    _each_run(kernel, (tree, params), rank, lr_scale, weight_decay)
+    return tree
 
 
 def _zeros(params: Any) -> Any:

@@ -1,6 +1,5 @@
 """check_elementwise: compare updates of shards with updates of whole leaves, for pairs of other libraries."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -91,27 +90,21 @@ def _compare(where: str, expected: Any, found: Any) -> None:
             raise TreeError(problem(where, f"{what} of whole leaves is not that of shards.", facts, remedy))
 
 
-def _whole_leaves(node: Sharded, comm: Comm) -> Mapping[str, torch.Tensor]:
-    """Gather a unit, and return its whole leaves by path within the unit. A 0-D buffer is returned for each leaf.
-
-    Cost: a gather of the unit's buffers, and their memory.
-    """
-    found = {}
-    for group, buffer in zip(node.groups, node.buffers, strict=True):
-        for axis in reversed(node.place.sharded):
-            if buffer.dim() and node.unit.mesh.axis_size(axis) > 1:
-                buffer = comm.all_gather(buffer, axis, label=f"{node.name} to compare updates").flatten()
-        for leaf in node.unit.leaves_of(group):
-            cut = buffer[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) if buffer.dim() else buffer
-            found[leaf.path] = cut.clone()
-    return found
-
-
 def _user_tree(tree: Any, comm: Comm) -> Any:
-    """Return a tree of whole leaves of a tree of shards, without leaves that are frozen or tied to another leaf."""
+    """Return a tree of whole leaves of a tree of shards, without leaves that are frozen or tied to another leaf.
+
+    A 0-D buffer is returned for each leaf. Cost: a gather of all buffers, and their memory.
+    """
 
     def subtree(node: Sharded) -> Any:
-        leaves = _whole_leaves(node, comm)
-        return optree.tree_unflatten(node.unit.spec, [leaves.get(leaf.path, ()) for leaf in node.unit.leaves])
+        found = {}
+        for group, buffer in zip(node.groups, node.buffers, strict=True):
+            for axis in reversed(node.place.sharded):
+                if buffer.dim() and node.unit.mesh.axis_size(axis) > 1:
+                    buffer = comm.all_gather(buffer, axis, label=f"{node.name} to compare updates").flatten()
+            for leaf in node.unit.leaves_of(group):
+                cut = buffer[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) if buffer.dim() else buffer
+                found[leaf.path] = cut.clone()
+        return optree.tree_unflatten(node.unit.spec, [found.get(leaf.path, ()) for leaf in node.unit.leaves])
 
     return map_units(subtree, tree) if units_of(tree) else tree

@@ -4,7 +4,7 @@ Each operation here rounds once, so an element's bits depend on the element alon
 tensor are under [Note: whole vectors] in ``elementwise``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, config_of
-from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, _each_run, adam, at
+from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, adam, add_parameters, at
 from fsharp.functional.optim.partition import masked
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -90,13 +90,7 @@ def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transf
 
     def update(updates: Any, state: tuple[()], params: Any, *, comm: Comm) -> tuple[Any, tuple[()]]:
         result = optree.tree_map(lambda u, p: u.to(p.dtype, copy=True), updates, params)
-
-        def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
-            for x, p in zip(*lists, strict=True):
-                x.add_(p * (scale * decay))
-
-        _each_run(kernel, (result, params), comm.rank, 1.0, weight_decay)
-        return result, ()
+        return add_parameters(result, params, 1.0, comm.rank, 1.0, weight_decay), ()
 
     config = {"add_decayed_weights": config_of(weight_decay=weight_decay)}
     tx = Transform(lambda params: (), update, config, name="add_decayed_weights")

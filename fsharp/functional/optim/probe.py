@@ -29,17 +29,9 @@ Vectors = list[torch.Tensor]
 def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
     """Run a pair on small tensors, and raise an error if its updates depend on how ``params`` join and cut leaves.
 
-    Args:
-        where: the pair, for messages.
-        init: ``init(params) -> state``.
-        update: ``update(grads, state, params) -> (updates, state)``.
-        params: a tree of :class:`~fsharp.Sharded`. Only its structure, layout, dtypes and device are read.
-
-    Returns:
-        A fingerprint of the updates, for ranks to compare: the sum of their magnitudes, in four digits.
-
-    Raises:
-        TreeError: updates that differ, that change from run to run, or that cannot be computed.
+    Only structure, layout, dtypes and device of ``params`` are read. Returns a fingerprint of the updates, for ranks to
+    compare: the sum of their magnitudes, in four digits. Raises TreeError for updates that differ, that change from run to
+    run, or that cannot be computed; ``where`` is the pair, for messages.
 
     Cost: about ten updates of a tree whose dims are at most 3. Torch's global random generators are left as they were.
     """

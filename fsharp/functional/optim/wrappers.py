@@ -169,22 +169,19 @@ def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any
     """Return a transformation made from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
 
     def either(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
-        def rest(same: Any) -> tuple[Any, Any]:
-            return (optree.tree_map(torch.zeros_like, params), same) if donate is None else _unchanged(params, donate, same)
+        def rest(same: Any) -> Any:
+            if donate is None:
+                return optree.tree_map(torch.zeros_like, params), same
+            if donate:
+                return params, same
+            # A new state shares no memory with an old one that somebody may donate.
+            both: Any = (params, same)
+            return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, both)
 
         return step(grads, state, lambda seen, own: run(inner, seen, own, params), rest, comm, bool(donate))
 
     update, apply = around(either)
     return Transform(init, update, config, apply, named(name, inner.name), inner.extra)
-
-
-def _unchanged(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
-    """Return parameters and state for a step without an update: copies, unless donated, so that states share no memory."""
-
-    def copied(tree: Any) -> Any:
-        return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
-
-    return (params, state) if donate else (copied(params), copied(state))
 
 
 def without_updates(tx: Transform, paths: Container[str]) -> Transform:
