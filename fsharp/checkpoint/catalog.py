@@ -17,7 +17,7 @@ import xxhash
 
 from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
-from fsharp.checkpoint.reading import Need, Reader, verify_files
+from fsharp.checkpoint.reading import Need, Reader, check_size, verify_files
 from fsharp.checkpoint.shard_file import first_bytes
 from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_description, storage_of
 from fsharp.errors import CheckpointError
@@ -55,7 +55,8 @@ def new_save_id(root: str) -> str:
 
     The time is later than the times of all saves in ``root``, also if a clock goes back.
     """
-    before = max((created_of(f"{root}/{name}") for name in _folders(storage_of(root), root)), default=0.0)
+    names = newest_first(storage_of(root), root)
+    before = created_of(f"{root}/{names[0]}") if names else 0.0
     return struct.pack(">d", later_than(before)).hex() + secrets.token_hex(8)
 
 
@@ -94,7 +95,15 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """The manifest, read at the first access."""
-        return _manifest_in(storage_of(self.path), self.path)
+        storage, path = storage_of(self.path), self.path
+        try:
+            data = read_description(storage, path, NAME)
+        except FileNotFoundError as error:
+            if huggingface.is_folder(storage.names(path)) or huggingface.is_file(storage, path):
+                return huggingface.manifest_of(storage, path)
+            hint = "".join(f" There are some in it, such as {path}/{name}." for name in newest_first(storage, path)[:1])
+            raise CheckpointError(f"{path}: there is no checkpoint here.{hint}") from error
+        return Manifest.from_json(f"{path}/{NAME}", data)
 
     @cached_property
     def folder(self) -> str:
@@ -187,27 +196,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def _opened(storage: Storage, folder: str) -> Checkpoint:
     found = Checkpoint(folder)
     for file in found.facts.files:
-        path = f"{found.folder}/{file.name}"
-        try:
-            size = storage.nbytes(path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: missing; it had {file.nbytes:,} bytes.") from error
-        if size != file.nbytes:
-            raise CheckpointError(f"{path}: {size:,} bytes, expected {file.nbytes:,}.")
+        check_size(storage, f"{found.folder}/{file.name}", file.nbytes)
     return found
-
-
-def _manifest_in(storage: Storage, folder: str) -> Manifest:
-    where = f"{folder}/{NAME}"
-    try:
-        data = read_description(storage, folder, NAME)
-    except FileNotFoundError as error:
-        if huggingface.is_folder(storage.names(folder)) or huggingface.is_file(storage, folder):
-            return huggingface.manifest_of(storage, folder)
-        below = [f"{folder}/{name}" for name in newest_first(storage, folder)[:1]]
-        hint = "".join(f" There are some in it, such as {path}." for path in below)
-        raise CheckpointError(f"{folder}: there is no checkpoint here.{hint}") from error
-    return Manifest.from_json(where, data)
 
 
 def complete_sibling(folder: str) -> str:
@@ -224,12 +214,8 @@ def complete_sibling(folder: str) -> str:
 
 def newest_first(storage: Storage, root: str) -> list[str]:
     """Return names of folders of checkpoints, complete or not, the last saved one first: see :func:`created_of`."""
-    found = _folders(storage, root)
+    found = [name for name in storage.names(root) if _FOLDER.fullmatch(name)]
     return sorted(found, key=lambda name: (created_of(f"{root}/{name}"), step_of(name), name), reverse=True)
-
-
-def _folders(storage: Storage, root: str) -> list[str]:
-    return [name for name in storage.names(root) if _FOLDER.fullmatch(name)]
 
 
 def has_checkpoints(root: str) -> bool:

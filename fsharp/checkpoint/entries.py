@@ -163,14 +163,9 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
             _check_new(where, found, name := ".".join(segments))
             found.values[name] = leaf.name if isinstance(leaf, MadeBy) else leaf
         else:
-            raise TreeError(
-                problem(
-                    where,
-                    f"{'.'.join(segments) or 'the tree'!r} cannot be in a checkpoint.",
-                    [("got", f"{type(leaf).__name__} {leaf!r:.60}")],
-                    "Trees of Sharded, tensors, PerRank, numbers, strings and None can.",
-                )
-            )
+            facts = [("got", f"{type(leaf).__name__} {leaf!r:.60}")]
+            remedy = "Trees of Sharded, tensors, PerRank, numbers, strings and None can."
+            raise TreeError(problem(where, f"{'.'.join(segments) or 'the tree'!r} cannot be in a checkpoint.", facts, remedy))
     # Of frozen leaves there is no optimizer state, and so no ties there either.
     for name in [name for name, owner in found.aliases.items() if owner not in found.entries]:
         del found.aliases[name]
@@ -268,18 +263,13 @@ def leaves_of(
         yield named, tuple(str(each.entry) for each in accessor), leaf
 
 
-def unit_prefix(segments: tuple[str, ...], entries: tuple[str, ...], unit: UnitLayout) -> tuple[tuple[str, ...], str]:
-    """Return the keys above the planned tree, and the unit's path in the planned tree, as names must not depend on units."""
-    own = tuple(unit.name.split(".")) if unit.name else ()
-    if own and entries[len(entries) - len(own) :] != own:
-        return segments, ""  # a unit by itself
-    return segments[: len(segments) - len(own)], unit.name
-
-
 def _add_unit(
     where: str, found: Contents, segments: tuple[str, ...], entries: tuple[str, ...], node: Sharded, comm: Comm
 ) -> None:
-    unit, (above, path) = node.unit, unit_prefix(segments, entries, node.unit)
+    unit, own = node.unit, tuple(node.unit.name.split(".")) if node.unit.name else ()
+    is_alone = bool(own) and entries[len(entries) - len(own) :] != own  # not where its planned tree has it
+    # Names must not depend on units: they have the keys above the planned tree, and those in it.
+    above, path = (segments, "") if is_alone else (segments[: len(segments) - len(own)], unit.name)
     if unit.mesh != comm.mesh:
         raise TreeError(f"{where}: unit {unit.shown} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
     if node.place.partial:

@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fsharp.checkpoint.storage import storage_of
@@ -13,16 +12,6 @@ from fsharp.functional.comm.protocol import Comm
 
 _log = logging.getLogger("fsharp")
 T = TypeVar("T")
-
-
-@contextmanager
-def recording_damage(damage: list[Any]) -> Iterator[None]:
-    """Append the text of a CheckpointError that is raised in this context to ``damage``, and raise the error again."""
-    try:
-        yield
-    except CheckpointError as error:
-        damage.append(str(error))
-        raise
 
 
 def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:

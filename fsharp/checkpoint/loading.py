@@ -24,7 +24,7 @@ from fsharp.checkpoint.entries import (
     renamed,
     template_of,
 )
-from fsharp.checkpoint.falling_back import load_or_damage, recording_damage, set_aside
+from fsharp.checkpoint.falling_back import load_or_damage, set_aside
 from fsharp.checkpoint.formats.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
 from fsharp.checkpoint.matching import StoredNames, check_matches, shown, stored_names, without_ignored
@@ -134,15 +134,18 @@ def load_one(
     seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
-        with recording_damage(damage):
+        try:
             seen.append(open_checkpoint(path))
+        except CheckpointError as error:
+            damage.append(str(error))
+            raise
         return seen[0]
 
     def read(found: Checkpoint, needs: list[Need]) -> None:
         try:
-            with recording_damage(damage):
-                found.reader.read(needs, buffer_nbytes=buffer_nbytes)
+            found.reader.read(needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
+            damage.append(str(error))
             raise CheckpointError(f"{error}{complete_sibling(found.path)}") from error
 
     tree = load_by(read, opened, like, comm=comm, **options)

@@ -5,13 +5,14 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, newest_first
 from fsharp.checkpoint.manifest import NAME, Manifest, plain_file_name
-from fsharp.checkpoint.reading import Need, ShardFile, Window, parts_by_file, table_nbytes
+from fsharp.checkpoint.reading import Need, ShardFile, check_size, parts_by_file, table_nbytes
 from fsharp.checkpoint.saving import file_name
 from fsharp.checkpoint.shard_file import batches, bytes_of, header_nbytes
 from fsharp.checkpoint.storage import LocalFiles
@@ -61,11 +62,6 @@ class HeldSave:
     hosts: dict[int, dict[int, int]]
 
     @property
-    def where(self) -> str:
-        """The place of the save, as text for messages."""
-        return "on hosts"
-
-    @property
     def missing(self) -> list[int]:
         """Numbers of the files that no host has."""
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
@@ -109,20 +105,15 @@ def held_here(folder: str) -> list[list[Any]]:
         heads, there = {}, set(_files.names(path))
         for number, record in enumerate(manifest.files):
             if record.name in there:
+                file, first = f"{path}/{record.name}", bytearray(8)
                 try:
-                    heads[number] = _head_nbytes(f"{path}/{record.name}", record.nbytes)
+                    check_size(_files, file, record.nbytes)
+                    _files.read(file, 0, memoryview(first))
+                    heads[number] = header_nbytes(file, bytes(first), record.nbytes)
                 except CheckpointError as error:
                     _log.warning("left out: %s", error)
         saves.append([name, manifest.step, manifest.created, len(manifest.files), _files.nbytes(f"{path}/{NAME}"), heads])
     return saves
-
-
-def _head_nbytes(path: str, nbytes: int) -> int:
-    if _files.nbytes(path) != nbytes:
-        raise CheckpointError(f"{path}: {_files.nbytes(path):,} bytes, expected {nbytes:,}.")
-    first = bytearray(8)
-    _files.read(path, 0, memoryview(first))
-    return header_nbytes(path, bytes(first), nbytes)
 
 
 class Deferred:
@@ -301,7 +292,7 @@ def read_from_hosts(
                 file = ShardFile(fetched, _file_path(folder, holder), record, number, manifest.save_id)
                 windows = file.windows(file.runs(manifest, parts[number]), PIECE_NBYTES)
             for window in windows:
-                take = _window_taker(file, window, holder, record.name)
+                take = _blamed(holder, record.name)(partial(file.take, window))
                 asked.append(Wanted(holder, record.name, window.start, window.nbytes, take))
         return asked
 
@@ -316,11 +307,3 @@ def read_from_hosts(
 
 def _file_path(folder: str, holder: int) -> str:
     return f"on the host of rank {holder}: {folder}"
-
-
-def _window_taker(file: ShardFile, window: Window, holder: int, name: str) -> Callable[[torch.Tensor], None]:
-    def take(data: torch.Tensor) -> None:
-        with _blamed(holder, name):
-            file.take(window, data)
-
-    return take

@@ -1,7 +1,7 @@
 """Reading: read only the needed bytes, compare each block with its digest, and use a bounded buffer."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,6 +88,16 @@ def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[t
     return dict(sorted(found.items()))
 
 
+def check_size(storage: Readable, path: str, nbytes: int) -> None:
+    """Refuse, with a CheckpointError, a file that is missing or of another size."""
+    try:
+        size = storage.nbytes(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing; it had {nbytes:,} bytes.") from error
+    if size != nbytes:
+        raise CheckpointError(f"{path}: {size:,} bytes, expected {nbytes:,}.")
+
+
 class ShardFile:
     """A file of a checkpoint, of which parts are read: file ``number``, which the rank of this number wrote.
 
@@ -96,20 +106,13 @@ class ShardFile:
 
     def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
-        try:
-            size = storage.nbytes(self.path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path}: missing; it had {record.nbytes:,} bytes.") from error
-        if size != record.nbytes:
-            raise CheckpointError(f"{self.path}: {size:,} bytes, expected {record.nbytes:,}.")
+        check_size(storage, self.path, size := record.nbytes)
         if record.digest is None:
             described = describe_file(storage, self.path)
             self._data, self._table, self._extents = described.start, b"", described.tensors
             self._end = size - described.start
             return
         length = header_nbytes(self.path, self._fetch(0, min(8, size)), size)
-        if length > size:
-            raise CheckpointError(f"{self.path}: its header would be longer than the file.")
         header = self._fetch(0, length)
         # The digest covers header and table, which is last: it is compared before either is believed.
         end = size - table_nbytes(size - length)
@@ -159,9 +162,24 @@ class ShardFile:
             self.take(window, buffer)
 
     def windows(self, runs: Sequence[Run], buffer_nbytes: int) -> list[Window]:
-        """Return the windows to read for runs, which are in order of their first byte and do not overlap."""
-        found = _windows(runs, buffer_nbytes, self._end, BLOCK_NBYTES if self._table else 1)
-        return [Window(self._data + start, end - start, parts) for (start, end), parts in found]
+        """Return the windows to read for runs, which are in order of their first byte and do not overlap.
+
+        A window has whole blocks, and at most ``buffer_nbytes``, or one block if that is more.
+        """
+        block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
+        found, start, stop = list[Window](), 0, 0
+        for run in runs:
+            begin = run.begin
+            while begin < run.end:
+                low = begin // block * block
+                if not found or block == 1 or not start <= low <= stop or begin >= start + most:
+                    start = stop = low
+                    found.append(Window(self._data + start, 0, []))
+                last = min(run.end, start + most)
+                found[-1].parts.append((begin, last, run))
+                stop, begin = max(stop, -(-last // block) * block), last
+                found[-1] = found[-1]._replace(nbytes=min(stop, self._end) - start)
+        return found
 
     def take(self, window: Window, buffer: torch.Tensor) -> None:
         """Fill targets with the bytes of a window. Raises CheckpointError if they are damaged."""
@@ -211,29 +229,6 @@ def table_nbytes(size: int) -> int:
     """Return the size of the table of digests, from the size of elements and table together."""
     blocks = size // (BLOCK_NBYTES + 8)
     return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
-
-
-def _windows(
-    runs: Sequence[Run], most: int, end: int, block: int
-) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, Run]]]]:
-    """Yield ranges of a file to read at once: whole blocks, at most ``most`` bytes, with the parts of runs in each range."""
-    most = max(BLOCK_NBYTES, most // BLOCK_NBYTES * BLOCK_NBYTES)
-    parts: list[tuple[int, int, Run]] = []
-    start = stop = 0
-    for run in runs:
-        begin = run.begin
-        while begin < run.end:
-            low = begin // block * block
-            if parts and (block == 1 or not start <= low <= stop or begin >= start + most):
-                yield (start, min(stop, end)), parts
-                parts = []
-            if not parts:
-                start = stop = low
-            last = min(run.end, start + most)
-            parts.append((begin, last, run))
-            stop, begin = max(stop, -(-last // block) * block), last
-    if parts:
-        yield (start, min(stop, end)), parts
 
 
 def verify_files(folder: str, manifest: Manifest) -> list[str]:

@@ -82,7 +82,6 @@ class _OnDisk(NamedTuple):
     path: str
     step: int
     created: float
-    where: str = "on disk"
 
 
 @options_checked
@@ -339,7 +338,8 @@ class Replicas(Background):
             how = {"subtree": subtree, "cast": cast, "donate": donate}
             loaded, said = load_or_damage(partial(self._load, found, like, damage, **how), damage, self._comm)
             if loaded is not None:
-                self._set_aside(on_disk, copies, f"what was saved of step {found.step} {found.where}")
+                where = "on hosts" if isinstance(found, HeldSave) else "on disk"
+                self._set_aside(on_disk, copies, f"what was saved of step {found.step} {where}")
                 return loaded
             if isinstance(found, HeldSave):
                 copies |= {(found.name, rank // self._domain_size * self._domain_size, file): text for text, rank, file in said}

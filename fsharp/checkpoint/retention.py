@@ -3,9 +3,10 @@
 import math
 import os
 from collections import Counter
+from heapq import nsmallest
 from typing import NamedTuple
 
-from fsharp.checkpoint.catalog import Checkpoint, created_of, if_complete, newest_first, step_of
+from fsharp.checkpoint.catalog import created_of, if_complete, newest_first, step_of
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.type_checks import options_checked
@@ -97,11 +98,8 @@ class Retention(NamedTuple):
         return [*reversed(gone)]
 
     def _best_of(self, root: str, names: list[str]) -> set[str]:
-        found = [each for name in names if self.best and (each := if_complete(f"{root}/{name}")) is not None]
-        return {
-            each.path for each in sorted((each for each in found if not math.isnan(_metric(each))), key=_metric)[: self.best]
-        }
-
-
-def _metric(found: Checkpoint) -> float:
-    return math.nan if found.facts.metric is None else found.facts.metric
+        metrics = dict[str, float]()
+        for each in filter(None, (if_complete(f"{root}/{name}") for name in names)) if self.best else ():
+            if (metric := each.facts.metric) is not None and not math.isnan(metric):
+                metrics[each.path] = metric
+        return set(nsmallest(self.best, metrics, key=metrics.__getitem__))
