@@ -10,15 +10,13 @@ import torch
 
 from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
 from fsharp.errors import NonFiniteError, TreeError
-from fsharp.functional.comm.agree import exchange, largest
+from fsharp.functional.comm.agree import exchange, largest, ranks_text
 from fsharp.functional.comm.protocol import Comm, Labelled, telling_format_errors
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
-
-_SHOWN = 8
 
 
 class NonFinite(NamedTuple):
@@ -36,9 +34,9 @@ class NonFinite(NamedTuple):
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        found = [f"the loss of {_named(self.losses)} is not finite"] if self.losses else []
+        found = [f"the loss of {ranks_text(self.losses)} is not finite"] if self.losses else []
         if self.leaf is not None:
-            found.append(f"{self.leaf or 'the leaf'!r} is the first leaf that is not finite, held by {_named(self.ranks)}")
+            found.append(f"{self.leaf or 'the leaf'!r} is the first leaf that is not finite, held by {ranks_text(self.ranks)}")
         return ", and ".join(found)
 
 
@@ -105,10 +103,8 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         sums = [
             _computable(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held, comm.rank)
         ]
-        bad = [_is_bad(x) for x in [*losses, *sums]]
-        flag = (
-            torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
-        )
+        bad = [torch.tensor(False), *[_is_bad(x) for x in [*losses, *sums]]]
+        flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1)
         named = Labelled(comm, "whether all is finite: ")
         if not largest(flag, named).item():
             return None
@@ -165,8 +161,3 @@ def _first(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | Non
         if x is not None and bool(_is_bad(x)):
             return i, join((*path, leaf.path) if leaf.path else path)
     return None
-
-
-def _named(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

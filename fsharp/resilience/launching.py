@@ -112,14 +112,10 @@ def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]
         return [(int(path.name.rpartition("-")[2]), path.read_text("utf-8")) for path in notes]
 
     own, heard = noted("own-error-*"), noted("heard-error-*")
-    silent = [(rank, _ending(failures[rank])) for rank in failures if rank not in dict(own + heard)]
+    endings = {rank: f"exit status {e.exitcode}" if e.exitcode > 0 else str(e.message) for rank, e in failures.items()}
+    silent = [(rank, ending) for rank, ending in endings.items() if rank not in dict(own + heard)]
     by_agent = [each for each in silent if failures[each[0]].exitcode == -signal.SIGTERM]
     return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent][0]
-
-
-def _ending(failure: Any) -> str:
-    """Return text: how a process ended that raised no error."""
-    return f"exit status {failure.exitcode}" if failure.exitcode > 0 else str(failure.message)
 
 
 def _run_rank(folder: str) -> None:

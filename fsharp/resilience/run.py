@@ -314,7 +314,10 @@ class Run:
     def _kept(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
         self._checkpoints.check_leaves(tree)
-        bad = None if self._save_nonfinite else find_nonfinite(None, _without_numbers(tree), comm=self.comm)
+        bad = None
+        if not self._save_nonfinite:  # numbers may be infinite: a best loss begins as an infinity
+            plain = optree.tree_map(lambda leaf: 0 if isinstance(leaf, Number) else leaf, expanded(tree), is_leaf=is_node)
+            bad = find_nonfinite(None, plain, comm=self.comm)
         if bad is not None:
             raise NonFiniteError(
                 f"Run: the tree after {self.step} steps is not saved: {bad}; {self._checkpoints.describe_newest()}. "
@@ -332,11 +335,6 @@ class Run:
 
 def _is_due(every: int, before: int, step: int) -> bool:
     return step // every > before // every
-
-
-def _without_numbers(tree: Any) -> Any:
-    """Return a tree with 0 in place of each number, as numbers such as a best loss may begin as infinity."""
-    return optree.tree_map(lambda leaf: 0 if isinstance(leaf, Number) else leaf, expanded(tree), is_leaf=is_node)
 
 
 def _changes(before: Any, now: Mapping[str, Any]) -> list[str]:

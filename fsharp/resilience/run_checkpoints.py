@@ -55,15 +55,13 @@ class RunCheckpoints:
     def check_leaves(self, tree: Any) -> None:
         """Raise a RunError for a tree with other leaves than expected, which a restart could not load."""
         if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
-            raise RunError(
-                problem(
-                    "Run",
-                    "the tree has other leaves than it had in resume(), so that a restart could not load it.",
-                    [(name, "gone" if name in self._names else "new") for name in changed[:8]],
-                    "Begin with a tree that has all later leaves: a number in place of None, lists of their final lengths, a "
-                    "step of a plain optimizer of torch before resume().",
-                )
+            facts = [(name, "gone" if name in self._names else "new") for name in changed[:8]]
+            remedy = (
+                "Begin with a tree that has all later leaves: a number in place of None, lists of their final lengths, a step "
+                "of a plain optimizer of torch before resume()."
             )
+            what = "the tree has other leaves than it had in resume(), so that a restart could not load it."
+            raise RunError(problem("Run", what, facts, remedy))
 
     def are_own(self) -> bool:
         """Return whether there is a checkpoint of this run, in memory of hosts or on disk."""

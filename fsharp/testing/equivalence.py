@@ -113,14 +113,10 @@ def _compare(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | No
             same = torch.allclose(x, y, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
         if not same:
             gap = (x.double() - y.double()).abs()
-            raise AssertionError(
-                problem(
-                    "assert_equivalent()",
-                    f"{name_a} and {name_b} differ in {'.'.join(map(str, path))!r}.",
-                    [
-                        ("expected", "the same bits" if tolerance is None else f"|a - b| <= {tolerance}"),
-                        ("largest gap", f"{gap.max().item():.3g} at flat index {int(gap.argmax())}"),
-                        ("elements", f"{int((x != y).sum())} of {x.numel()} differ"),
-                    ],
-                )
-            )
+            facts = [
+                ("expected", "the same bits" if tolerance is None else f"|a - b| <= {tolerance}"),
+                ("largest gap", f"{gap.max().item():.3g} at flat index {int(gap.argmax())}"),
+                ("elements", f"{int((x != y).sum())} of {x.numel()} differ"),
+            ]
+            what = f"{name_a} and {name_b} differ in {'.'.join(map(str, path))!r}."
+            raise AssertionError(problem("assert_equivalent()", what, facts))

@@ -13,6 +13,7 @@ lanes.
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 Clock = dict[str, int]
@@ -118,40 +119,32 @@ class _ShadowMemory:
     """A map from bytes to their last write and the reads since: disjoint runs in order of address."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        self._cells: list[_Cell] = []
+        self._runs: list[tuple[int, int, _Cell]] = []
 
     def take(self, start: int, stop: int) -> list[tuple[int, int, _Cell]]:
         """Remove and return the entries of a run of bytes, cut to this run."""
-        starts, stops, cells = self._starts, self._stops, self._cells
-        i = bisect_right(starts, start) - 1
-        if i < 0 or stops[i] <= start:
+        runs, i = self._runs, bisect_right(self._runs, start, key=itemgetter(0)) - 1
+        if i < 0 or runs[i][1] <= start:
             i += 1
         j = i
         taken: list[tuple[int, int, _Cell]] = []
         rest: list[tuple[int, int, _Cell]] = []
-        while j < len(starts) and starts[j] < stop:
-            a, b, cell = starts[j], stops[j], cells[j]
+        while j < len(runs) and runs[j][0] < stop:
+            a, b, cell = runs[j]
             if a < start:
                 rest.append((a, start, cell))
             if b > stop:
                 rest.append((stop, b, cell))
             taken.append((max(a, start), min(b, stop), cell))
             j += 1
-        if taken:
-            starts[i:j] = [a for a, _, _ in rest]
-            stops[i:j] = [b for _, b, _ in rest]
-            cells[i:j] = [cell for _, _, cell in rest]
+        runs[i:j] = rest
         return taken
 
     def put(self, runs: Sequence[tuple[int, int, _Cell]]) -> None:
         """Insert neighbouring runs, in order of address, where the map has none."""
         if runs:
-            i = bisect_right(self._starts, runs[0][0])
-            self._starts[i:i] = [a for a, _, _ in runs]
-            self._stops[i:i] = [b for _, b, _ in runs]
-            self._cells[i:i] = [cell for _, _, cell in runs]
+            i = bisect_right(self._runs, runs[0][0], key=itemgetter(0))
+            self._runs[i:i] = runs
 
 
 class _Replay:
@@ -176,9 +169,6 @@ class _Replay:
             if lane != wait.lane and tick > mine.get(lane, 0):
                 mine[lane], learned = tick, True
         return learned
-
-    def mark(self, mark: RecordEvent) -> None:
-        self.marks[mark.key] = dict(self.clock(mark.lane))
 
     def access(self, access: Access) -> None:
         clock = self.clock(access.lane)
@@ -266,7 +256,7 @@ def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
             if state.wait(entry):
                 learned.add(i)
         elif isinstance(entry, RecordEvent):
-            state.mark(entry)
+            state.marks[entry.key] = dict(state.clock(entry.lane))
         elif isinstance(entry, RecordStream):
             state.kept[entry.base, entry.lane] = state.clock(entry.lane).get(entry.lane, 0)
         else:

@@ -16,8 +16,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
@@ -83,7 +83,8 @@ def simulate(
             world.end(rank, "has returned", result)
         except BaseException as error:
             error.add_note(f"raised by rank {rank} of {mesh} in simulate()")
-            world.end(rank, f"has failed with {_first_line(error)}", error)
+            first_line = (str(error).splitlines() or [""])[0]
+            world.end(rank, f"has failed with {type(error).__name__}: {first_line}", error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)]
     with _one_forward_ad_level():
@@ -212,75 +213,12 @@ class CallFacts(NamedTuple):
         return f"{text} for {self.label!r}" if self.label else text
 
 
-@dataclass
-class _Call:
-    """A rank's call of a collective, under way until it has the tensors of all ranks or the text of an error."""
+class _Call(Future[list[Any]]):
+    """A rank's call of a collective, under way until it has the tensors of all ranks or an error."""
 
-    group: tuple[int, ...]
-    words: CallFacts
-    number: int
-    x: Any
-    parts: list[Any] | None = None
-    error: str | None = None
-
-    @property
-    def is_decided(self) -> bool:
-        return self.parts is not None or self.error is not None
-
-    def complete(self, parts: list[Any]) -> None:
-        """End the call with the tensors of all ranks of the group."""
-        self.parts = parts
-
-    def fail(self, text: str) -> None:
-        """End the call with an error: ranks differ, or the call can never complete."""
-        self.error = text
-
-    def result(self) -> list[Any]:
-        """Return the tensors of all ranks, or raise a CommError if the call has failed."""
-        if self.error is not None:
-            raise CommError(self.error)
-        assert self.parts is not None
-        return self.parts
-
-
-@dataclass
-class _Rank:
-    """The state of a rank: the call in which it waits, and how it ended; None while it runs."""
-
-    call: _Call | None = None
-    ended: str | None = None
-    has_result: bool = False
-    num_calls: int = 0
-    last: CallFacts | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the rank waits for other ranks."""
-        return self.call is not None and not self.call.is_decided
-
-    def begin_call(self, group: tuple[int, ...], words: CallFacts, x: Any) -> _Call:
-        """Begin the rank's next call of a collective, and return it. The rank waits in this call from here on."""
-        self.call = _Call(group, words, self.num_calls, x)
-        self.num_calls += 1
-        return self.call
-
-    def end_call(self, words: CallFacts) -> None:
-        """Note that the rank no longer waits in a call."""
-        self.call, self.last = None, words
-
-    def end(self, how: str) -> None:
-        """Note how the rank has ended. It takes part in no collective any more."""
-        self.ended = how
-
-    def end_thread(self) -> None:
-        """Note that the rank's thread has its result."""
-        self.has_result = True
-
-    def __str__(self) -> str:
-        after = f", after {self.last}" if self.last is not None else ""
-        if self.ended is not None:
-            return f"nothing, it {self.ended}{after}"
-        return str(self.call.words) if self.call is not None else f"nothing yet, it computes{after}"
+    def __init__(self, group: tuple[int, ...], words: CallFacts, number: int, x: Any) -> None:
+        super().__init__()
+        self.group, self.words, self.number, self.x = group, words, number, x
 
 
 class _World:
@@ -291,7 +229,11 @@ class _World:
         self.results: list[Any] = [None] * mesh.size
         self.errors: list[BaseException] = []
         self._random = None if seed is None else random.Random(seed)
-        self._ranks = [_Rank() for _ in range(mesh.size)]
+        self._calls: list[_Call | None] = [None] * mesh.size  # that each rank waits in
+        self._last: list[CallFacts | None] = [None] * mesh.size  # that each rank has come back from
+        self._num_calls = [0] * mesh.size
+        self._ended: list[str | None] = [None] * mesh.size  # how each rank has ended; None while it lives
+        self._has_result = [False] * mesh.size  # whether a rank's thread is done, or about to be
         self._lock = threading.Lock()
         self._has_turn = [threading.Condition(self._lock) for _ in range(mesh.size)]
         self._has_ended = threading.Condition(self._lock)  # a rank, or all of it
@@ -315,14 +257,14 @@ class _World:
     def meet(self, rank: int, group: tuple[int, ...], words: CallFacts, x: Any) -> list[Any]:
         with self._lock:
             self._refuse_ended(rank)
-            me = self._ranks[rank]
-            call = me.begin_call(group, words, x)
+            call = self._calls[rank] = _Call(group, words, self._num_calls[rank], x)
+            self._num_calls[rank] += 1
             self._settle()
-            if self._turn == rank and (self._random is not None or not call.is_decided):
+            if self._turn == rank and (self._random is not None or not call.done()):
                 self._pass_turn()
             self._await_turn(rank)
-            me.end_call(words)
-            return call.result()
+            self._calls[rank], self._last[rank] = None, words
+            return call.result(timeout=0)
 
     def kill(self, rank: int, how: str) -> NoReturn:
         with self._lock:
@@ -333,13 +275,12 @@ class _World:
 
     def end(self, rank: int, how: str, result: Any) -> None:
         with self._lock:
-            me = self._ranks[rank]
-            if me.ended is None:
+            if self._ended[rank] is None:
                 self._leave(rank, how)
             if isinstance(result, BaseException):
                 self.errors.append(result)
             self.results[rank] = result
-            me.end_thread()
+            self._has_result[rank] = True
             self._has_ended.notify_all()
 
     # ------------------------------------------------------------ what the caller of simulate() does
@@ -350,39 +291,40 @@ class _World:
         Ranks that wait for others have got errors by then.
         """
         with self._lock:
-            while not all(rank.ended for rank in self._ranks):
+            while not all(self._ended):
                 left = self._last_change + 2 * self.timeout - time.monotonic()
                 if left <= 0:
                     break
                 self._has_ended.wait(left)
             self._is_over = True
             self._has_ended.notify_all()
-            self._has_ended.wait_for(lambda: all(rank.has_result for rank in self._ranks if rank.ended), self.timeout)
-            for number, rank in enumerate(self._ranks):
-                if not rank.has_result:
-                    text = self._text(number, f"rank {number} has not come to an end in {2 * self.timeout:g} s.")
-                    self.results[number] = CommError(text)
-                    self.errors.append(self.results[number])
+            both = self._has_result, self._ended
+            self._has_ended.wait_for(lambda: all(is_done or how is None for is_done, how in zip(*both)), self.timeout)
+            for rank, has_result in enumerate(self._has_result):
+                if not has_result:
+                    text = self._text(rank, f"rank {rank} has not come to an end in {2 * self.timeout:g} s.")
+                    self.results[rank] = CommError(text)
+                    self.errors.append(self.results[rank])
 
     def has_result(self, rank: int) -> bool:
         """Whether the rank's thread has ended or is about to end."""
-        return self._ranks[rank].has_result
+        return self._has_result[rank]
 
     # ------------------------------------------------------------ under the lock
 
     def _refuse_ended(self, rank: int) -> None:
-        if self._ranks[rank].ended is not None:  # a handler of a killed rank's, or a thread that it has left behind
-            raise Killed(f"simulate(): rank {rank} {self._ranks[rank].ended}, and takes part in nothing more")
+        if self._ended[rank] is not None:  # a handler of a killed rank's, or a thread that it has left behind
+            raise Killed(f"simulate(): rank {rank} {self._ended[rank]}, and takes part in nothing more")
 
     def _leave(self, rank: int, how: str) -> None:
-        self._ranks[rank].end(how)
+        self._ended[rank] = how
         self._settle()
         if self._turn == rank:
             self._pass_turn()
 
     def _pass_turn(self) -> None:
         """Pass the turn to a rank that need not wait: the next one in order of rank, or the choice of the seed."""
-        able = [r for r, rank in enumerate(self._ranks) if rank.ended is None and not rank.is_waiting]
+        able = [r for r, how in enumerate(self._ended) if how is None and not self._is_waiting(r)]
         if self._random is not None:
             self._turn = self._random.choice(able) if able else None
         else:
@@ -402,37 +344,40 @@ class _World:
             self._has_turn[rank].wait(left)
 
     def _late(self, rank: int, waited_s: float) -> str:
-        call = self._ranks[rank].call
-        if call is None or call.is_decided:
+        call = self._calls[rank]
+        if call is None or call.done():
             return self._text(rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it.")
-        late = [r for r in call.group if (other := self._ranks[r].call) is None or other.group != call.group]
+        late = [r for r in call.group if (other := self._calls[r]) is None or other.group != call.group]
         return self._text(rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {_names(late)}.")
 
     def _settle(self) -> None:
         """Complete or fail every call whose outcome is known."""
         self._last_change = time.monotonic()
-        for number, rank in enumerate(self._ranks):
-            if rank.is_waiting:
-                assert rank.call is not None
-                self._settle_group(number, rank.call)
-        living = [rank for rank in self._ranks if rank.ended is None]
-        if living and all(rank.is_waiting for rank in living):
-            stalled = [r for r, rank in enumerate(self._ranks) if rank.ended == "has stalled"]
+        for rank, call in enumerate(self._calls):
+            if call is not None and not call.done():
+                self._settle_group(rank, call)
+        living = [r for r, how in enumerate(self._ended) if how is None]
+        if living and all(map(self._is_waiting, living)):
+            stalled = [r for r, how in enumerate(self._ended) if how == "has stalled"]
             what = f"{_names(stalled)} did not come" if stalled else "every rank waits, and no call can end"
             text = self._text(None, f"{what}.")
-            for rank in living:
-                assert rank.call is not None
-                rank.call.fail(text)
+            for call in filter(None, [self._calls[r] for r in living]):
+                call.set_exception(CommError(text))
+
+    def _is_waiting(self, rank: int) -> bool:
+        """Return whether a rank can go on only if others do something."""
+        call = self._calls[rank]
+        return call is not None and not call.done()
 
     def _settle_group(self, rank: int, call: _Call) -> None:
-        members = [self._ranks[r] for r in call.group]
-        gone = [r for r in call.group if self._ranks[r].ended not in (None, "has stalled")]
+        gone = [r for r in call.group if self._ended[r] not in (None, "has stalled")]
         if gone:
             what = f"{_names(gone)} {'are' if len(gone) > 1 else 'is'} gone; {call.words}, number {call.number} of rank {rank}"
-            call.fail(self._text(rank, f"{what}, cannot end."))
+            call.set_exception(CommError(self._text(rank, f"{what}, cannot end.")))
             return
-        calls = [m.call for m in members if m.call is not None and m.is_waiting and m.call.group == call.group]
-        if len(calls) < len(members):
+        here = [each for r in call.group if (each := self._calls[r]) is not None and not each.done()]
+        calls = [each for each in here if each.group == call.group]
+        if len(calls) < len(call.group):
             return
         if len({each.words for each in calls}) > 1:
             labels = {r: str(each.words) for r, each in zip(call.group, calls, strict=True)}
@@ -440,24 +385,28 @@ class _World:
             rows += differing_settings(labels, settings_behind(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
             for each in calls:
-                each.fail(text)
+                each.set_exception(CommError(text))
             return
         parts = [each.x for each in calls]
         for each in calls:
-            each.complete(parts)
+            each.set_result(parts)
 
     def _text(self, rank: int | None, what: str) -> str:
         """Return the text of an error that says where every rank is. Of many ranks it names those in the call of ``rank``."""
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _SHOWN:
-            call = None if rank is None else self._ranks[rank].call
+            call = None if rank is None else self._calls[rank]
             shown = list(shown if call is None else call.group)[:_SHOWN]
-        return problem("simulate()", what, [(f"rank {r}", self._ranks[r]) for r in shown])
+        return problem("simulate()", what, [(f"rank {r}", self._where(r)) for r in shown])
+
+    def _where(self, rank: int) -> str:
+        """Return what a rank waits in, or how it ended, in words."""
+        last, call, ended = self._last[rank], self._calls[rank], self._ended[rank]
+        after = f", after {last}" if last is not None else ""
+        if ended is not None:
+            return f"nothing, it {ended}{after}"
+        return str(call.words) if call is not None else f"nothing yet, it computes{after}"
 
 
 def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
