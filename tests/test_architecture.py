@@ -188,7 +188,7 @@ def test_nothing_asks_for_a_strategy_by_name():
 def test_nothing_asks_for_a_kind_of_op_by_name():
     """It asks the record. Names that streams and events have as well are told apart by what they are compared with."""
     names = set(kinds())
-    own = names - {*STREAMS, *get_args(EventKind), *get_args(Phase), *get_args(Cost)}
+    own = names - {*STREAMS, *get_args(EventKind), *get_args(Phase), *get_args(Cost), "sum"}  # a reduction, too
     assert own, "there are some that are found wherever they stand"
     for path in [*(ROOT / "stateful").rglob("*.py"), *(ROOT / "testing").rglob("*.py")]:
         nodes = [] if path.name == "ops.py" else list(ast.walk(ast.parse(path.read_text())))
