@@ -63,11 +63,16 @@ def _updates(group: Group) -> str:
     return "" if group.dtypes.update is None else f", updates {group.dtypes.update.name}"
 
 
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines of text with aligned columns; the columns in ``right`` are aligned to the right."""
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines of text with aligned columns; the columns in ``right`` are aligned to the right.
+
+    A line is drawn before each row whose number is in ``rules``.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ways = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]
+    rule = "-" * max(map(len, lines), default=0)
+    return [each for i, line in enumerate(lines) for each in ((rule, line) if i in rules else (line,))]
 
 
 def alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:

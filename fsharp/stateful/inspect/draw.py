@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -113,12 +113,6 @@ class _Style(NamedTuple):
     coded: Sequence[int]
 
 
-class _Box(NamedTuple):
-    start: float
-    stop: float
-    span: TimeSpan
-
-
 def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _Style) -> None:
     top, labels = 0.4, dict[float, str]()
     for start, stop, text, colour in _phases(timeline):
@@ -127,14 +121,14 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
         axes.axvline(stop, color=_FAINT, linewidth=0.6, zorder=0)
     boxes = list(_boxes(timeline))
     for lane in lanes:
-        mine = [box for box in boxes if box.span.stream == lane]
+        mine = [box for box in boxes if box.stream == lane]
         rows = _rows(mine)
         height = _LANES[lane] / max(len(rows), 1)
         for i, row in enumerate(rows):
             _draw_row(axes, row, (top + i * height, height * 0.94), style)
         text = str(lane)
         if style.has_times and timeline.step_s:
-            busy = length(union((box.start, box.stop) for box in mine if box.span.kind != WAITING))
+            busy = length(union((box.start_s, box.stop_s) for box in mine if box.kind != WAITING))
             text = f"{lane}\nbusy {busy / timeline.step_s:.0%}"
         labels[top + _LANES[lane] / 2] = text
         top += _LANES[lane] + 0.08
@@ -145,25 +139,25 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
     axes.spines[:].set_visible(False)
 
 
-def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style: _Style) -> None:
+def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], style: _Style) -> None:
     """Draw boxes side by side, with the names that fit."""
-    waits = [(box.start, box.stop - box.start) for box in row if _look(box.span) == "hatched"]
+    waits = [(box.start_s, box.seconds) for box in row if _look(box) == "hatched"]
     if waits:
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
         axes.broken_barh(waits, where, facecolors=face, edgecolors=lines, linewidth=0, hatch="//////")
-    others = [box for box in row if _look(box.span) != "hatched"]
-    faces = [_face(box.span, style.colours) for box in others]
-    edges = ["white" if box.stop - box.start > 0.06 * style.per_inch else "none" for box in others]
-    places = [(box.start, box.stop - box.start) for box in others]
+    others = [box for box in row if _look(box) != "hatched"]
+    faces = [_face(box, style.colours) for box in others]
+    edges = ["white" if box.seconds > 0.06 * style.per_inch else "none" for box in others]
+    places = [(box.start_s, box.seconds) for box in others]
     axes.broken_barh(places, where, facecolors=faces, edgecolors=edges, linewidth=0.6)
-    coded = [place for box, place in zip(others, places) if _look(box.span) != "coded" and style.coded[box.span.op]]
+    coded = [place for box, place in zip(others, places) if _look(box) != "coded" and style.coded[box.op]]
     axes.broken_barh(coded, (where[0] + 0.85 * where[1], 0.15 * where[1]), facecolors=_CODED)
     for box, face in zip(others, faces):
-        if _look(box.span) != "faint":
-            name = box.span.unit or box.span.kind
+        if _look(box) != "faint":
+            name = box.unit or box.kind
             from_number = re.sub(r"^[^.\d]+\.(?=\d)", "", name)
             texts = [name, from_number, name.rsplit(".", 1)[-1]]
-            _write_first_that_fits(axes, texts, box.start, box.stop, where[0] + where[1] / 2, face, style)
+            _write_first_that_fits(axes, texts, box.start_s, box.stop_s, where[0] + where[1] / 2, face, style)
 
 
 def _write_first_that_fits(
@@ -248,25 +242,24 @@ def _phases(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
         yield start, stop, text, {"forward": "#e3e3e3", "backward": "#bfbfbf"}.get(phase, _UPDATE)
 
 
-def _boxes(timeline: Timeline) -> Iterator[_Box]:
-    """Yield the boxes of each span; units that are one collective share its time."""
-    shown = [span for span in timeline.spans if span.seconds > 0]
+def _boxes(timeline: Timeline) -> Iterator[TimeSpan]:
+    """Yield spans as they are drawn, within the step: units that are one collective share its time."""
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
-    for span in shown:
-        same.setdefault((span.stream, span.start_s, span.stop_s), []).append(span)
+    for span in timeline.spans:
+        if span.seconds > 0:
+            same.setdefault((span.stream, span.start_s, span.stop_s), []).append(span)
     for group in same.values():
         for start, stop in timeline.pieces(group[0]):
             width = (stop - start) / len(group)
             for i, span in enumerate(group):
-                yield _Box(start + i * width, start + (i + 1) * width, span)
+                yield span._replace(start_s=start + i * width, stop_s=start + (i + 1) * width)
 
 
-def _rows(boxes: list[_Box]) -> list[list[_Box]]:
+def _rows(boxes: list[TimeSpan]) -> list[list[TimeSpan]]:
     """Distribute boxes over as few rows as possible, so that no two boxes of a row overlap."""
-    rows: list[list[_Box]] = []
-    for box in sorted(boxes, key=lambda box: (box.start, box.stop)):
-        slack = 1e-6 * (box.stop - box.start)
-        row = next((row for row in rows if row[-1].stop <= box.start + slack), None)
+    rows: list[list[TimeSpan]] = []
+    for box in sorted(boxes, key=lambda box: (box.start_s, box.stop_s)):
+        row = next((row for row in rows if row[-1].stop_s <= box.start_s + 1e-6 * box.seconds), None)
         if row is None:
             rows.append(row := [])
         row.append(box)
@@ -279,14 +272,12 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
     from matplotlib.colors import to_rgb
 
     result: dict[str, Colour] = {}
-    ramps = singles = 0
+    ramps, singles = cycle(_RAMPS), cycle(_SINGLES)
     for units in repeated_units(schedule).values():
         if len(units) == 1:
-            result[units[0]] = to_rgb(_SINGLES[singles % len(_SINGLES)])
-            singles += 1
+            result[units[0]] = to_rgb(next(singles))
             continue
-        ramp = colormaps[_RAMPS[ramps % len(_RAMPS)]]
-        ramps += 1
+        ramp = colormaps[next(ramps)]
         for i, unit in enumerate(units):
             result[unit] = ramp(0.12 + 0.76 * i / (len(units) - 1))[:3]
     return result

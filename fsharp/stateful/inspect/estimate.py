@@ -34,6 +34,8 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _MAX_STEPS = 16
+_NOW = 0.0, 0.0
+"""When the step begins: what the step before has not handed on is over."""
 
 PerLink = float | Mapping[str | Channel, float]
 """One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
@@ -287,8 +289,7 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     carried: dict[int, Interval] = {}
     for _ in range(_MAX_STEPS):
         timeline, handed_on = simulation.step(carried)
-        nothing = 0.0, 0.0
-        if all(math.isclose(handed_on[j][1], carried.get(j, nothing)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on):
+        if all(math.isclose(handed_on[j][1], carried.get(j, _NOW)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on):
             break
         carried = handed_on
     return timeline
@@ -334,17 +335,14 @@ class _Simulation:
             free[self.queue(self.ops[j])] = max(free[self.queue(self.ops[j])], stop)
             sent = max(sent, stop) if self.ops[j].spec.cost == "send" else sent
         before = dict(carried)
-        starts: dict[int, float] = {}
-        stops: dict[int, float] = {}
+        times: dict[int, Interval] = {}
         flying: list[int] = []
         spans: list[TimeSpan] = []
         for run, seconds, latency_s in self.issues:
             queue, sends = self.queue(self.ops[run[0]]), self.ops[run[0]].spec.cost == "send"
             idle = start = free[queue] - latency_s  # which may pass while earlier collectives are under way
             for i in run:
-                start = max(
-                    start, *(stops[j] if j < i else before[j][1] if j in before else 0.0 for j in self.ops[i].after), 0.0
-                )
+                start = max([start, *(times[j][1] if j < i else before.get(j, _NOW)[1] for j in self.ops[i].after)])
             if sends and self.is_synchronous:
                 start = max(start, free["compute"])
             if sends and self.schedule.policy.separate_groups is False:
@@ -352,8 +350,7 @@ class _Simulation:
             if queue != "compute":
                 free[queue] = stop = start + seconds
                 sent = max(sent, stop) if sends else sent
-                starts |= dict.fromkeys(run, start)
-                stops |= dict.fromkeys(run, stop)
+                times |= dict.fromkeys(run, (start, stop))
                 flying += run
             # What the host itself does in this, and since when: both are slower while collectives are under way.
             works_s = seconds if queue == "compute" else self.issue_s if sends else 0.0
@@ -368,33 +365,32 @@ class _Simulation:
                 )
                 later = partial(_delayed, since, works_s, self.sending_speed)
                 before = {j: (later(began), later(ended)) for j, (began, ended) in before.items()}
-                flying = [i for i in flying if stops[i] > since]
-                for i in flying:
-                    starts[i], stops[i] = later(starts[i]), later(stops[i])
+                flying = [i for i in flying if times[i][1] > since]
+                times |= {i: (later(times[i][0]), later(times[i][1])) for i in flying}
                 free, sent = {name: later(stop) for name, stop in free.items()}, later(sent)
             if queue == "compute":
-                free[queue] = stop = start + works_s
-                starts |= dict.fromkeys(run, start)
-                stops |= dict.fromkeys(run, stop)
+                free[queue] = start + works_s
+                times |= dict.fromkeys(run, (start, free[queue]))
                 for i in run:
                     op = self.ops[i]
                     if op.spec.joins or start > idle:
                         spans.append(TimeSpan(i, WAITING, op.unit, op.phase, "compute", idle, start))
             elif works_s:
                 free["compute"] = since + works_s
-        end = max([free["compute"], *(stop for i, stop in stops.items() if i not in self.handed_on)])
+        own = {i: stop for i, (_, stop) in times.items() if i not in self.handed_on}
+        end = max([free["compute"], *own.values()])
         if end > free["compute"]:
-            last = max((i for i in stops if i not in self.handed_on), key=stops.__getitem__)
+            last = max(own, key=own.__getitem__)
             op = self.ops[last]
             spans.append(TimeSpan(last, WAITING, op.unit, op.phase, "compute", free["compute"], end))
-        handed_on = {j: (starts[j] - end, max(stops[j] - end, 0.0)) for j in self.handed_on}
+        handed_on = {j: (times[j][0] - end, max(times[j][1] - end, 0.0)) for j in self.handed_on}
         for j, (began, ended) in before.items():  # as the step before has handed it on, so does this one
-            starts[j] = end + began if starts[j] > end else starts[j]
-            stops[j] = end + ended if stops[j] > end else stops[j]
+            start, stop = times[j]
+            times[j] = end + began if start > end else start, end + ended if stop > end else stop
         for i, op in enumerate(self.ops):
             if not op.spec.joins:  # which takes no time beside the waiting
                 stream = "compute" if self.queue(op) == "compute" else op.stream
-                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, stream, starts[i], stops[i]))
+                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, stream, *times[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
         return Timeline(self.schedule, tuple(spans), end), handed_on
 

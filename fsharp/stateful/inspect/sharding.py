@@ -62,9 +62,7 @@ class LeafSharding:
     @property
     def spec(self) -> P | None:
         """``P(axes)`` if each rank holds an equal block of rows, in order; ``P()`` if each rank holds the leaf; else None."""
-        if self.leaf.numel == 0:
-            return P()
-        if self._differs or not self.place.sharded or not self.shape:
+        if self.leaf.numel == 0 or self._differs or not self.place.sharded or not self.shape:
             return P() if self.is_fully_replicated else None
         parts, numel, offset = self._num_parts, self.leaf.numel, self.leaf.offset
         # The first part ends after one block, and so does every other one if parts are as long as blocks.
@@ -94,12 +92,10 @@ class LeafSharding:
         return self.unit.run_of(self.leaf, self.place, rank)
 
     @property
-    def _differs(self) -> str:
-        """Text: how ranks' values differ, such as summands; empty if their values are equal."""
-        for axes, what in ((self.place.partial, "summands"), (self.place.varying, "own values")):
-            if any(self.mesh.axis_size(axis) > 1 for axis in axes):
-                return what
-        return ""
+    def _differs(self) -> dict[str, str]:
+        """The axes along which ranks' values differ, each with a text: how they differ, such as summands."""
+        found = dict.fromkeys(self.place.partial, "summands") | dict.fromkeys(self.place.varying, "own values")
+        return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
 
     @property
     def _num_parts(self) -> int:
@@ -116,9 +112,13 @@ class LeafSharding:
             return range(0)
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
 
+    @property
+    def _holds(self) -> torch.Tensor:
+        """Which ranks hold some of the leaf, bool[ranks]."""
+        part = _part_of_rank(self.mesh, self.place)
+        return (part >= self._parts.start) & (part < self._parts.stop)
+
     def _of_part(self, part: int) -> tuple[int, int]:
-        if part not in self._parts:
-            return 0, 0
         start = part * self._part_size - self.leaf.offset
         return max(0, start), min(self.leaf.numel, start + self._part_size)
 
@@ -142,14 +142,12 @@ class LeafSharding:
     def _notes(self) -> Iterator[str]:
         if self.path != self.unit.full_path(self.leaf):
             yield f"tied to {self.unit.full_path(self.leaf)!r}, where it is stored"
-        for axes, what in ((self.place.varying, "values of its own"), (self.place.partial, "a summand")):
-            yield from (f"each rank along {axis} has {what}" for axis in axes if self.mesh.axis_size(axis) > 1)
+        for axis, what in self._differs.items():
+            yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
-        parts = _part_of_rank(self.mesh, self.place)
-        without = (parts < self._parts.start) | (parts >= self._parts.stop)
-        if self.leaf.numel and without.any():
-            yield f"nothing of it on {_ranks_text(without)}"
+        elif not self._holds.all():
+            yield f"nothing of it on {_ranks_text(~self._holds)}"
 
     def __str__(self) -> str:
         parts = _part_of_rank(self.mesh, self.place)
@@ -213,18 +211,17 @@ class TreeSharding:
             if leaf is None:
                 rows.append((name, "", "", "", ""))
             else:
-                spec = (leaf.spec is None and leaf._differs) or str(leaf.spec)
-                rows.append((name, _shape_text(leaf.leaf), spec, leaf._share_text, _cells(leaf, cells)))
+                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._differs.values()), "None")
+                holds = leaf._holds.tensor_split(cells)
+                shown = "".join("█" if cell.any() else "·" for cell in holds)
+                rows.append((name, _shape_text(leaf.leaf), spec, leaf._share_text, shown))
         room = _COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
-        lines = columns([(_clipped(row[0], max(room, 12)), *row[1:]) for row in rows])
         left_out = sum(leaf is not None for _, leaf in named[_MAX_ROWS:])
         per_cell = f"{size // cells:,} or {size // cells + 1:,}" if size % cells else f"{size // cells:,}"
         return "\n".join(
             [
                 f"Sharding of {self.place} on {self.layout.mesh}",
-                lines[0],
-                "-" * max(map(len, lines)),
-                *lines[1:],
+                *columns([(_clipped(row[0], max(room, 12)), *row[1:]) for row in rows], rules={1}),
                 *([f"and {left_out:,} rows more; sharding(layout)[path] is one leaf"] if left_out else []),
                 f"a cell is {per_cell} rank{'s' * (size > cells)}: █ with some of the leaf, · with nothing of it",
             ]
@@ -279,12 +276,6 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 def _part_of_rank(mesh: Mesh, place: Place) -> torch.Tensor:
     """Return the number of the part of a buffer that each rank holds, int64[ranks]."""
     return torch.tensor([mesh.index_along(place.sharded, rank) for rank in range(mesh.size)])
-
-
-def _cells(leaf: LeafSharding, count: int) -> str:
-    part = _part_of_rank(leaf.mesh, leaf.place)
-    holds = (part >= leaf._parts.start) & (part < leaf._parts.stop)
-    return "".join("█" if cell.any() else "·" for cell in holds.tensor_split(count))
 
 
 def _ranks_text(chosen: torch.Tensor) -> str:

@@ -38,15 +38,13 @@ def table(schedule: Schedule) -> str:
         )
     if not any(row[8] for row in rows[1:]):
         rows = [(*row[:8], *row[9:]) for row in rows]
-    lines = columns(rows, right={0, 7, 8} if len(rows[0]) == len(_HEAD) else {0, 7})
+    right = {0, 7, 8} if len(rows[0]) == len(_HEAD) else {0, 7}
     number = Counter(op.kind for op in schedule.ops)
     calls_sent = schedule.calls()
     sent = sum(call.nbytes * count for call, count in calls_sent.items())
     return "\n".join(
         [
-            lines[0],
-            "-" * max(map(len, lines)),
-            *lines[1:],
+            *columns(rows, right, rules={1}),
             f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds() if number[kind]),
             f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
             *([f"{nbytes_text(schedule.host_nbytes)} copied from host memory and to it"] if schedule.host_nbytes else []),

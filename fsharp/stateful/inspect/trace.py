@@ -190,11 +190,8 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
     ]
     head = ("", "predicted", "measured", "ratio")
     blocks = [[_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)]
-    lines = columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3})
-    rule = "-" * max(map(len, lines))
-    for at in (5 + len(blocks[0]), 5, 1):
-        lines.insert(at, rule)
-    return "\n".join(lines)
+    rules = {1, 5, 5 + len(blocks[0])}
+    return "\n".join(columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3}, rules=rules))
 
 
 def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:

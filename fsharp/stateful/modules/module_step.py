@@ -59,7 +59,8 @@ class ModuleStep:
             self.state.account_for_writes(self.scheduler.account)
             self.means.clear()
             self.updated_by = None
-            self.run = self.scheduler.open(self.scheduled, (self.state.train_state.params,), {}, on_backward=self.on_backward)
+            self.run = self.scheduler.open(self.scheduled, self.state.train_state.params)
+            self.run.tell_of_backwards(self.on_backward)
             with self._guarded():
                 self._units = self.scheduler.start_gradients(self.state.train_state.params)
                 self.params = with_sinks(self.state.train_state.params)
@@ -127,7 +128,7 @@ class ModuleStep:
     def _end_backward(self) -> None:
         """End the microbatch of a backward pass; reduce gradients unless the pass was told to accumulate."""
         run, self._pass = self.run, -1
-        if run is None or run.is_in_forward:  # a backward that a forward has called: the microbatch goes on
+        if run is None or run.uses.forward:  # a backward that a forward has called: the microbatch goes on
             return
         with self._guarded():
             self.scheduler.end_microbatch(self._units, self.params)
@@ -208,7 +209,7 @@ class ModuleStep:
         run, self._lost = self.run, False
         if run is None or not self.is_fed:
             return
-        if not run.is_awaited:
+        if not run.uses.awaited:
             self._close(run)
             return
         with self._guarded():
@@ -267,7 +268,7 @@ class ModuleStep:
                 "or zero_grad(), or before the first backward."
             )
         self._close(run)
-        run.refuse_backwards(partial(_refuse_backward, where))
+        run.tell_of_backwards(partial(_refuse_backward, where))
 
 
 def _refuse_backward(where: str) -> None:

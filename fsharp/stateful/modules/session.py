@@ -179,7 +179,7 @@ class Session:
         full = None if self.step.run is None else self.step.run.full_in_backward(part.unit.name)
         if full is None:
             return None
-        leaf = full.leaf(part.leaf.path)
+        leaf = full.leaves()[full.index.position[part.leaf.path]]
         if part.requires_grad and torch.is_grad_enabled():
             leaf.requires_grad_().register_hook(partial(_refuse_reentrant, part.path))
         whole: torch.Tensor = as_dtensors([part.path], [leaf], self.calls.specs)[0]

@@ -15,7 +15,6 @@ from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
-from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.type_checks import options_checked
 
@@ -68,9 +67,7 @@ def plan_step(
     keys = {name: name or "(root)" for name in names}
     units = {name: _unit(layout, name, transport, optimizer_buffers if policy.offload else None) for name in names}
     known = {"several_uses": False, "several_microbatches": microbatches > 1}
-    facts = tuple(
-        facts_of(unit, policy, trained=name in trained, updated=name in trained, **known) for name, unit in units.items()
-    )
+    facts = tuple(unit.facts(policy, trained=name in trained, updated=name in trained, **known) for name, unit in units.items())
     events = [event for i in range(microbatches) for event in _microbatch(keys, trained, first_use=i * len(names))]
     fetches = [Event("fetch", keys[unit.name]) for unit in layout.units if policy.offload and unit.name in trained]
     program = Program(facts, (*events, Event("reduce"), *fetches, Event("update")))

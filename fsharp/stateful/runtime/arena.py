@@ -15,11 +15,7 @@ from fsharp.stateful.units.unsharded import stamp
 
 
 class Arena:
-    """The memory of all schedules: as many bytes as the largest schedule needs.
-
-    Attributes:
-        tenant: the schedule that owns the memory at present.
-    """
+    """The memory of all schedules, as much as the largest one needs. ``tenant``: the schedule that owns it at present."""
 
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy
@@ -38,7 +34,7 @@ class Arena:
         if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.fits(units)):
             bound = None
             why = mismatch(schedule, units, self._policy)
-            if why and scheduled.programs.is_pinned:
+            if why and scheduled.programs.pinned is not None:
                 raise ScheduleError(
                     f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "
                     "same trees, strategy and policy."

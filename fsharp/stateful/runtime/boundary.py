@@ -1,18 +1,18 @@
 """The boundary between autograd and the scheduler: it hands leaves to functions, and takes the leaves' gradients."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
 
 import optree
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import is_plain, is_since, kept_tensors, saved_tensors, written_to
-from fsharp.stateful.runtime.notes import Note, WrapperNote
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, stamp
@@ -46,8 +46,9 @@ class _Boundary(torch.autograd.Function):
         return (None,) * (2 + ctx.num_sinks)
 
 
-_apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
-"""As ``_Boundary.apply`` outside of transforms of torch.func, under which there are no boundaries."""
+differentiable: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
+"""Return leaves as outputs of one node. Its backward calls ``receive`` with their gradients; None for a missing one. It is
+``_Boundary.apply`` for calls outside of transforms of torch.func, under which there are no boundaries."""
 
 
 def double_backward() -> ScheduleError:
@@ -59,11 +60,6 @@ def double_backward() -> ScheduleError:
     )
 
 
-def differentiable(receive: Receive, leaves: list[torch.Tensor], sinks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return leaves as outputs of one node. Its backward calls ``receive`` with their gradients; None for a missing one."""
-    return list(_apply(receive, leaves, *sinks))
-
-
 def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[object], None]) -> None:
     """Register ``call``, to run with gradients when a backward reaches a node that made one of ``outputs``."""
     mine = set(map(id, inputs))
@@ -72,48 +68,27 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
             out.grad_fn.register_prehook(partial(call_hook, call))
 
 
-def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:
-    """Replace gathered parameters that autograd has saved by notes, so that autograd holds none of their memory.
+Note = Callable[[torch.Tensor], torch.Tensor]
+"""What autograd keeps in place of a tensor in gathered memory: makes the tensor again, in memory at another address."""
 
-    In the backward autograd asks for the noted views. Tensors saved on the way to other results than ``out`` stay. Return False
-    if some saved tensor cannot be examined, such as a DTensor. The function began at autograd's sequence number ``first``;
-    ``fill`` gathers its parameters again, if they are not there.
-    """
-    assert copy.memory is not None
-    assert copy.full is not None
-    place, full = copy.memory.untyped_storage().data_ptr(), copy.full
-    leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
-    roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
-    def unpack(note: Note | WrapperNote) -> torch.Tensor:
-        memory = fill().memory
-        assert memory is not None
-        return note.made(memory)
+def _note(x: torch.Tensor) -> Note:
+    dtype, offset, size, stride = x.dtype, int(x.storage_offset()), x.size(), x.stride()
+    return lambda memory: torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
-    def unpack_classed(leaf: torch.Tensor) -> torch.Tensor:
-        fill()
-        return leaf
 
-    is_seen, roots = True, {root for root in roots if is_since(root, first)}
-    for x in kept_tensors(roots, first):  # as TransformerEngine keeps weights
-        if type(x) is torch.Tensor and is_plain(x) and x.untyped_storage().data_ptr() == place:
-            full.lend(x)
-    for raw in saved_tensors(roots, first):
-        x = raw.data
-        if full.has_handed_out(x):  # whose memory is taken from it
-            raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack_classed))
-        elif type(x) not in (torch.Tensor, torch.nn.Parameter):
-            wrapper = WrapperNote.of(x, place) if full.has_classes else None
-            del x
-            if wrapper is None:
-                is_seen = False
-            elif wrapper.is_gathered:
-                raw.register_hooks(lambda _, wrapper=wrapper: wrapper, partial(call_hook, unpack))
-        elif is_plain(x) and x.untyped_storage().data_ptr() == place:
-            note = Note.of(x)
-            del x
-            raw.register_hooks(lambda _, note=note: note, partial(call_hook, unpack))
-    return is_seen
+def _plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
+    """Return the inner tensors of a wrapper by attribute; None if it is no wrapper, or one of tensors that are not plain."""
+    if not is_traceable_wrapper_subclass(x):
+        return None
+    inner = {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
+    return inner if all(type(each) is torch.Tensor and is_plain(each) for each in inner.values()) else None
+
+
+def _wrapper_note(x: Any, notes: Mapping[str, Note]) -> Note:
+    """Return the note of a wrapper, such as the transpose of a leaf of a class of its own, from those of its inner tensors."""
+    kind, about, size, stride = type(x), x.__tensor_flatten__()[1], torch.Size(x.size()), x.stride()
+    return lambda memory: kind.__tensor_unflatten__({name: note(memory) for name, note in notes.items()}, about, size, stride)
 
 
 def in_backward() -> bool:
@@ -165,9 +140,48 @@ class UnitUse:
         self._full = None
 
     def pack(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
-        """Release the parameters from autograd, if they have memory of their own; see :func:`pack_saved`."""
-        if self.copy is not None and self.copy.where is None:
-            self.is_opaque = not pack_saved(out, self.copy, first, fill)
+        """Replace parameters in memory of their own that autograd has saved by notes: autograd asks for them in the backward.
+
+        Tensors saved on other ways than to ``out`` stay. The function began at autograd's sequence number ``first``. ``fill``
+        gathers the parameters again, if they are released.
+        """
+        if self.copy is None or self.copy.where is not None:
+            return
+        assert self.copy.memory is not None
+        assert self.copy.full is not None
+        place, full = self.copy.memory.untyped_storage().data_ptr(), self.copy.full
+        leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
+        roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        roots = {root for root in roots if is_since(root, first)}
+
+        def is_here(x: torch.Tensor) -> bool:
+            return is_plain(x) and x.untyped_storage().data_ptr() == place
+
+        def unpack(note: torch.Tensor | Note) -> torch.Tensor:
+            memory = fill().memory
+            assert memory is not None
+            return note if isinstance(note, torch.Tensor) else note(memory)
+
+        for x in kept_tensors(roots, first):  # as TransformerEngine keeps weights
+            if type(x) is torch.Tensor and is_here(x):
+                full.lend(x)
+        for raw in saved_tensors(roots, first):
+            x = raw.data
+            note: Note | None = None
+            if full.has_handed_out(x):  # whose memory is taken from it
+                raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
+            elif type(x) not in (torch.Tensor, torch.nn.Parameter):
+                inner = _plain_tensors(x) if full.has_classes else None
+                self.is_opaque |= inner is None
+                if inner is not None and any(map(is_here, inner.values())):
+                    notes = {name: _note(y) if is_here(y) else lambda _, y=y: y for name, y in inner.items()}
+                    note = _wrapper_note(x, notes)
+                del inner
+            elif is_here(x):
+                note = _note(x)
+            del x
+            if note is not None:
+                raw.register_hooks(lambda _, note=note: note, partial(call_hook, unpack))
 
 
 class UsesUnderWay:

@@ -13,9 +13,7 @@ from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
 from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_positions
-from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.gradient import GradientBuffer
-from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import UnshardedBuffer
@@ -24,10 +22,7 @@ _numbers = count()
 
 
 class Compiled:
-    """A schedule bound to units and to memory in an arena.
-
-    Args:
-        arena: at least ``schedule.arena`` bytes.
+    """A schedule bound to units and to an ``arena`` of at least ``schedule.arena`` bytes.
 
     Attributes:
         last_microbatches: numbers of the microbatches whose gradients go to the optimizer's place at once.
@@ -48,17 +43,10 @@ class Compiled:
         self.last_microbatches = last_microbatches(self.events)
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(_numbers), dict[str, Memory]()
-        rank, poison, self.slots = executor.comm.rank, schedule.policy.poison, dict[str, UnshardedBuffer]()
-        for name, memory in schedule.slots.items():
-            layout, axes, mine = units[name].layout, units[name].axes, self._bytes(memory)
-            slot = UnshardedBuffer(layout, axes, arena.device, rank=rank, poison=poison, memory=mine, where=memory)
-            self.slots[name] = slot
-        self._opens = {op.unit: op.opens for op in schedule.ops if op.opens}
-        self.places: dict[str, RestingGradient] = {}
-        for name, memory in self._opens.items():
-            gradient = units[name].gradient
-            assert gradient is not None
-            self.places[name] = gradient.route.resting(self._bytes(memory))
+        comm, poison = executor.comm, schedule.policy.poison
+        self.slots = {k: UnshardedBuffer(units[k], comm, where, arena, poison=poison) for k, where in schedule.slots.items()}
+        self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
+        self.places = {name: units[name].trained.route.resting(self._bytes(memory)) for name, memory in self._opens.items()}
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
         for bound in self._bound_ops():
             self.ops[bound.op.at].append(bound)
@@ -91,10 +79,9 @@ class Compiled:
             known: dict[str, Any] = {"may_wait": self.events[op.at].kind in ("microbatch_end", "reduce")}
             if spec.memory in (OUTGOING, FINISHING):
                 assert unit is not None
-                assert unit.gradient is not None
-                route = unit.gradient.route
+                route = unit.trained.route
                 if spec.frees and known["may_wait"] and op.memory is not None:
-                    late.append((op.memory, unit.gradient))
+                    late.append((op.memory, unit.trained))
                 if spec.memory == FINISHING and op.unit not in pieces:
                     pieces[op.unit] = route.finishing_block(self._bytes(op.memory))
                 if spec.memory == OUTGOING and op.memory is not None and op.unit not in blocks:
@@ -139,9 +126,7 @@ class Compiled:
             if unit.gradient is not None:
                 unit.gradient.join()
                 if not unit.gradient.leave_arena():
-                    memory = self._opens[unit.key]
-                    assert memory is not None
-                    self.stranded[unit.key] = memory
+                    self.stranded[unit.key] = self._opens[unit.key]
 
 
 def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
@@ -161,7 +146,7 @@ def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePo
         known = {"trained": facts.trainable, "updated": bool(facts.update_gather)}
         several = {"several_uses": any(each[facts.name] > 1 for each in gradients), "several_microbatches": len(gradients) > 2}
         own = replace(policy, keep_gradients=not facts.rest)
-        found = [facts_of(unit, own, **known, **each) for each in (several, dict.fromkeys(several, True))]
+        found = [unit.facts(own, **known, **each) for each in (several, dict.fromkeys(several, True))]
         for name in UnitFacts.__slots__:
             expected = [getattr(each, name) for each in found]
             if name != "host" and getattr(facts, name) not in expected:

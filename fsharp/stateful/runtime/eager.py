@@ -4,7 +4,7 @@ Each buffer has memory of its own, which is freed with its last reference. The e
 addresses that exist in this schedule only.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -21,7 +21,6 @@ from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, lives
 from fsharp.stateful.schedule.unplaced import BufferKey, behind
-from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.full import aligned
 from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
 from fsharp.stateful.units.route import OutgoingBlock
@@ -29,6 +28,7 @@ from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
 
 _numbers = count()
+Units = Collection[UnitState]
 
 
 class Eager:
@@ -44,12 +44,7 @@ class Eager:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        *,
-        is_in_use: Callable[[UnshardedBuffer], bool],
-        left: Compiled | None = None,
-        left_at: str = "",
+        self, executor: Executor, is_in_use: Callable[[UnshardedBuffer], bool], left: Compiled | None = None, left_at: str = ""
     ) -> None:
         self._executor, self._device, self._left, self.left_at = executor, executor.comm.device, left, left_at
         self._is_in_use = is_in_use
@@ -70,14 +65,7 @@ class Eager:
                 gradient.collect_in(self._block_of(gradient))
 
     def foresee(
-        self,
-        at: int,
-        event: Event,
-        unit: UnitState | None,
-        wanted: UnshardedBuffer | None,
-        units: Iterable[UnitState],
-        *,
-        has_pending: bool,
+        self, at: int, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Units, *, has_pending: bool
     ) -> Iterator[BoundOp]:
         """Yield the ops at an event, without their followers. Run each op before the next one is requested.
 
@@ -131,16 +119,16 @@ class Eager:
         seen = stamp(unit.node)
         copy = wanted or self.slots.get(unit.key)
         if copy is None or (wanted is None and self._is_in_use(copy) and not copy.holds(seen)):
-            copy = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._executor.comm.rank)
+            copy = UnshardedBuffer(unit, self._executor.comm)
         self.slots[unit.key] = copy
         is_filled = copy.holds(seen)
         if not is_filled:
             if copy.filled_from is not None:
-                yield self._of_copy(ops.RELEASE, unit, phase, copy)
+                yield self._emit(ops.RELEASE, unit, phase, copy=copy)
             yield from self._make_room(copy, unit)
-            yield self._of_copy(ops.GATHER, unit, phase, copy)
+            yield self._emit(ops.GATHER, unit, phase, copy=copy)
         if copy.works or copy.is_encoded or not is_filled:
-            yield self._of_copy(ops.WAIT, unit, phase, copy, self._last.get("gather"))
+            yield self._emit(ops.WAIT, unit, phase, copy=copy, after=self._last.get("gather"))
 
     def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
         """Release buffers of other units that overlap the buffer to fill, in the arena of a schedule that was left.
@@ -164,14 +152,11 @@ class Eager:
                     f"the backward of unit {unit.key!r} came while that of {name!r} was under way, in whose memory it was in "
                     "the forward: uses have to nest in the backward as they did in the forward."
                 )
-            yield self._of_copy(ops.RELEASE, self._left.units[name], "backward", other)
+            yield self._emit(ops.RELEASE, self._left.units[name], "backward", copy=other)
 
     def _release(self, unit: UnitState, phase: Phase, copy: UnshardedBuffer | None) -> Iterator[BoundOp]:
         if copy is not None and copy.filled_from is not None and not self._is_in_use(copy):
-            yield self._of_copy(ops.RELEASE, unit, phase, copy)
-
-    def _of_copy(self, spec: OpSpec, unit: UnitState, phase: Phase, copy: UnshardedBuffer, after: int | None = None) -> BoundOp:
-        return self._emit(spec, unit, phase, where=copy.where, after=after, copy=copy)
+            yield self._emit(ops.RELEASE, unit, phase, copy=copy)
 
     def _block_of(self, gradient: GradientBuffer) -> OutgoingBlock:
         """Return memory for the gradient of a microbatch."""
@@ -180,25 +165,21 @@ class Eager:
         return gradient.route.block(memory, several_uses=True)
 
     def _cast(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
-        gradient = unit.gradient
-        assert gradient is not None
         yield from self._land()
-        is_first = gradient.block is None
+        is_first = unit.trained.block is None
         if is_first:
-            gradient.collect_in(self._block_of(gradient))
-        yield self._emit(ops.CAST, unit, "backward", use=use, block=gradient.block, is_first=is_first)
+            unit.trained.collect_in(self._block_of(unit.trained))
+        yield self._emit(ops.CAST, unit, "backward", use=use, block=unit.trained.block, is_first=is_first)
 
     def _reduce(self, unit: UnitState) -> Iterator[BoundOp]:
-        gradient = unit.gradient
-        assert gradient is not None
         yield from self._land()
-        if gradient.route.is_reduced:
+        if unit.trained.route.is_reduced:
             if ops.ENCODE.is_for(self._facts(unit)):
                 yield self._emit(ops.ENCODE, unit, "backward")
-            self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=gradient.block))
+            self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=unit.trained.block))
             yield self._under_way[-1]
         else:
-            yield self._accumulate(unit, gradient.block, self._last.get("compute"))
+            yield self._accumulate(unit, unit.trained.block, self._last.get("compute"))
             self._join()
 
     def _land(self) -> Iterator[BoundOp]:
@@ -227,21 +208,17 @@ class Eager:
         self._joined.add(last)
 
     def _accumulate(self, unit: UnitState, block: OutgoingBlock | None, after: int | None) -> BoundOp:
-        gradient = unit.gradient
-        assert gradient is not None
-        opens = None if gradient.num_added else self._place(REST, unit)
+        opens = None if unit.trained.num_added else self._place(REST, unit)
         return self._emit(ops.ACCUMULATE, unit, "backward", after=after, opens=opens, block=block)
 
-    def finish(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
+    def finish(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that bring gradients to the optimizer's place."""
         for unit in units:
-            gradient = unit.gradient
-            assert gradient is not None
-            memory = torch.empty(gradient.route.finishing_nbytes(), dtype=torch.uint8, device=self._device)
-            facts = self._facts(unit)
+            route, facts = unit.trained.route, self._facts(unit)
+            memory = torch.empty(route.finishing_nbytes(), dtype=torch.uint8, device=self._device)
             if ops.ENCODE_REST.is_for(facts):
                 yield self._emit(ops.ENCODE_REST, unit, "finish")
-            reduce = self._emit(ops.FINISH, unit, "finish", pieces=gradient.route.finishing_block(memory))
+            reduce = self._emit(ops.FINISH, unit, "finish", pieces=route.finishing_block(memory))
             yield reduce
             after = reduce.key[1]
             if ops.FINAL_SUM.is_for(facts):
@@ -251,9 +228,8 @@ class Eager:
             yield self._emit(ops.LAND, unit, "finish", after=after)
             self._join()
 
-    def after_update(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
+    def after_update(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that gather updated parameters, and copy the state of updated units to host memory."""
-        units = list(units)
         for unit in [each for each in units if each.key in self._executor.spreading]:
             gather = self._emit(ops.SPREAD, unit, "update")
             yield gather
@@ -262,23 +238,15 @@ class Eager:
             yield self._emit(ops.OFFLOAD, unit, "update")
 
     def _emit(
-        self,
-        spec: OpSpec,
-        unit: UnitState | None,
-        phase: Phase,
-        *,
-        use: int = -1,
-        where: Memory | None = None,
-        opens: Memory | None = None,
-        after: int | None = None,
-        **bound: Any,
+        self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op, with the memory ``where`` in the arena of a schedule that was left, or with memory of its own.
+        """Emit an op, with the memory of ``copy`` in the arena of a schedule that was left, or with memory of its own.
 
         On another stream than compute the op waits for all work of compute so far, or for the op ``after``. ``bound``: fields
-        of :class:`BoundOp`.
+        of :class:`BoundOp`, and memory that the op ``opens``.
         """
-        stream, memory = spec.stream, where
+        stream, opens = spec.stream, bound.pop("opens", None)
+        memory = bound["copy"].where if "copy" in bound else None
         if memory is None and spec.memory and unit is not None:
             memory = self._place(spec.memory, unit)
         after = self._last.get("compute") if after is None and stream != "compute" else after
@@ -308,7 +276,7 @@ class Eager:
     def _facts(self, unit: UnitState, **known: Any) -> UnitFacts:
         """Return the facts of a unit as for several uses and several microbatches, whose numbers are unknown yet."""
         row = {"policy": SchedulePolicy(), "trained": True, "updated": True, **known}
-        return facts_of(unit, **row, several_uses=True, several_microbatches=True)
+        return unit.facts(**row, several_uses=True, several_microbatches=True)
 
     def schedule(
         self,
@@ -322,7 +290,7 @@ class Eager:
         """Return the ops emitted in a whole step as a schedule. ``trained`` and ``updated`` are keys of units."""
         order = dict.fromkeys(unit for unit in (*(e.unit for e in events), *(op.unit for op in self.ops)) if unit)
         facts = (self._facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
-        facts = (replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]
+        facts = (replace(each, rest=units[each.name].trained.rest.nbytes) if each.trainable else each for each in facts)
         eager = replace(policy, prefetch=0, bucket_nbytes=0, gather_at_start=False, memory_budget=None)
         last = len(self.ops) - 1
         spans = [ArenaItem(n, ((fill or 0, last if free is None else free),)) for fill, free, n in lives(self.ops)]

@@ -75,8 +75,7 @@ class BoundOp:
     def gradient(self) -> GradientBuffer:
         """The gradient of the op's unit."""
         assert self.unit is not None
-        assert self.unit.gradient is not None
-        return self.unit.gradient
+        return self.unit.trained
 
 
 class Executor:
@@ -115,7 +114,8 @@ class Executor:
             agree("Scheduler", {"separate_groups": str(self._separate_groups)}, self._own)
             if self._separate_groups and not self._own.is_native:
                 self._own.make_groups()
-        self.transport.make()
+        if self.transport.groups is not None:
+            self.transport.groups.make()
         self.is_connected = True
 
     def begin(self, step: str) -> None:
@@ -159,8 +159,8 @@ class Executor:
             rows = [("in BIND", bind), ("which returned", action)]
             remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
             raise ScheduleError(problem(f"op {bound.op}", f"nothing says what ops of kind {bound.op.kind!r} do.", rows, remedy))
-        joins = [gradient.join for gradient in bound.joins]
-        action = partial(_each, [*joins, action]) if joins else action
+        if bound.joins:
+            action = partial(_each, [*(gradient.join for gradient in bound.joins), action])
         encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.members)
         return partial(self.telling, action) if encodes else action
 
@@ -222,11 +222,7 @@ class Executor:
         """Finish all reductions that have begun."""
         self.lanes.join_all("gather", "reduce")
         for bound in list(self.reducing.values()):
-            if bound.spec is ops.FINISH:
-                bound.gradient.end_finish()
-            else:
-                assert bound.block is not None
-                bound.gradient.accumulate(bound.block)
+            _ending(bound)()
             bound.gradient.join()
         self.reducing.clear()
 
@@ -234,6 +230,14 @@ class Executor:
 def _each(actions: Iterable[Action]) -> None:
     for action in actions:
         action()
+
+
+def _ending(bound: BoundOp) -> Action:
+    """Return what takes the result of the reduction that an op begins or ends."""
+    if bound.spec in (ops.FINISH, ops.LAND):
+        return bound.gradient.end_finish
+    assert bound.block is not None
+    return partial(bound.gradient.accumulate, bound.block)
 
 
 def described(bounds: Sequence[BoundOp]) -> str:
@@ -326,8 +330,6 @@ def _spread(executor: Executor, bound: BoundOp) -> Action:
             executor.connect()
         found = [(each, executor.spreading.pop(each.op.unit, None)) for each in bound.members]
         moving = [(each, spread) for each, spread in found if spread is not None]
-        if not moving:
-            return
         moves = [move for _, spread in moving for move in spread.moves]
         label = executor.label([spread.unit for _, spread in moving], described([each for each, _ in moving]))
         axes = moving[0][1].axes
@@ -397,22 +399,18 @@ def _reduce(executor: Executor, bound: BoundOp) -> Action:
         if not executor.is_connected:
             executor.connect()
         legs: list[ChainInput] = []
-        counts: list[int] = []
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
             if is_finish:
-                mine = gradient.finish(each.pieces)
+                legs += gradient.finish(each.pieces)
             else:
                 assert block is not None
                 if each.op.opens is not None:
                     gradient.open()
-                mine = gradient.reduce(block, direct=each.op.opens is not None)
-            legs += mine
-            counts.append(len(mine))
+                legs += gradient.reduce(block, direct=each.op.opens is not None)
         works = reduce_along(legs, transport, label=executor.label(units, what), as_one=as_one)
-        for (_, gradient, _), count in zip(members, counts, strict=True):
-            gradient.send(works[:count])
-            works = works[count:]
+        for _, gradient, _ in members:
+            works = gradient.send(works)
 
     return executor.on_lane(bound, start)
 
@@ -424,16 +422,8 @@ def _sum(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _accumulate(executor: Executor, bound: BoundOp) -> Action:
-    gradient, block, is_finish = bound.gradient, bound.block, bound.spec is ops.LAND
+    gradient, end, is_finish = bound.gradient, _ending(bound), bound.spec is ops.LAND
     reduction, opens = (bound.op.unit, ops.FINISH if is_finish else ops.REDUCE), bound.op.opens is not None
-
-    def end() -> None:
-        if is_finish:
-            gradient.end_finish()
-        else:
-            assert block is not None
-            gradient.accumulate(block)
-
     waits_late = bound.may_wait and executor.transport.is_async
     ended = end if waits_late else executor.on_lane(bound, end, begins=not is_finish and not gradient.route.is_reduced)
 

@@ -30,7 +30,7 @@ class Recorder:
         self.flights: list[InFlight] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
         self._base: Mark = self.mark()
-        self._rows: list[tuple[int, str, Any, Mark, Mark, list[InFlight], int]] = []
+        self._rows: list[tuple[BoundOp, bool, Mark, Mark, list[InFlight], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
         self._waited_before = 0.0  # until the mark ``_last``
@@ -53,17 +53,16 @@ class Recorder:
     def event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
         """Run the actions of an event's ops, and measure them."""
         here = self.mark()
-        phase = event.kind.removesuffix("_end")
         if event.kind.endswith("_end") and event.unit:
-            compute, began = self._open.pop((phase, event.use))
-            self._note(compute, compute.op.kind, began, here)
+            compute, began = self._open.pop((event.kind.removesuffix("_end"), event.use))
+            self._note(compute, began, here)
         for bound, action in ops:
             if bound.spec.cost == "update":
                 began = self._last
                 if not self.has_streams:  # the host stands still in the update until gradients and losses have arrived
                     began += self._waited_s() - self._waited_before
-                    self._note(bound, WAITING, self._last, began)
-                self._note(bound, bound.op.kind, began, here)
+                    self._note(bound, self._last, began, waits=True)
+                self._note(bound, began, here)
             else:
                 self.op(bound, action)
         self._last, self._waited_before = self.mark(), self._waited_s()
@@ -71,7 +70,7 @@ class Recorder:
     def op(self, bound: BoundOp, action: Action) -> None:
         """Run the action of an op, and measure it."""
         self.flights, self.lane_marks = [], []
-        kind, start = bound.op.kind, self.mark()
+        start = self.mark()
         action()
         stop = self.mark()
         if bound.spec.cost == "compute":
@@ -80,12 +79,12 @@ class Recorder:
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
             for each in bound.members:
-                self._note(each, kind, start, stop, list(self.flights))
+                self._note(each, start, stop, self.flights)
         else:
-            self._note(bound, WAITING if bound.spec.may_wait else kind, start, stop)
+            self._note(bound, start, stop)
 
-    def _note(self, bound: BoundOp, kind: str, start: Mark, stop: Mark, flights: list[InFlight] | None = None) -> None:
-        self._rows.append((bound.key[1], kind, bound.op, start, stop, flights or [], self._step))
+    def _note(self, bound: BoundOp, start: Mark, stop: Mark, flights: Sequence[InFlight] = (), *, waits: bool = False) -> None:
+        self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(flights), self._step))
 
     def end(self) -> None:
         """End a step: add its measurements to the trace. Measurements of ops under way are added later."""
@@ -96,15 +95,16 @@ class Recorder:
         self.trace.end_step(self._seconds(ended))
         waiting = []
         for row in self._rows:
-            op, kind, what, start, stop, flights, step = row
+            bound, waits, start, stop, flights, step = row
             landed = [flight.over_s for flight in flights]
             if None in landed:
                 waiting.append(row)
                 continue
             end = max([self._seconds(stop), *(at for at in landed if at is not None)])
-            is_here = kind == WAITING or (what.spec.cost != "send" and not self.has_streams)
-            stream: Stream = "compute" if is_here else what.stream
-            self.trace.record(op, kind, what.unit, what.phase, stream, self._seconds(start), end, step=step)
+            op, kind = bound.op, WAITING if waits else bound.op.kind
+            is_here = waits or (bound.spec.cost != "send" and not self.has_streams)
+            stream: Stream = "compute" if is_here else op.stream
+            self.trace.record(bound.key[1], kind, op.unit, op.phase, stream, self._seconds(start), end, step=step)
         self._rows = waiting
 
     def _seconds(self, mark: Mark) -> float:

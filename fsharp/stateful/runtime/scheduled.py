@@ -34,6 +34,7 @@ class Programs:
 
     Attributes:
         bound: schedules that are bound to the present arena.
+        pinned: the schedule that a caller has chosen, up to a call that leaves it.
         num_recordings: number of calls that did not follow a schedule to the end.
         num_failed: number of consecutive calls that have left their schedule.
     """
@@ -44,7 +45,7 @@ class Programs:
         self._after: dict[tuple[Program | None, Program | None], Program] = {}
         self._last_two: tuple[Program | None, Program | None] = (None, None)
         self._is_steady = False  # whether the last program is expected to follow itself
-        self._pinned: Schedule | None = None
+        self.pinned: Schedule | None = None
         self.bound: dict[int, Compiled] = {}
         self.num_recordings = self.num_failed = 0
 
@@ -54,13 +55,13 @@ class Programs:
     @property
     def schedules(self) -> list[Schedule]:
         """All compiled schedules."""
-        return [*self._schedules.values(), *([self._pinned] if self._pinned is not None else [])]
+        return [*self._schedules.values(), *([self.pinned] if self.pinned is not None else [])]
 
     @property
     def expected(self) -> Schedule | None:
         """The program that the next call is expected to have; None if it cannot be predicted."""
-        if self._pinned is not None:
-            return self._pinned
+        if self.pinned is not None:
+            return self.pinned
         last = self._last_two[1]
         if self._is_steady and last is not None:
             return self._schedules.get(last)
@@ -69,14 +70,9 @@ class Programs:
             return self._schedules[following]
         return self._schedules.get(last) if last is not None and self.num_failed < _GIVE_UP_AFTER else None
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the user has chosen a schedule by ``follow()``."""
-        return self._pinned is not None
-
     def pin(self, schedule: Schedule) -> None:
-        """Follow this schedule from now on, up to a call that leaves it."""
-        self._pinned = schedule
+        """Follow this schedule from now on."""
+        self.pinned = schedule
         self.bound.clear()
 
     def went(self, program: Program) -> None:
@@ -86,7 +82,7 @@ class Programs:
 
     def recorded(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
         """Note the program of a call without a schedule, or that has ``left`` one. ``compile_`` compiles it, if possible."""
-        self._pinned = None
+        self.pinned = None
         self.num_recordings += 1
         self.num_failed = self.num_failed + 1 if left else self.num_failed
         if program not in self._schedules and (program in self._seen or self.num_failed < _GIVE_UP_AFTER):

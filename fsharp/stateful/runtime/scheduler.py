@@ -31,7 +31,6 @@ from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
 from fsharp.stateful.transport.streams import Lanes, lanes_for
-from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.pending import is_pending
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
@@ -189,35 +188,25 @@ class Scheduler(PassingComm, Tracer):
         if self._now.step is not None:
             self._now.check_thread()
             return scheduled.fn(*args, comm=self, **kwargs)
-        step = self.open(scheduled, args, kwargs)
+        step = self.open(scheduled, (args, kwargs))
         with self.guard(step):
             result = scheduled.fn(*args, comm=self, **kwargs)
             self.close(step)
         return result
 
-    def open(
-        self,
-        scheduled: Scheduled,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        on_backward: Callable[[], None] | None = None,
-    ) -> Step:
-        """Begin a step of a scheduled function. All calls until :meth:`close` are part of the step.
-
-        ``on_backward`` is called when a backward comes to a unit that the step has used.
-        """
+    def open(self, scheduled: Scheduled, inputs: Any) -> Step:
+        """Begin a step of a scheduled function. All calls until :meth:`close` are part of the step."""
         with self.guard():
             self._refuse()
             self._history.begin_step()
             title = f"{scheduled.begin_call()} after {self.num_updates} updates"
             self.executor.begin(f"{title}{self._of_history}")
             self.registry.begin_step()
-            for key, node in scheduled.sources((args, kwargs)).items():
+            for key, node in scheduled.sources(inputs).items():
                 self.registry.expect(key, node)
             schedule = self.arena.bind(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
-            step = Step(self.executor, schedule, units=self.units, recorder=recorder, on_backward=on_backward)
+            step = Step(self.executor, schedule, self.units, recorder)
             self._now.begin(scheduled, step, title)
             self.lanes.tell(recorder)
             self.transport.tell(None if recorder is None else lambda flight: recorder.flights.append(flight))
@@ -231,7 +220,7 @@ class Scheduler(PassingComm, Tracer):
         """End the step, and record its program."""
         step.end()
         self._end(step)
-        if step.recorder is not None and step.is_planned:
+        if step.recorder is not None and step.eager is None:
             step.recorder.end()
         self._leave()
 
@@ -298,7 +287,7 @@ class Scheduler(PassingComm, Tracer):
             scheduled.end_call("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
             return
         self._functions.end_call(scheduled)
-        if step.is_planned and step.schedule is not None:
+        if step.eager is None and step.schedule is not None:
             scheduled.programs.went(step.schedule.schedule.program)
             scheduled.end_call("planned", "it has followed its schedule to the end")
             if scheduled.followed_by() in (None, scheduled):  # the next step of other functions may begin with any unit
@@ -314,7 +303,7 @@ class Scheduler(PassingComm, Tracer):
         units, several = [], step.num_microbatches > 1
         for k in order:
             known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}
-            units.append(facts_of(self.units[k], self.policy, **known, several_microbatches=several))
+            units.append(self.units[k].facts(self.policy, **known, several_microbatches=several))
         program = Program(tuple(units), tuple(step.events))
         was_planned, held = step.schedule is not None, list(step.uses.held)
         scheduled.programs.recorded(program, partial(self._compile, is_held=bool(held)), left=was_planned)
@@ -368,7 +357,7 @@ class Scheduler(PassingComm, Tracer):
         if step is None:
             self._refuse()
             self.registry.unbind()
-            step = Step(self.executor, None, units=self.units)
+            step = Step(self.executor, None, self.units)
             now.loose.add(step)
         elif now.step is not None and threading.get_ident() != now.thread:
             now.check_thread()

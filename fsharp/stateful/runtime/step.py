@@ -5,7 +5,7 @@ without the schedule, with the source ``Eager``.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -30,10 +30,6 @@ from fsharp.stateful.units.update_gather import UpdateGather
 class Step:
     """One step: a call of a scheduled function.
 
-    Args:
-        schedule: the schedule to follow; None uses the source ``Eager``.
-        on_backward: called when a backward reaches a use; may be None.
-
     Attributes:
         eager: the source of ops without a schedule; None while a schedule is followed.
         trained: units that have a gradient in this step.
@@ -43,16 +39,10 @@ class Step:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        schedule: Compiled | None,
-        *,
-        units: dict[str, UnitState],
-        recorder: Recorder | None = None,
-        on_backward: Callable[[], None] | None = None,
+        self, executor: Executor, schedule: Compiled | None, units: dict[str, UnitState], recorder: Recorder | None = None
     ) -> None:
-        self.executor, self.schedule, self.units = executor, schedule, units
-        self.recorder, self._on_backward = recorder, on_backward
+        self.executor, self.schedule, self.units, self.recorder = executor, schedule, units, recorder
+        self._on_backward: Callable[[], None] | None = None
         self.events: list[Event] = []
         self.uses = UsesUnderWay()
         self.eager: Eager | None = Eager(executor, is_in_use=self.uses.are_in) if schedule is None else None
@@ -60,25 +50,10 @@ class Step:
         self.num_microbatches, self.is_over = 0, False
 
     @property
-    def is_planned(self) -> bool:
-        """Whether the step has followed its schedule so far."""
-        return self.eager is None
-
-    @property
     def is_local(self) -> bool:
         """Whether this step has only used units that rest whole, so that it used no collective."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a backward of a use may still come, as its graph is alive and unused."""
-        return len(self.uses.awaited) > 0
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a function of units is under way, except for recomputation by a checkpoint."""
-        return bool(self.uses.forward)
 
     def _event(
         self,
@@ -88,7 +63,7 @@ class Step:
         *,
         bare: bool = False,
         copy: UnshardedBuffer | None = None,
-        units: Iterable[UnitState] = (),
+        units: Collection[UnitState] = (),
     ) -> None:
         """Record an event, and run its ops."""
         at, found = len(self.events), (kind, unit.key if unit is not None else "", number, bare)
@@ -155,7 +130,7 @@ class Step:
             assert leaves is not None
             uses.pending[unit.key] = uses.pending.get(unit.key, 0) + 1
             uses.awaited.add(weakref.ref(use, uses.awaited.discard))
-            graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], sinks)
+            graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], *sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
         return use
@@ -266,11 +241,7 @@ class Step:
         self.executor.name(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
-        """End a backward pass.
-
-        Args:
-            direct: gradients that came through ``gather()`` in the loss instead of ``forward()``, flat and at rest.
-        """
+        """End a backward pass. ``direct``: gradients that came through ``gather()`` in the loss, flat and at rest."""
         self._retire(None)
         self.uses.end_recomputation()
         found = []
@@ -295,7 +266,7 @@ class Step:
             reducing = {key for key, _ in self.executor.reducing}
             if any(unit.key in reducing for unit in units):
                 self.leave()
-        schedule, transport = self.schedule if self.is_planned else None, self.executor.transport
+        schedule, transport = self.schedule if self.eager is None else None, self.executor.transport
         for unit in units:
             unit.train(transport, None if schedule is None else schedule.places.get(unit.key))
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
@@ -338,7 +309,7 @@ class Step:
         self.executor.take(moves, {each.unit.key: each for each in update_gathers if each.moves})
         for key in nbytes:
             self.units[key].offload(nbytes[key])
-        if self.is_planned and self.schedule is not None:
+        if self.eager is None and self.schedule is not None:
             expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
                 self.leave()
@@ -365,9 +336,9 @@ class Step:
         """End the step, and abandon work under way. A later backward of this step raises an error."""
         self.is_over = True
 
-    def refuse_backwards(self, refuse: Callable[[], None]) -> None:
-        """Call ``refuse``, which raises an error, when a backward reaches a use from now on."""
-        self._on_backward = refuse
+    def tell_of_backwards(self, call: Callable[[], None]) -> None:
+        """Call ``call``, which may raise an error, when a backward reaches a use."""
+        self._on_backward = call
 
 
 def _is_unfinished(unit: UnitState) -> bool:

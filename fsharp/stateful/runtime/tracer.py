@@ -252,7 +252,7 @@ class Tracer(Engine):
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
         self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)
         (main, opt), moves = self._offload.move(state, self._staying(params, state[0]), to_host=False)
-        self.current().fetch({keys[name]: move for name, move in moves.items()})
+        self.current().fetch(moves)
         return main, opt
 
     def _staying(self, params: Any, main: Any) -> Any:
@@ -266,9 +266,8 @@ class Tracer(Engine):
             unit = self.unit_of(old)
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
-            if update_gather.moves:
-                arrive = partial(self.executor.telling, update_gather.wait)  # no cycle that would keep its memory
-                node = pending(node, arrive, lanes)
+            if update_gather.moves:  # without a cycle that would keep its memory
+                node = pending(node, partial(self.executor.telling, update_gather.wait), lanes)
             if not donate:
                 unit.release()
             self.replaced(old, unit, node)
@@ -278,9 +277,8 @@ class Tracer(Engine):
         resting = map_units(lambda _: next(position), params)
         moves: Mapping[str, HostCopies] = {}
         if self._offload is not None:
-            keys = {update_gather.node.name: update_gather.unit.key for update_gather in reversed(update_gathers)}
-            state, by_name = self._offload.move(state, self._staying(resting, state[0]), to_host=True)
-            moves, self._offload = {keys[name]: move for name, move in by_name.items()}, None
+            state, moves = self._offload.move(state, self._staying(resting, state[0]), to_host=True)
+            self._offload = None
         step.update(update_gathers, moves)
         self.num_updates += 1
         return resting, state

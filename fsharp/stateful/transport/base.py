@@ -9,7 +9,7 @@ transport of messages need not pack: it sends a message for each buffer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakMethod
@@ -19,57 +19,35 @@ import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
-from fsharp.functional.comm.protocol import CountingComm
+from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.comm.worker_threads import InFlight
 from fsharp.functional.formats.format import Carried, Facts, Format
 
 Kind = Literal["gather", "reduce"]
-_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Work:
-    """A collective under way.
+    """A collective under way. Several threads may wait for it: the first completes it.
 
     Args:
-        then: function that waits for the collective and completes it; its result is the result of the Work.
-        result: the result of a collective that is done already.
+        then: function that waits for the collective and completes it; its result is that of the Work, unless there is one.
+        result: the result, if it is known before.
     """
 
-    __slots__ = ("_result", "_then")
+    __slots__ = ("_lock", "_result", "_then")
 
     def __init__(self, then: Callable[[], Any] | None = None, result: Any = None) -> None:
-        self._then, self._result = then, result
+        self._then, self._result, self._lock = then, result, Lock()
 
     def wait(self) -> Any:
         """Block until the collective is done, and return its result. A failed collective raises its error again."""
         if self._then is not None:
-            self._result = self._then()
-            self._then = None
+            with self._lock:
+                if self._then is not None:
+                    found = self._then()
+                    self._result = found if self._result is None else self._result
+                    self._then = None
         return self._result
-
-
-class SharedWork(Work):
-    """A Work for which several threads may wait: the first one completes it, all others wait for the first.
-
-    Args:
-        first: the collective under way.
-        then: function that completes the collective, given its result.
-    """
-
-    __slots__ = ("_lock",)
-
-    def __init__(self, first: Work, then: Callable[[Any], Any]) -> None:
-        super().__init__(lambda: then(first.wait()))
-        self._lock = Lock()
-
-    def wait(self) -> Any:
-        """Block until the collective is done and completed."""
-        with self._lock:
-            return super().wait()
-
-    def each(self, num: int) -> list[Work]:
-        """Return ``count`` Works, one for each item of the result, which is a list."""
-        return [Work(lambda i=i: self.wait()[i]) for i in range(num)]  # type: ignore[misc]
 
 
 class Summand(NamedTuple):
@@ -101,9 +79,9 @@ class Transport(ABC):
 
     is_async = False
     """Whether a wait for a Work may block the host."""
-    counters: Sequence[CountingComm] = ()
-    """Counter of the collectives."""
-    groups: "ProcessGroups | None" = None
+
+    def __init__(self, comm: Comm, groups: "ProcessGroups | None" = None, counters: Sequence[CountingComm] = ()) -> None:
+        self.comm, self.groups, self.counters = comm, groups, counters
 
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
@@ -113,11 +91,8 @@ class Transport(ABC):
         sizes = [x.numel() for x in xs]
         n = outs[0].numel() // sizes[0]
         packed = xs[0].new_empty(n * sum(sizes))
-
-        def unpack(_: Any) -> None:
-            _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
-
-        return self._shared(self.gather_each([torch.cat(list(xs))], [packed], axis, label), unpack)
+        rows, parts = [out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1)
+        return self._after(self.gather_each([torch.cat(list(xs))], [packed], axis, label), lambda _: _copy(rows, parts))
 
     def reduce_scatter(
         self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
@@ -133,19 +108,12 @@ class Transport(ABC):
             self._count("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
         if len(xs) == 1 or not self.packs("reduce_scatter", xs, n):
             return self.reduce_scatter_each(summands, axis, dtype, label)
-        outs = [each.out for each in summands]
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
         summed = packed.new_empty(len(packed) // n, dtype=dtype)
-        sizes = [x.numel() // n for x in xs]
-
-        def unpack(_: Any) -> list[torch.Tensor]:
-            parts = summed.split(sizes)
-            there = [(out, part) for out, part in zip(outs, parts, strict=True) if out is not None]
-            _copy([out for out, _ in there], [part for _, part in there])
-            return [part if out is None else out for out, part in zip(outs, parts, strict=True)]
-
+        parts = summed.split([x.numel() // n for x in xs])
+        outs = [part if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
         [work] = self.reduce_scatter_each([self._packed("reduce_scatter", axis, packed, summed)], axis, dtype, label)
-        return self._shared(work, unpack).each(len(xs))
+        return _each(self._after(work, lambda _: _copy(outs, parts)), outs)
 
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
         """Sum buffers of one dtype over the ``n`` ranks along an axis, into ``out``, in one all_reduce.
@@ -165,14 +133,11 @@ class Transport(ABC):
         if len(xs) == 1 or not self.packs("all_reduce", xs, n):
             return self.all_reduce_each(summands, axis, label)
         packed = xs[0].new_zeros(sum(sizes))
-        _copy([part[: len(x)] for x, part in zip(xs, packed.split(sizes), strict=True)], xs)
         summed = outs[0].new_empty(len(packed))
-
-        def unpack(_: Any) -> None:
-            _copy(outs, [part[: len(out)] for out, part in zip(outs, summed.split(sizes), strict=True)])
-
+        here, there = ([part[: len(x)] for x, part in zip(xs, each.split(sizes), strict=True)] for each in (packed, summed))
+        _copy(here, xs)
         [work] = self.all_reduce_each([self._packed("all_reduce", axis, packed, summed)], axis, label)
-        return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
+        return [self._after(work, lambda tail: self._after(tail, lambda _: _copy(outs, there)))] * len(xs)
 
     def packs(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether several buffers, each sent in ``n`` parts, are packed; the same answer on all ranks."""
@@ -217,13 +182,14 @@ class Transport(ABC):
         outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
         self._count("all_to_all", axis, sent.nbytes // n)
 
-        def add(_: Any) -> list[torch.Tensor]:
-            rows = received.split([each.shape[1] for each in stored], 1)
-            each = zip(rows, parts, xs, facts, strict=True)
-            _copy(outs, [wire.sum(row, part, x.dtype, about) for row, part, x, about in each])
-            return outs
+        work = self.exchange(sent.view(-1), received.view(-1), axis, label)
 
-        return SharedWork(self.exchange(sent.view(-1), received.view(-1), axis, label), add).each(len(xs))
+        def add() -> None:
+            work.wait()
+            rows = zip(received.split([each.shape[1] for each in stored], 1), parts, xs, facts, strict=True)
+            _copy(outs, [wire.sum(row, part, x.dtype, about) for row, part, x, about in rows])
+
+        return _each(Work(add), outs)
 
     def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
         """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather.
@@ -231,9 +197,12 @@ class Transport(ABC):
         Padding beyond the end of ``outs[i]`` is dropped.
         """
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
-        cut = [(out, room[: len(out)]) for out, room in zip(outs, rooms, strict=True) if room is not out]
-        work = self.gather(xs, rooms, axis, label)
-        return self._shared(work, lambda _: _copy([out for out, _ in cut], [part for _, part in cut]))
+        parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
+        return self._after(self.gather(xs, rooms, axis, label), lambda _: _copy(outs, parts))
+
+    def _along(self, axis: str) -> tuple[int, int]:
+        """Return the number of ranks along an axis, and this rank's coordinate."""
+        return self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
 
     def _count(self, op: str, axis: str, nbytes: int) -> None:
         for each in self.counters:
@@ -243,11 +212,11 @@ class Transport(ABC):
         nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
         return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 
-    def _shared(self, first: Work, then: Callable[[Any], Any]) -> SharedWork:
-        shared = SharedWork(first, then)
+    def _after(self, first: Work, then: Callable[[Any], Any]) -> Work:
+        work = Work(lambda: then(first.wait()))
         if not self.is_async:  # on a stream: unpacking is part of what runs there
-            shared.wait()
-        return shared
+            work.wait()
+        return work
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Return the bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``x``.
@@ -255,11 +224,6 @@ class Transport(ABC):
         ``apart``: ``out`` has its dtype.
         """
         return 0
-
-    def make(self) -> None:
-        """Make the process groups. All ranks have to call this method together."""
-        if self.groups is not None:
-            self.groups.make()
 
     def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
         """Call ``on_flight`` with each later collective that runs in a thread of its own; None ends that."""
@@ -280,11 +244,17 @@ def encoded_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts
     return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
 
+def _each(work: Work, results: Iterable[Any]) -> list[Work]:
+    """Return a Work for each of some results, which are there once ``work`` is done."""
+    return [Work(work.wait, result) for result in results]
+
+
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
     """Copy into memory as a message would: without a change of version counters."""
-    if outs:
-        with _unsafe_preserve_version_counter(tuple([out for out in outs if not out.is_inference()])):
-            torch._foreach_copy_(list(outs), list(xs))
+    pairs = [(out, x) for out, x in zip(outs, xs, strict=True) if out is not x]
+    if pairs:
+        with _unsafe_preserve_version_counter(tuple([out for out, _ in pairs if not out.is_inference()])):
+            torch._foreach_copy_([out for out, _ in pairs], [x for _, x in pairs])
 
 
 class ProcessGroups:
@@ -302,7 +272,7 @@ class ProcessGroups:
         if self.separate:
             self.comm.watch.aborts.append(WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:
-                for kind in _KINDS if size > 1 else ():
+                for kind in get_args(Kind) if size > 1 else ():
                     self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:

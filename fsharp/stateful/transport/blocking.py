@@ -4,15 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fsharp.functional.comm.protocol import Comm
 from fsharp.stateful.transport.base import Summand, Transport, Work
 
 
 class BlockingTransport(Transport):
     """A Transport over any Comm. The Comm itself counts and labels calls."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather over the Comm."""

@@ -17,7 +17,6 @@ import torch
 
 from fsharp.functional.comm.process_group import Messages, ProcessGroupComm
 from fsharp.functional.comm.protocol import CountingComm
-from fsharp.functional.comm.watch import WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Outcome, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
@@ -27,21 +26,19 @@ _CHUNK = 1 << 20
 _WORTH_A_MESSAGE = 1 << 17
 """Bytes at which packing costs as much as a message, while ranks compute."""
 
+Rows = Sequence[Sequence[torch.Tensor]]
+"""Of each buffer, the parts of all ranks."""
+
 
 class GlooTransport(Transport):
-    """A Transport over gloo: each rank sends every other rank its part, and adds the parts that arrive, asynchronously.
-
-    Args:
-        comm: the ranks.
-        groups: process groups for the messages.
-        counters: counters of collectives.
-    """
+    """A Transport over gloo: each rank sends every other rank its part, and adds the parts that arrive, asynchronously."""
 
     is_async = True
+    comm: ProcessGroupComm
     groups: ProcessGroups
 
     def __init__(self, comm: ProcessGroupComm, groups: ProcessGroups, counters: Sequence[CountingComm] = ()) -> None:
-        self.comm, self.groups, self.counters = comm, groups, counters
+        super().__init__(comm, groups, counters)
         self._on_flight: Callable[[InFlight], None] | None = None
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
@@ -55,106 +52,80 @@ class GlooTransport(Transport):
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather by messages straight into ``outs``."""
-        rows = [self._parts_around(x, out, axis) for x, out in zip(xs, outs, strict=True)]
-        mine, flight = self.comm.mesh.coord(axis, self.comm.rank), self._begin(label, "all_gather", xs, axis)
-        work = self._swap("gather", [[row[mine]] * len(row) for row in rows], rows, axis, flight)
-        return self._shared(work, _same) if len(xs) > 1 else work
+        n, mine = self._along(axis)
+        rows = [list(out.view(n, -1)) for out in outs]
+        for x, row in zip(xs, rows, strict=True):
+            if x.data_ptr() != row[mine].data_ptr():
+                row[mine].copy_(x)
+        return self._swap("gather", [[row[mine]] * n for row in rows], rows, mine, self._begin(label, "all_gather", xs, axis))
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
         """Sum by messages. Without ``out`` the sum replaces this rank's part, if the part has the dtype of the sum."""
-        rows, results = zip(*[self._parts_to(each, axis, dtype) for each in summands], strict=True)
-        flight = self._begin(label, "reduce_scatter", [each.x for each in summands], axis)
-        if len(summands) == 1:
-            return [self._reduce(rows, results, axis, summands, flight, lambda: results[0])]
-        return self._shared(self._reduce(rows, results, axis, summands, flight, lambda: results), _same).each(len(summands))
+        n, mine = self._along(axis)
+        rows, outs = [list(each.x.view(n, -1)) for each in summands], []
+        for each, row in zip(summands, rows, strict=True):
+            out = row[mine] if each.out is None else each.out
+            outs.append(out if each.out is not None or out.dtype == dtype else torch.empty_like(out, dtype=dtype))
+        messages = self._begin(label, "reduce_scatter", [each.x for each in summands], axis)
+        work = self._reduce(rows, outs, mine, summands, messages)
+        return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Reduce each rank's part, then gather the parts; the last parts may be shorter."""
         x, out = summands[0].x, summands[0].place
-        first = self._call(label, "all_reduce", [x], axis)
-        # Begun now, too: the order of calls is that of the main thread.
-        second = InFlight(self._call(label, "all_gather of sums", [x], axis))
-        flight = self._told(InFlight(first, second))
-        n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
+        first = self._begin(label, "all_reduce", [x], axis)
+        n, mine = self._along(axis)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        share = partial(self._swap, "share", [[results[mine]] * n], [results], axis, second)
-        return [self._reduce([parts], [results[mine]], axis, summands, flight, share)]
+        second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
+        sums = InFlight(second.call)
+        share = partial(self._swap, "share", [[results[mine]] * n], [results], mine, second, sums)
+        return [self._reduce([parts], [results[mine]], mine, summands, first, share, sums)]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts by messages, straight into ``out``."""
-        n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
+        n, mine = self._along(axis)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
-        return self._swap("reduce", [parts], [results], axis, self._begin(label, "all_to_all", [x], axis))
+        return self._swap("reduce", [parts], [results], mine, self._begin(label, "all_to_all", [x], axis))
 
-    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> InFlight:
-        return self._told(InFlight(self._call(label, op, xs, axis)))
-
-    def _told(self, flight: InFlight) -> InFlight:
-        if self._on_flight is not None:
-            self._on_flight(flight)
-        return flight
-
-    def _call(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> WatchedCall:
+    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> Messages:
+        """Tell other ranks which collective this rank begins now. Return the messages of the collective."""
         sizes = "+".join([str(len(x)) for x in xs])
-        return self.comm.watch.begin(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
-
-    def _parts_around(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> list[torch.Tensor]:
-        """Return each rank's part of the gathered buffers, with this rank's part filled."""
-        parts = list(out.view(self.comm.mesh.axis_size(axis), -1))
-        mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
-        if x.data_ptr() != mine.data_ptr():
-            mine.copy_(x)
-        return parts
-
-    def _parts_to(self, one: Summand, axis: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return each rank's part of the reduced buffers, and the memory for this rank's sum."""
-        parts = list(one.x.view(self.comm.mesh.axis_size(axis), -1))
-        if one.out is not None:
-            return parts, one.out
-        mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
-        return parts, mine if mine.dtype == dtype else torch.empty_like(mine, dtype=dtype)
+        call = self.comm.watch.begin(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
+        return self.comm.messages(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
 
     def _swap(
-        self,
-        kind: str,
-        send: Sequence[Sequence[torch.Tensor]],
-        receive: Sequence[Sequence[torch.Tensor]],
-        axis: str,
-        flight: InFlight,
+        self, kind: str, send: Rows, receive: Rows, mine: int, messages: Messages, flight: InFlight | None = None
     ) -> Work:
         """Send other ranks their parts of each row in ``send``; receive each other rank's part into the rows of ``receive``."""
-        messages = self.comm.messages(self.groups("gather" if kind == "gather" else "reduce", axis), axis, flight.call)
 
         def post() -> list[Any]:
             posted = []
-            for to, source in _partners(self.comm.mesh.coord(axis, self.comm.rank), len(send[0])):
-                for row in receive:
-                    posted += _receive(messages, row[source], source)
-                for row in send:
-                    posted += _send(messages, row[to], to)
+            for to, source in _partners(mine, len(send[0])):
+                posted += [messages.receive(row[source], source) for row in receive if row[source].numel()]
+                posted += [messages.send(row[to], to) for row in send if row[to].numel()]
             return posted
 
-        return self._post_and_finish(kind, post, messages.wait, flight)
+        return self._post_and_finish(kind, post, messages.wait, flight or InFlight(messages.call))
 
     def _reduce(
         self,
-        rows: Sequence[Sequence[torch.Tensor]],
+        rows: Rows,
         outs: Sequence[torch.Tensor],
-        axis: str,
+        mine: int,
         summands: Sequence[Summand],
-        flight: InFlight,
-        then: Callable[[], Any],
+        messages: Messages,
+        then: Callable[[], Any] = lambda: None,
+        second: InFlight | None = None,
     ) -> Work:
         """Sum this rank's part of each row over ranks, into the row's ``out``. The Work's result is that of ``then``.
 
-        Scratch serves one buffer after the other.
+        Scratch serves one buffer after the other. ``second``: the second half, which ``then`` begins.
         """
-        messages = self.comm.messages(self.groups("reduce", axis), axis, flight.call)
-        n, mine = len(rows[0]), self.comm.mesh.coord(axis, self.comm.rank)
-        pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
+        n = len(rows[0])
         partners = list(_partners(mine, n))
+        pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
         chunks = [chunk for x, out in pairs for chunk in zip(_chunks(x), _chunks(out, like=x), strict=True)]
         width = max((len(chunk) for chunk, _ in chunks), default=0)
         memory = max([each.scratch for each in summands], key=len).view(rows[0][0].dtype)
@@ -164,14 +135,11 @@ class GlooTransport(Transport):
 
         def receive(k: int) -> list[Any]:
             into, size = rooms[k % num_rooms], len(chunks[k][0])
-            return [each for i, (_, source) in enumerate(partners) for each in _receive(messages, into[i][:size], source)]
+            return [messages.receive(into[i][:size], source) for i, (_, source) in enumerate(partners)]
 
         def post() -> tuple[list[Any], list[list[Any]]]:
             received = [receive(k) for k in range(min(num_rooms, len(chunks)))]
-            sent = []
-            for to, _ in partners:
-                for chunk in [chunk for parts in rows for chunk in _chunks(parts[to])]:
-                    sent += _send(messages, chunk, to)
+            sent = [messages.send(chunk, to) for to, _ in partners for parts in rows for chunk in _chunks(parts[to])]
             return sent, received
 
         def finish(posted: tuple[list[Any], list[list[Any]]]) -> Any:
@@ -187,11 +155,13 @@ class GlooTransport(Transport):
             messages.wait(sent)
             return then()
 
-        return self._post_and_finish("reduce", post, finish, flight)
+        return self._post_and_finish("reduce", post, finish, InFlight(messages.call, second))
 
     def _post_and_finish(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], flight: InFlight) -> Work:
         """Run a collective on two workers: one posts the messages, and hands them to another one, which completes them."""
         poster, finisher = self._crew["posts"], self._crew[kind]
+        if self._on_flight is not None and kind != "share":  # a second half, of which the first one tells
+            self._on_flight(flight)
         poster.start()
         finisher.start()
 
@@ -211,10 +181,6 @@ class GlooTransport(Transport):
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
 
-def _same(result: Any) -> Any:
-    return result
-
-
 def _chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Cut a tensor into chunks with as many elements as ``like`` has in a chunk."""
     return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
@@ -224,14 +190,6 @@ def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:
     """Yield ``(receiver, sender)``: in each round the rank to send to, and the rank to receive from."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
-
-
-def _send(messages: Messages, x: torch.Tensor, to: int) -> list[Any]:
-    return [messages.send(x, to)] if x.numel() else []
-
-
-def _receive(messages: Messages, x: torch.Tensor, source: int) -> list[Any]:
-    return [messages.receive(x, source)] if x.numel() else []
 
 
 def add(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import CountingComm
 from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,9 +19,6 @@ class NcclTransport(Transport):
 
     groups: ProcessGroups
 
-    def __init__(self, comm: ProcessGroupComm, groups: ProcessGroups, counters: Sequence[CountingComm] = ()) -> None:
-        self.comm, self.groups, self.counters = comm, groups, counters
-
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather, in place if ``x`` is part of ``out``."""
         _all_gather(outs[0].view(torch.uint8), xs[0].view(torch.uint8), group=self.groups("gather", axis))
@@ -32,7 +27,8 @@ class NcclTransport(Transport):
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
         """Sum by the backend, and cast sums to ``dtype``."""
         x, out = summands[0].x, summands[0].out
-        part = x.view(self.comm.mesh.axis_size(axis), -1)[self.comm.mesh.coord(axis, self.comm.rank)]
+        n, mine = self._along(axis)
+        part = x.view(n, -1)[mine]
         target = out if out is not None and out.dtype == x.dtype else part
         _reduce_scatter(target, x, group=self.groups("reduce", axis))
         if out is None:

@@ -66,9 +66,6 @@ class DeviceLanes(Lanes):
 
     Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as a state,
     while a lane works on it: :meth:`keep` tells the allocator.
-
-    Args:
-        device: device of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,12 +80,6 @@ class DeviceLanes(Lanes):
         """Return the device's current stream."""
         return torch.accelerator.current_stream(self.device)
 
-    def _wait_for(self, stream: torch.Stream, ops: Sequence[Key]) -> None:
-        for number, i in ops:
-            event = self._events.get(number, {}).get(i)
-            if event is not None:
-                stream.wait_event(event)
-
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
         """Run an op on the lane's stream, after the given ops, and with ``begins`` after all work of compute so far."""
@@ -98,9 +89,9 @@ class DeviceLanes(Lanes):
         stream = self.streams[name]
         if begins:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
-        self._wait_for(stream, after)
         self._given.add(name)
         with stream:
+            self.join(after)
             start = self._recorder.mark() if self._recorder is not None else None
             yield
             if self._recorder is not None:
@@ -110,8 +101,10 @@ class DeviceLanes(Lanes):
 
     def join(self, after: Sequence[Key]) -> None:
         """Make the current stream wait for the events of these ops."""
-        if after:
-            self._wait_for(torch.accelerator.current_stream(self.device), after)
+        for number, i in after:
+            event = self._events.get(number, {}).get(i)
+            if event is not None:
+                torch.accelerator.current_stream(self.device).wait_event(event)
 
     def join_all(self, *names: str) -> None:
         """Make the current stream wait for all lanes with work. Lanes without work may not become part of a capture."""

@@ -1,4 +1,1 @@
-"""One unit in a step: its full parameters, gradient, update, state in host memory, and the memory of each.
-
-Imports ``schedule`` and ``transport``; has no code for events and autograd.
-"""
+"""One unit in a step: parameters, gradient, update, state in host memory. Has no code for events and autograd."""

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from fsharp.functional.comm.protocol import Call
 from fsharp.functional.formats.format import Carried, Format
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.traffic import calls_reducing
 from fsharp.stateful.transport.base import Summand, Transport, Work, encoded_parts
-from fsharp.stateful.units.full import aligned
-
-Pieces = list[tuple[int, torch.dtype]]
+from fsharp.stateful.units.full import Pieces
 
 
 class AxisCollective(NamedTuple):
@@ -35,6 +35,9 @@ class CodedBytes(NamedTuple):
     after: int = 0
 
 
+Stages = Sequence[AxisCollective]
+
+
 class AxisChain:
     """A chain of collectives that reduces a buffer of ``size`` elements, stage by stage.
 
@@ -45,17 +48,13 @@ class AxisChain:
     Attributes:
         has_target: whether the result always goes to memory of its own.
         sent: for each stage, the dtype of its input.
+        first: the dtype of the input; that of the result if there are no stages.
+        casts_first: whether the input has another dtype than the result.
+        casts_last: whether the input of the last stage has another dtype than the result.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        unit: UnitLayout,
-        group: int,
-        size: int,
-        stages: tuple[AxisCollective, ...],
-        *,
-        has_target: bool = False,
+        self, transport: Transport, unit: UnitLayout, group: int, size: int, stages: Stages, *, has_target: bool = False
     ) -> None:
         self.transport, self.unit, self.group, self.size, self.has_target = transport, unit, group, size, has_target
         self.dtypes = dtypes = unit.groups[group].dtypes
@@ -63,6 +62,8 @@ class AxisChain:
         summing = [each.n > 1 and each.op != "all_gather" for each in self.stages]
         pairs = zip(self.stages, summing, strict=True)
         self.sent = [dtypes.sent_along(each.axis) if is_summing else dtypes.accumulate for each, is_summing in pairs]
+        self.first, last = (self.sent[0], self.sent[-1]) if self.sent else (dtypes.accumulate, dtypes.accumulate)
+        self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
 
     def sizes(self) -> list[int]:
         """Number of elements in the output of each stage."""
@@ -77,11 +78,14 @@ class AxisChain:
             result.append(size)
         return result
 
+    def calls(self) -> tuple[Call, ...]:
+        """Return the collectives, with the bytes that each sends."""
+        stages = zip(self.stages, self.sizes(), strict=True)
+        return tuple(calls_reducing(self.dtypes, [(*stage, out) for stage, out in stages]))
+
     def pieces(self) -> Pieces:
         """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
-        result: Pieces = []
-        size = self.size
-        accumulate = self.dtypes.accumulate
+        result, size, accumulate = list[tuple[int, torch.dtype]](), self.size, self.dtypes.accumulate
         for i, (stage, out, dtype) in enumerate(zip(self.stages, self.sizes(), self.sent, strict=True)):
             is_last = i == len(self.stages) - 1
             apart = dtype == accumulate and (self.has_target or not is_last)
@@ -111,21 +115,6 @@ class AxisChain:
         _, axis, n = self.stages[stage]
         facts = partial(self.unit.facts, self.group, axis)
         return encoded_parts(x, n, self.dtypes.wire_along(axis), residuals.get(axis, Carried()), facts)
-
-    @property
-    def first(self) -> torch.dtype:
-        """The dtype of the chain's input; for a chain without stages the dtype of its output."""
-        return self.sent[0] if self.sent else self.dtypes.accumulate
-
-    @property
-    def casts_first(self) -> bool:
-        """Whether the dtypes of the chain's input and output differ."""
-        return self.first != self.dtypes.accumulate
-
-    @property
-    def casts_last(self) -> bool:
-        """Whether the dtypes of the last stage's input and output differ."""
-        return bool(self.sent) and self.sent[-1] != self.dtypes.accumulate
 
 
 def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
@@ -226,8 +215,3 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
             xs = outs
         works.append(work)
     return works
-
-
-def nbytes_of(pieces: Pieces) -> int:
-    """Return the bytes of memory for the pieces, each on an aligned boundary."""
-    return sum(aligned(numel * dtype.itemsize) for numel, dtype in pieces)

@@ -37,12 +37,8 @@ class LeafIndex:
         self.position = {leaf.path: i for i, leaf in enumerate(self.stored)}
         self._is_untied = len(self.stored) == len(unit.leaves)
 
-    def tree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]) -> Any:
-        """Return the unit's subtree.
-
-        Args:
-            own: the tensors of the unit's stored leaves.
-            leaves: for each unit of the call, its index and the tensors of its stored leaves.
+    def tree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, "Stored"]) -> Any:
+        """Return the unit's subtree, from the tensors of its ``own`` stored leaves and those of each unit of the call.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
@@ -52,9 +48,7 @@ class LeafIndex:
         by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in leaves.items()}
         return self.unit.subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
 
-    def leaves(
-        self, own: list[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]
-    ) -> list[torch.Tensor]:
+    def leaves(self, own: list[torch.Tensor], leaves: Mapping[str, "Stored"]) -> list[torch.Tensor]:
         """Return the leaves of :meth:`tree`."""
         return own if self._is_untied else optree.tree_leaves(self.tree(own, leaves))
 
@@ -72,26 +66,25 @@ class LeafIndex:
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
 
-    def gaps(self, group: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of a full flat buffer that belong to no leaf: padding."""
-        result, end = [], 0
-        for leaf in self.unit.leaves_of(group):
-            if leaf.offset > end:
-                result.append(flat[end : leaf.offset])
-            end = max(end, leaf.offset + leaf.numel)
-        return [*result, flat[end:]] if len(flat) > end else result
+    def trained(self, flats: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
+        gaps = []
+        for group, flat in flats.items():
+            end = 0
+            for leaf in self.unit.leaves_of(group):
+                if leaf.offset > end:
+                    gaps.append(flat[end : leaf.offset])
+                end = max(end, leaf.offset + leaf.numel)
+            if len(flat) > end:
+                gaps.append(flat[end:])
+        return self.views(flats, [self.stored[i] for i in self.trainable]), gaps
 
 
-@cache
-def leaf_index(unit: UnitLayout) -> LeafIndex:
-    """Return the index of a unit, which is made once."""
-    return LeafIndex(unit)
-
-
+Stored = tuple[LeafIndex, Sequence[torch.Tensor]]
+"""The index of a unit, and the tensors of its stored leaves."""
+leaf_index = cache(LeafIndex)
+"""Return the index of a unit, which is made once."""
 _version_of = attrgetter("_version")
-
-Planes = tuple[Sequence[torch.Tensor], torch.Tensor]
-"""The planes of a full buffer, and the scales of its leaves."""
 
 
 def alias(flat: torch.Tensor) -> torch.Tensor:
@@ -105,29 +98,47 @@ RELEASED = 2**31
 
 
 class FullUnit:
-    """The full parameters of a unit at one address.
+    """The full parameters of a unit at one address. ``has_classes``: whether leaves have a tensor class of their own.
 
     Args:
         unit: the layout.
-        flats: one full buffer for each group.
-        stored: for each group whose leaves have a tensor class of their own, the planes of the full buffer and the scales of
-            leaves.
+        flats: for each group the full buffer that functions use, of :func:`full_sizes`.
+        stored: for each group the full buffer as gathered; ``flats`` themselves if all formats are plain.
     """
 
-    __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "index")
+    __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "has_classes", "index", "stored")
 
-    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Mapping[int, Planes] = {}) -> None:
-        self.index, self.flats = leaf_index(unit), tuple(flats)
+    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[torch.Tensor] = ()) -> None:
+        self.index, self.flats, self.stored = leaf_index(unit), tuple(flats), stored or flats
         classed: dict[int, tuple[LeafClass, LeafPart]] = {}
-        for group, (planes, scales) in stored.items():
-            for path, part in unit.whole_leaves(group, planes, scales).items():
-                classed[self.index.position[path]] = unit.leaf_classes[group], part
+        for g, cls in unit.leaf_classes.items():
+            form, size = unit.groups[g].dtypes.stored, unit.groups[g].size
+            planes = [unit.travelling(g, stored[g]).view(form.planes[0].dtype)]
+            if len(flats[g]):
+                planes = carve(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
+            for path, part in unit.whole_leaves(g, planes, unit.scales(g, stored[g])).items():
+                classed[self.index.position[path]] = cls, part
+        self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
-        plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in stored}
+        plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in unit.leaf_classes}
         self._aliases = tuple(plain.values())  # of a version counter each, which all leaves of the group share
         self._leaves = tuple(self.index.views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
         self._handed_out: list[HandedOut] = []
         self._version = 0
+
+    def decode(self, rank: int) -> None:
+        """Decode what this rank has gathered of groups whose format is not plain, to where functions use it."""
+        unit = self.index.unit
+        for g, flat, data in zip(unit.all_groups, self.flats, self.stored, strict=True):
+            if g not in unit.leaf_classes and data is not flat:
+                flat.copy_(unit.decoded(g, data, unit.scales(g, data), unit.strategy.full, rank, flat.dtype))
+            elif g in unit.leaf_classes and len(flat):
+                num_parts, start = unit.groups[g].num_parts, 0
+                rows = unit.travelling(g, data).view(num_parts, -1)
+                for column in unit.groups[g].dtypes.stored.columns(rows, unit.groups[g].capacity):
+                    flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
+                    start += aligned(column.numel())
+        self.attach()
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the stored leaves, as new aliases in each call."""
@@ -157,11 +168,6 @@ class FullUnit:
         path = paths.get(tensor.data_ptr(), self.index.unit.name)
         self._handed_out.append(HandedOut(tensor, path, None, self.storage.data_ptr()))
 
-    @property
-    def has_classes(self) -> bool:
-        """Whether leaves have a tensor class of their own."""
-        return bool(self._classed)
-
     def has_handed_out(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a handed-out leaf with a tensor class of its own, or an alias of such a leaf."""
         return self.has_classes and any(each.is_inside(tensor) for each in self._handed_out)
@@ -178,10 +184,6 @@ class FullUnit:
         self._handed_out = handed_out
         for each in handed_out:
             each.give(self.storage)
-
-    def leaf(self, path: str) -> torch.Tensor:
-        """Return the stored leaf at a path, as a new alias."""
-        return self.leaves()[self.index.position[path]]
 
     def versions(self) -> list[int]:
         """Return version counters: of each plain group's leaves, then of handed-out leaves with a tensor class of their own."""
@@ -215,10 +217,14 @@ class FullUnit:
             each.derive()
 
 
-def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Return flat tensors of the given sizes and dtypes, one after another in a run of bytes."""
+Pieces = Sequence[tuple[int, torch.dtype]]
+"""Flat tensors one behind the other in a run of memory: the elements and dtype of each."""
+
+
+def carve(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
+    """Return flat tensors, one after another in a run of bytes, each on an aligned boundary."""
     result, start = [], 0
-    for numel, dtype in sizes:
+    for numel, dtype in pieces:
         piece = memory[start : start + numel * dtype.itemsize]
         result.append(piece.view(dtype) if numel else torch.empty(0, dtype=dtype, device=memory.device))
         start += aligned(numel * dtype.itemsize)
@@ -232,6 +238,11 @@ ALIGNMENT = 128
 def aligned(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def nbytes_of(pieces: Pieces) -> int:
+    """Return the bytes of memory for the pieces, each on an aligned boundary."""
+    return sum(aligned(numel * dtype.itemsize) for numel, dtype in pieces)
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
@@ -250,49 +261,6 @@ def planes_nbytes(unit: UnitLayout, group: int) -> int:
     return 0 if is_in_place else sum(map(aligned, nbytes))
 
 
-def full_unit(unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[torch.Tensor]) -> FullUnit:
-    """Return the full parameters of a unit over these buffers.
-
-    Args:
-        unit: the layout.
-        flats: for each group a full buffer as functions use it, of :func:`full_sizes`.
-        stored: for each group the full buffer as it is gathered.
-    """
-    planes: dict[int, Planes] = {}
-    for g in unit.leaf_classes:
-        form, size = unit.groups[g].dtypes.stored, unit.groups[g].size
-        data = unit.travelling(g, stored[g])
-        whole = (
-            carve(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
-            if len(flats[g])
-            else [data.view(form.planes[0].dtype)]
-        )
-        planes[g] = whole, unit.scales(g, stored[g])
-    return FullUnit(unit, flats, planes)
-
-
-def decode_unit(unit: UnitLayout, full: FullUnit, stored: Sequence[torch.Tensor], rank: int) -> None:
-    """Decode the gathered buffers of groups with a format, into the buffers that functions use.
-
-    Args:
-        unit: the layout.
-        full: the unit's full parameters.
-        stored: for each group the full buffer as it is gathered.
-        rank: rank of this process.
-    """
-    for g, flat, data in zip(unit.all_groups, full.flats, stored, strict=True):
-        if g not in unit.leaf_classes and data is not flat:
-            flat.copy_(unit.decoded(g, data, unit.scales(g, data), unit.strategy.full, rank, flat.dtype))
-        elif g in unit.leaf_classes and len(flat):
-            group = unit.groups[g]
-            form, start = group.dtypes.stored, 0
-            columns = form.columns(unit.travelling(g, data).view(group.num_parts, -1), group.capacity)
-            for column in columns:
-                flat[start : start + column.numel()].view(group.num_parts, -1).copy_(column)
-                start += aligned(column.numel())
-    full.attach()
-
-
 def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return number of elements and dtype of each stored full buffer, for groups whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
@@ -301,7 +269,7 @@ def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 def full_nbytes(unit: UnitLayout) -> int:
     """Return the bytes of a unit's full parameters, stored and decoded, each group on an aligned boundary."""
-    return sum(aligned(numel * dtype.itemsize) for numel, dtype in (*full_sizes(unit), *stored_sizes(unit)))
+    return nbytes_of([*full_sizes(unit), *stored_sizes(unit)])
 
 
 def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:

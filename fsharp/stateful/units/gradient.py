@@ -159,11 +159,9 @@ class GradientBuffer:
         """Write a use's gradients to a block, or to the gradient at rest. ``first``: the first write of this microbatch."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
-        is_complete = True
-        for grad in grads:
-            if grad is None:
-                is_complete = False
-            elif grad.layout is not torch.strided:
+        given = [grad for grad in grads if grad is not None]
+        for grad in given:
+            if grad.layout is not torch.strided:
                 raise self._sparse(grads)
         if self.is_under_way:
             self.join()
@@ -175,24 +173,18 @@ class GradientBuffer:
         else:
             self._move(GradientPhase.COLLECTING)
             self.block, leaves, gaps = block, block.leaves, block.gaps
-        if first and gaps:
-            torch._foreach_zero_(gaps)
-        if is_complete:
+        targets, empty = leaves, gaps
+        if len(given) < len(leaves):
+            rows = list(zip(leaves, grads, strict=True))
+            targets = [leaf for leaf, grad in rows if grad is not None]
+            empty = [*gaps, *(leaf for leaf, grad in rows if grad is None)]
+            self.found |= sum(1 << i for i, grad in enumerate(grads) if grad is not None)
+        else:
             self.found = (1 << len(leaves)) - 1
-            if first:
-                torch._foreach_copy_(leaves, grads)  # type: ignore[arg-type]  # none of them is None
-            else:
-                torch._foreach_add_(leaves, grads)  # type: ignore[arg-type]  # likewise
-            return
-        for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
-            self.found |= (grad is not None) << i
-            if grad is None:
-                if first:
-                    leaf.zero_()
-            elif first:
-                leaf.copy_(grad)
-            else:
-                leaf.add_(grad)
+        if first and empty:
+            torch._foreach_zero_(empty)
+        if given:
+            (torch._foreach_copy_ if first else torch._foreach_add_)(targets, given)
 
     def _sparse(self, grads: Grads) -> TreeError:
         rows = zip(self.route.leaves, grads, strict=True)
@@ -233,9 +225,11 @@ class GradientBuffer:
             legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], residuals, encoded[i]))
         return legs
 
-    def send(self, works: Sequence[Work]) -> None:
-        """Note the Works of the collectives of :meth:`reduce` or :meth:`finish`."""
-        self._works += works
+    def send(self, works: list[Work]) -> list[Work]:
+        """Note the Works of the collectives of :meth:`reduce` or :meth:`finish`. Return the Works of other gradients."""
+        count = len(self.route.chains)
+        self._works += works[:count]
+        return works[count:]
 
     def decode(self) -> None:
         """Decode and add what :meth:`reduce` or :meth:`finish` has brought, once it is there."""

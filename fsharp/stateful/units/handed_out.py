@@ -14,8 +14,6 @@ class HandedOut:
     """A leaf, or an alias, that loses its memory at a release and gets it back when the unit is gathered again.
 
     Args:
-        tensor: the leaf.
-        path: path of the leaf, for errors.
         cls: the leaf's tensor class, if it has a class of its own.
         place: address of the leaf's storage.
     """

@@ -4,7 +4,7 @@ The arena is reserved for the whole step, so fetched tensors are not in the aren
 forwards and backwards can use after the update. On a CPU too, tensors that rest in host memory are :class:`HostBuffers`.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,14 +63,13 @@ class Offload:
     """The offloaded state of one update: copied to the device before, and to the host after. Each tensor is copied once.
 
     Args:
-        names: the units of the state.
+        keys: by name, the keys of the state's units.
         grads: gradients. Tensors that share memory with gradients are not copied, as the memory is reused in the next step.
         donate: whether host memory may be filled again after its fetch.
     """
 
-    def __init__(self, names: Container[str], grads: Any, lanes: Lanes, device: torch.device, *, donate: bool) -> None:
-        self._names, self._lanes, self._device, self._donate = names, lanes, device, donate
-        self._grads = grads
+    def __init__(self, keys: Mapping[str, str], grads: Any, lanes: Lanes, device: torch.device, *, donate: bool) -> None:
+        self._keys, self._grads, self._lanes, self._device, self._donate = keys, grads, lanes, device, donate
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, HostCopies]]:
@@ -82,7 +81,7 @@ class Offload:
         moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storages((params, self._grads))
 
         def one(node: Any) -> Any:
-            if not is_sharded(node) or node.name not in self._names:
+            if not is_sharded(node) or node.name not in self._keys:
                 return node
             is_ours = isinstance(node.lazy, HostBuffers)
             raw = node.raw_buffers if is_ours and node.lazy.lanes is self._lanes else node.buffers
@@ -90,14 +89,14 @@ class Offload:
             for i, x in enumerate(raw):
                 if not isinstance(x, torch.Tensor) or not x.numel() or x.untyped_storage().data_ptr() in stays:
                     continue
-                move = moves.setdefault(node.name, HostCopies(self._lanes))
+                move = moves.setdefault(self._keys[node.name], HostCopies(self._lanes))
                 if id(x) not in moved:
                     moved[id(x)] = self._on_host(x) if to_host else self._on_device(x, is_ours=is_ours)
                     move.add(moved[id(x)], x)
                 buffers[i] = moved[id(x)]
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node
-            held = HostBuffers(buffers, moves[node.name]) if to_host else buffers
+            held = HostBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
             return node.with_buffers(held, scale=node.scale)
 
         return map_units(one, tree), moves

@@ -11,10 +11,7 @@ from fsharp.stateful.transport.streams import Lanes
 class PendingBuffers(LazyBuffers):
     """Tensors that are filled once ``arrive`` has returned. The first reader calls it, once.
 
-    Args:
-        raw: the tensors.
-        arrive: function that blocks the host as long as needed.
-        lanes: the lanes whose gathers fill the tensors. Each stream that reads the tensors waits for these gathers.
+    If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
     """
 
     def __init__(self, raw: Sequence[Any], arrive: Callable[[], Any], lanes: Lanes | None = None) -> None:
@@ -22,11 +19,6 @@ class PendingBuffers(LazyBuffers):
         self._arrive: Callable[[], Any] | None = arrive
         self._gathered_on = lanes if lanes is not None and lanes.has_streams else None
         self._joined: set[Hashable] = set()  # streams
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the tensors may not be filled yet."""
-        return self._arrive is not None
 
     def wait(self) -> tuple[Any, ...]:
         """Block until the tensors are filled, and return them."""
@@ -52,4 +44,4 @@ def pending(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None
 
 def is_pending(node: Sharded) -> bool:
     """Return whether a node's buffers may not be filled yet."""
-    return isinstance(node.lazy, PendingBuffers) and node.lazy.is_pending
+    return isinstance(node.lazy, PendingBuffers) and node.lazy._arrive is not None

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.units.axis_chain import Pieces, nbytes_of
-from fsharp.stateful.units.full import LeafIndex, carve
+from fsharp.stateful.units.full import LeafIndex, Pieces, carve, nbytes_of
 
 
 class RestingGradient:
@@ -18,11 +17,12 @@ class RestingGradient:
     in the next step if no caller holds it then. From the arena, tensors that callers still hold are copied out.
 
     Attributes:
+        nbytes: bytes of the flat buffers of all groups.
         shown: the tensors that callers got and that were not copied out, each with the index of its buffer.
     """
 
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
-        self.sizes, self.device, self._memory = sizes, device, window
+        self.sizes, self.nbytes, self.device, self._memory = sizes, nbytes_of(sizes), device, window
         self.in_arena = window is not None
         self.release()
 
@@ -34,13 +34,7 @@ class RestingGradient:
         self.shown: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
         self._storage: Any = None  # the storage of the views; None if it is empty
         self._alone = 0
-        self._leaves: list[torch.Tensor] | None = None
-        self._gaps: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat buffers of all groups."""
-        return nbytes_of(self.sizes)
+        self._leaves: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -55,10 +49,8 @@ class RestingGradient:
     def leaves(self, index: LeafIndex, groups: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
         if self._leaves is None:
-            flats = dict(zip(groups, self.tensors, strict=True))
-            self._leaves = index.views(flats, [index.stored[i] for i in index.trainable])
-            self._gaps = [gap for g, flat in flats.items() for gap in index.gaps(g, flat)]
-        return self._leaves, self._gaps
+            self._leaves = index.trained(dict(zip(groups, self.tensors, strict=True)))
+        return self._leaves
 
     def show(self) -> list[torch.Tensor]:
         """Return the buffers as tensors for a caller, and count them."""

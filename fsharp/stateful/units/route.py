@@ -8,8 +8,8 @@ import torch
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective, Pieces, nbytes_of
-from fsharp.stateful.units.full import carve, leaf_index
+from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective, Stages
+from fsharp.stateful.units.full import Pieces, carve, leaf_index, nbytes_of
 from fsharp.stateful.units.resting import RestingGradient
 
 Grads = Sequence[torch.Tensor | None]
@@ -50,10 +50,8 @@ class GradientRoute:
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
         each, once = _stages(unit, trivial=trivial)
         self.chains = [AxisChain(transport, unit, g, unit.groups[g].size, each) for g in unit.trainable]
-        self.finishes = [
-            AxisChain(transport, unit, g, unit.local_size(g, unit.strategy.grads), once, has_target=True)
-            for g in unit.trainable
-        ]
+        at_rest = {g: unit.local_size(g, unit.strategy.grads) for g in unit.trainable}
+        self.finishes = [AxisChain(transport, unit, g, size, once, has_target=True) for g, size in at_rest.items()]
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
         self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
 
@@ -70,51 +68,51 @@ class GradientRoute:
         """Return the bytes of the block of a microbatch; 0 if leaves are added to the gradient at rest directly."""
         if not self.is_reduced and not (several_uses and several_microbatches):
             return 0
-        return sum(nbytes_of(self._pieces(i, several_uses)) for i in range(len(self.chains)))
+        return sum(nbytes_of(self._pieces(chain, several_uses)) for chain in self.chains)
 
-    def _pieces(self, i: int, several_uses: bool) -> Pieces:
+    def _pieces(self, chain: AxisChain, several_uses: bool) -> Pieces:
         """Return the buffers of one group that are collected, sent, used as scratch, and received."""
-        chain, dtypes = self.chains[i], self.chains[i].dtypes
         if not self.is_reduced:
-            return [(chain.size, dtypes.accumulate)]
-        collected: Pieces = [(chain.size, dtypes.accumulate)] if chain.casts_first and several_uses else []
-        received: Pieces = [(chain.sizes()[-1], dtypes.accumulate)] if chain.casts_last else []
+            return [(chain.size, chain.dtypes.accumulate)]
+        collected: Pieces = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
+        received: Pieces = [(chain.sizes()[-1], chain.dtypes.accumulate)] if chain.casts_last else []
         return [*collected, (chain.size, chain.first), *chain.pieces(), *received]
 
     def finishing_nbytes(self) -> int:
         """Bytes of the block for the reduction to the optimizer's place."""
-        return sum(nbytes_of(self._finish_pieces(i)) for i in range(len(self.finishes)))
+        return sum(map(nbytes_of, self._finish_pieces()))
 
-    def _finish_pieces(self, i: int) -> Pieces:
-        chain = self.finishes[i]
-        sent: Pieces = [(chain.size if chain.casts_first else 0, chain.first)]
-        return [*sent, *chain.pieces()] if self.is_finished else []
+    def _finish_pieces(self) -> list[Pieces]:
+        """What is sent and worked in of each group."""
+        if not self.is_finished:
+            return [[] for _ in self.finishes]
+        return [[(chain.size if chain.casts_first else 0, chain.first), *chain.pieces()] for chain in self.finishes]
 
     def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
         """Return views of a run of :meth:`outgoing_nbytes` bytes."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
-        scratch: list[list[torch.Tensor]] = []
         received: list[torch.Tensor | None] = []
-        pieces = [self._pieces(i, several_uses) for i in range(len(self.chains))]
-        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
-        for chain in self.chains:
-            collected.append(next(tensors))
-            sent.append(next(tensors) if self.is_reduced and chain.casts_first and several_uses else collected[-1])
-            scratch.append([next(tensors) for _ in chain.pieces()] if self.is_reduced else [])
-            received.append(next(tensors) if self.is_reduced and chain.casts_last else None)
-        flats = dict(zip(self.unit.trainable, collected, strict=True))
-        gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
-        return OutgoingBlock(self.index.views(flats, self.leaves), gaps, collected, sent, scratch, received)
+        rows = _carved(memory, [self._pieces(chain, several_uses) for chain in self.chains])
+        for chain, row in zip(self.chains, rows, strict=True):
+            collected.append(row.pop(0))
+            sent.append(row.pop(0) if self.is_reduced and chain.casts_first and several_uses else collected[-1])
+            received.append(row.pop() if self.is_reduced and chain.casts_last else None)
+        leaves, gaps = self.index.trained(dict(zip(self.unit.trainable, collected, strict=True)))
+        return OutgoingBlock(leaves, gaps, collected, sent, rows, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return views of a run of :meth:`finishing_nbytes` bytes: for each group the sent buffer and the scratch."""
-        pieces = [self._finish_pieces(i) for i in range(len(self.finishes))]
-        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
-        return [[next(tensors) for _ in each] for each in pieces]
+        return _carved(memory, self._finish_pieces())
 
 
-def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[AxisCollective, ...], tuple[AxisCollective, ...]]:
+def _carved(memory: torch.Tensor, rows: Sequence[Pieces]) -> list[list[torch.Tensor]]:
+    """Return the tensors of each row, one row behind the other in a run of bytes."""
+    tensors = iter(carve(memory, [piece for row in rows for piece in row]))
+    return [[next(tensors) for _ in row] for row in rows]
+
+
+def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[Stages, Stages]:
     """Return the collectives after each microbatch, and the collectives once a step."""
     strategy = unit.strategy
     full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
@@ -122,4 +120,4 @@ def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[AxisCollective, .
     each = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
     once = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
     once += [AxisCollective("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
-    return tuple(each), tuple(once)
+    return each, once

@@ -1,6 +1,9 @@
 """UnitState: the state of one unit of one tree in a scheduler, and the owner of the unit's memory."""
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,15 +13,12 @@ from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.layout.placement import Shard
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.traffic import calls_gathering
+from fsharp.stateful.schedule.policy import SchedulePolicy
+from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.full import (
-    FullUnit,
-    decode_unit,
-    full_nbytes,
-    full_sizes,
-    full_unit,
-    leaf_index,
-)
+from fsharp.stateful.units.axis_chain import AxisChain, CodedBytes
+from fsharp.stateful.units.full import FullUnit, full_nbytes, full_sizes, leaf_index, stored_sizes
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
 
@@ -52,6 +52,50 @@ class UnitState:
         """Return the axes along which a collective is needed: those of more than one rank, or all if trivial ones count."""
         return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
+    def facts(
+        self, policy: SchedulePolicy, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool
+    ) -> UnitFacts:
+        """Return the bytes of the unit's full parameters and gradient in a schedule, and the collectives of each move.
+
+        ``trained``: whether the step has a gradient of the unit; a second tree of the layout may be evaluated without
+        gradients. ``several_uses``: whether some microbatch has several uses with gradients. ``several_microbatches``: whether
+        gradients of microbatches are added.
+        """
+        layout, params, dtypes = self.layout, self.layout.strategy.params, {group.dtypes for group in self.layout.groups}
+        gathers = [calls_gathering(layout, layout.travelling_nbytes(g, params), self.axes) for g in layout.all_groups]
+        updates = [calls_gathering(layout, layout.update_nbytes(g), self.update_axes) for g in layout.trainable * updated]
+        differences = [layout.update_nbytes(g) for g in layout.trainable * updated if layout.update_format(g) is not None]
+        facts = UnitFacts(
+            self.key,
+            gathered=full_nbytes(layout) if self.axes else 0,
+            trainable=False,
+            gather=tuple(chain(*gathers)),
+            update_gather=tuple(chain(*updates)),
+            host=self.host_nbytes,
+            wire=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
+            decoded=sum(numel * dtype.itemsize for numel, dtype in stored_sizes(layout)) if self.axes else 0,
+            update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, self.update_axes)),
+        )
+        if not trained or self.gradient is None:
+            return facts
+        route = self.gradient.route
+        reduced, finished = _coded(route.chains), _coded(route.finishes)
+        return replace(
+            facts,
+            outgoing=route.outgoing_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
+            finishing=route.finishing_nbytes(),
+            rest=0 if policy.keep_gradients else self.gradient.rest.nbytes,
+            trainable=True,
+            reduce=tuple(chain(*(each.calls() for each in route.chains))),
+            finish=tuple(chain(*(each.calls() for each in route.finishes))),
+            reduce_encoded=reduced.before,
+            reduce_recoded=reduced.between,
+            reduce_decoded=reduced.after,
+            finish_encoded=finished.before,
+            finish_recoded=finished.between,
+            finish_decoded=finished.after,
+        )
+
     def bind(self, node: Sharded) -> None:
         """Make a node the unit's parameters from now on."""
         self.node, self.tree_label = node, None
@@ -69,12 +113,10 @@ class UnitState:
         buffers = self.node.raw_buffers
         if self.layout.leaf_classes:
             stored = [b.detach() for b in self.node.buffers]
-            flats = [torch.empty(numel, dtype=dtype, device=stored[0].device) for numel, dtype in full_sizes(self.layout)]
-            flats = [
-                flat if g.dtypes.format is not None else b for g, flat, b in zip(self.layout.groups, flats, stored, strict=True)
-            ]
-            full = full_unit(self.layout, flats, stored)
-            decode_unit(self.layout, full, stored, 0)
+            rows = zip(self.layout.groups, full_sizes(self.layout), stored, strict=True)
+            flats = [b if g.dtypes.format is None else torch.empty(n, dtype=t, device=b.device) for g, (n, t), b in rows]
+            full = FullUnit(self.layout, flats, stored)
+            full.decode(0)
             return full
         if self.layout.has_formats:
             return FullUnit(self.layout, [b.detach() for b in self.node.values()])
@@ -82,6 +124,12 @@ class UnitState:
         if self._at_rest is None or self._at_rest[0] != key:
             self._at_rest = (key, FullUnit(self.layout, [b.detach() for b in buffers]))
         return self._at_rest[1]
+
+    @property
+    def trained(self) -> GradientBuffer:
+        """The gradient of a unit that has one."""
+        assert self.gradient is not None
+        return self.gradient
 
     def begin_step(self) -> None:
         """Begin a step, in which nothing of the unit is under way yet."""
@@ -109,3 +157,8 @@ class UnitState:
     def release(self) -> None:
         """Drop the references to the node, and to tensors of parameters at rest."""
         self.node = self.tree_label = self._at_rest = None
+
+
+def _coded(chains: Iterable[AxisChain]) -> CodedBytes:
+    """The encoded bytes of all groups of a unit."""
+    return CodedBytes(*map(sum, zip(*[each.coded() for each in chains], strict=True)))

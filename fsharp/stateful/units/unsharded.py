@@ -6,23 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import Move
-from fsharp.stateful.units.full import (
-    RELEASED,
-    FullUnit,
-    carve,
-    decode_unit,
-    full_nbytes,
-    full_sizes,
-    full_unit,
-    nested_parts,
-    stored_sizes,
-)
+from fsharp.stateful.units.full import RELEASED, FullUnit, carve, full_nbytes, full_sizes, nested_parts, stored_sizes
 from fsharp.stateful.units.handed_out import HandedOut
+from fsharp.stateful.units.unit_state import UnitState
 
 Stamp = list[tuple[int, int]]
 
@@ -33,7 +24,7 @@ _VERSIONS_A_FILL = 1024
 def stamp(node: Sharded) -> Stamp:
     """Return the identities and version counters of a node's buffers."""
     found = []
-    for b in node.raw_buffers:
+    for b in node.raw_buffers:  # no comprehension, which is a call of Python
         found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
     return found
 
@@ -46,13 +37,8 @@ class UnshardedBuffer:
     Memory of its own is new for each gather, and lives as long as a view of it.
 
     Args:
-        layout: layout of the unit.
-        axes: axes along which the unit is gathered.
-        device: device of memory of its own.
-        rank: of this process.
+        where: a part of the ``arena``; None for memory of its own.
         poison: fill memory with NaN when it is released.
-        memory: a part of the arena; None for memory of its own.
-        where: the position of ``memory`` in the arena.
 
     Attributes:
         full: the parameters; in memory of its own only while they are gathered.
@@ -64,24 +50,14 @@ class UnshardedBuffer:
     """
 
     def __init__(
-        self,
-        layout: UnitLayout,
-        axes: tuple[str, ...],
-        device: torch.device,
-        *,
-        rank: int,
-        poison: bool = False,
-        memory: torch.Tensor | None = None,
-        where: Memory | None = None,
+        self, unit: UnitState, comm: Comm, where: Memory | None = None, arena: torch.Tensor | None = None, poison: bool = False
     ) -> None:
-        self._layout, self._device, self._rank, self._poison = layout, device, rank, poison
-        self.axes, self.where = axes, where
+        self._layout, self.axes, self._comm, self.where, self._poison = unit.layout, unit.axes, comm, where, poison
         self.memory: torch.Tensor | None = None
         self.full: FullUnit | None = None
         self._outs: list[list[torch.Tensor]] = []
-        self._stored: list[torch.Tensor] = []  # gathered buffers; for groups with a plain format the parameters themselves
-        if memory is not None:
-            self._make(memory)
+        if where is not None and arena is not None:
+            self._make(arena[where.start : where.stop])
         self.filled_from: Stamp | None = None
         self.works: list[Work] = []
         self.is_held = self.is_carried = self.is_encoded = False
@@ -94,17 +70,17 @@ class UnshardedBuffer:
     def _make(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
         flats = carve(memory, [*sizes, *stored_sizes(layout)])
-        stored, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
-        self._stored = [flat if group.dtypes.format is None else next(stored) for group, flat in pairs]
-        self.memory, self.full = memory, full_unit(layout, flats[: len(sizes)], self._stored)
-        moving = map(layout.travelling, layout.all_groups, self._stored)
-        self._outs = [nested_parts(flat, layout, self.axes, self._rank) for flat in moving]
+        encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
+        stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
+        self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
+        moving = map(layout.travelling, layout.all_groups, stored)
+        self._outs = [nested_parts(flat, layout, self.axes, self._comm.rank) for flat in moving]
 
     def decode(self) -> None:
         """Decode the gathered groups with a format, after the buffer was filled and before it is used."""
         self.is_encoded = False
         assert self.full is not None
-        decode_unit(self._layout, self.full, self._stored, self._rank)
+        self.full.decode(self._comm.rank)
 
     def begin_step(self, step: int) -> None:
         """Begin the step of this number. Parameters gathered in the previous step are kept; its backwards are refused now."""
@@ -114,29 +90,25 @@ class UnshardedBuffer:
             self.full.set_version(self._version)
 
     def fill(self, node: Sharded, step: int) -> list[Move]:
-        """Return the gathers that fill the buffer from the unit's parameters at rest. From now on it counts as filled.
-
-        Args:
-            node: the parameters at rest.
-            step: number of the step.
-        """
+        """Return the gathers that fill the buffer from a node, in the step of this number. From now on it counts as filled."""
         if self.where is None:
             with torch.inference_mode(False):
-                self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
-        self.filled_from = stamp(node)
+                self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))
+        full, self.filled_from = self.full, stamp(node)
+        assert full is not None
         self._sources, self.is_carried, self.is_held = [], False, False
         if self.filled_from != self._last_filled_from or step != self._step:  # tensors saved for other values are refused
             self._last_filled_from = self.filled_from
             self.begin_step(step)
-        elif self.full is not None and self.where is not None:
-            self.full.set_version(self._version)
-        if self.where is None and self.full is not None:
-            self.full.take_over(self._withdrawn)
+        elif self.where is not None:
+            full.set_version(self._version)
+        if self.where is None:
+            full.take_over(self._withdrawn)
         self.is_encoded = self._layout.has_formats
         moves: list[Move] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if self._layout.scales_size(group):
-                self._layout.scales(group, self._stored[group]).copy_(self._layout.scales(group, x.detach()))
+                self._layout.scales(group, full.stored[group]).copy_(self._layout.scales(group, x.detach()))
                 x = self._layout.travelling(group, x)
             if x.numel():
                 moves.append((x.detach(), outs))
@@ -168,19 +140,17 @@ class UnshardedBuffer:
         was_filled, self.filled_from = self.filled_from is not None, None
         if not was_filled:
             return
+        assert self.memory is not None
+        assert self.full is not None
         if self.where is None:
-            assert self.memory is not None
-            assert self.full is not None
             self._withdrawn = self.full.withdraw()
             storage = StorageWeakRef(self.memory.untyped_storage())
-            self.memory, self.full, self._outs, self._stored = None, None, [], []
+            self.memory, self.full, self._outs = None, None, []
             self.is_held = not _is_unreferenced(storage)
-            return
-        assert self.full is not None
-        assert self.memory is not None
-        self.full.set_version(RELEASED)
-        if self._poison:
-            self.memory.fill_(0xFF)  # NaN in every floating dtype
+        else:
+            self.full.set_version(RELEASED)
+            if self._poison:
+                self.memory.fill_(0xFF)  # NaN in every floating dtype
 
     def abandon(self) -> None:
         """Abandon gathers into the buffer that are under way: they may never end. The buffer counts as released."""

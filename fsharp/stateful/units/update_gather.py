@@ -27,14 +27,11 @@ class UpdateGather:
     """The gather of one unit's updated parameters. This rank's own part is in place already.
 
     Args:
-        unit: the unit.
         old: the parameters before the update, at rest.
         new: trained groups at the optimizer's place, as they travel: in the dtype at rest, or encoded.
-        rank: rank of this process.
         donate: whether the buffers of ``old`` may be filled.
 
     Attributes:
-        axes: axes of the gathers.
         moves: parts that travel, each with the buffers that its gathers fill.
         works: the Works of the gathers that have begun.
         differences: differences to add after the gathers.

@@ -366,7 +366,7 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
     lanes, state = Lanes(), fs.Sharded([torch.zeros(8)], unit, unit.strategy.optim)
     given, taken = state.raw_buffers[0], []
     for _ in range(3):
-        offload = Offload({""}, (), lanes, meta, donate=True)
+        offload = Offload({"": ""}, (), lanes, meta, donate=True)
         up, moves = offload.move(state, (), to_host=False)
         assert up.buffers[0].device == meta
         assert [(target.device.type, source.device.type) for target, source in moves[""].copies] == [("meta", "cpu")]

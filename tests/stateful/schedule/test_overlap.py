@@ -13,7 +13,6 @@ from fsharp.functional.comm.protocol import sent_nbytes
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.transport.gloo import GlooTransport
-from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.gradient import GradientBuffer as Gradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
@@ -286,7 +285,7 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         events.append(Event("microbatch_end"))
     chosen = fs.SchedulePolicy(**{"bucket_nbytes": 0, **policy})
     facts = tuple(
-        facts_of(units[name], chosen, trained=True, updated=True, several_uses=False, several_microbatches=microbatches > 1)
+        units[name].facts(chosen, trained=True, updated=True, several_uses=False, several_microbatches=microbatches > 1)
         for name in order
     )
     program = Program(facts, (*events, Event("reduce"), Event("update")))
