@@ -302,6 +302,8 @@ class _Simulation:
         self.ops, self.schedule = schedule.ops, schedule
         self.is_synchronous, self.issue_s = hardware.synchronous_host, hardware.issue_s
         self.host_speed, self.sending_speed = hardware.speeds
+        on_host = [self.is_synchronous and op.spec.cost != "send" for op in self.ops]
+        self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
         facts = schedule.program.facts
@@ -318,12 +320,6 @@ class _Simulation:
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
-    def queue(self, op: Op) -> Stream:
-        """Return the name of the queue that runs an op."""
-        if op.stream == "compute" or (self.is_synchronous and op.spec.cost != "send"):
-            return "compute"
-        return op.stream
-
     def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
         """Simulate a step. Return it, and begin and end of the ops that it hands to the next step, relative to its end.
 
@@ -332,17 +328,17 @@ class _Simulation:
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended
         for j, (_, stop) in carried.items():
-            free[self.queue(self.ops[j])] = max(free[self.queue(self.ops[j])], stop)
+            free[self.queues[j]] = max(free[self.queues[j]], stop)
             sent = max(sent, stop) if self.ops[j].spec.cost == "send" else sent
         before = dict(carried)
         times: dict[int, Interval] = {}
         flying: list[int] = []
         spans: list[TimeSpan] = []
         for run, seconds, latency_s in self.issues:
-            queue, sends = self.queue(self.ops[run[0]]), self.ops[run[0]].spec.cost == "send"
+            queue, sends = self.queues[run[0]], self.ops[run[0]].spec.cost == "send"
             idle = start = free[queue] - latency_s  # which may pass while earlier collectives are under way
             for i in run:
-                start = max([start, *(times[j][1] if j < i else before.get(j, _NOW)[1] for j in self.ops[i].after)])
+                start = max([start, 0.0, *(times[j][1] if j < i else before.get(j, _NOW)[1] for j in self.ops[i].after)])
             if sends and self.is_synchronous:
                 start = max(start, free["compute"])
             if sends and self.schedule.policy.separate_groups is False:
@@ -389,8 +385,7 @@ class _Simulation:
             times[j] = end + began if start > end else start, end + ended if stop > end else stop
         for i, op in enumerate(self.ops):
             if not op.spec.joins:  # which takes no time beside the waiting
-                stream = "compute" if self.queue(op) == "compute" else op.stream
-                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, stream, *times[i]))
+                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, self.queues[i], *times[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
         return Timeline(self.schedule, tuple(spans), end), handed_on
 

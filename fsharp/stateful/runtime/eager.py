@@ -183,10 +183,7 @@ class Eager:
             self._join()
 
     def _land(self) -> Iterator[BoundOp]:
-        """Yield the op that adds the last reduction's result.
-
-        Its memory is freed later, after autograd's gradients are gone.
-        """
+        """Yield the op that adds the last reduction's result. Its memory is freed once autograd's gradients are gone."""
         while self._under_way:
             began = self._under_way.pop(0)
             assert began.unit is not None

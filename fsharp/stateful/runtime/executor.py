@@ -148,11 +148,7 @@ class Executor:
         self.lanes = lanes
 
     def bind(self, bound: BoundOp) -> Action:
-        """Return the action of an op: a function without arguments that runs the op.
-
-        Raises:
-            ScheduleError: :data:`BIND` has no function for ops of this kind, or the function returns no action.
-        """
+        """Return the action of an op: a function without arguments that runs the op. :data:`BIND` has to have one."""
         bind = BIND.get(bound.spec)
         action = bind(self, bound) if callable(bind) else None
         if not callable(action):

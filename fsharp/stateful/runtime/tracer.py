@@ -61,11 +61,7 @@ class IssuedGradients:
         return pending(result, gradient.join) if gradient.is_under_way else result
 
     def check_unsent(self) -> None:
-        """Raise an error if other gradients are reduced after these were sent with residuals.
-
-        Raises:
-            ScheduleError: some are on their way to the optimizer's place.
-        """
+        """Raise an error if other gradients are reduced after some of these were sent with residuals."""
         for unit in self.units:
             if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and unit.layout.has_feedback:
                 raise ScheduleError(

@@ -192,10 +192,7 @@ class Transport(ABC):
         return _each(Work(add), outs)
 
     def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
-        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather.
-
-        Padding beyond the end of ``outs[i]`` is dropped.
-        """
+        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, and drop padding beyond the end of ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._after(self.gather(xs, rooms, axis, label), lambda _: _copy(outs, parts))
@@ -219,10 +216,7 @@ class Transport(ABC):
         return work
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """Return the bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``x``.
-
-        ``apart``: ``out`` has its dtype.
-        """
+        """Return the bytes of scratch for a reduce_scatter or an all_reduce. ``apart``: ``out`` has the dtype of ``x``."""
         return 0
 
     def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
@@ -276,11 +270,7 @@ class ProcessGroups:
                     self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
-        """Return the group along an axis for one kind of collective.
-
-        Raises:
-            AgreementError: another rank has failed.
-        """
+        """Return the group along an axis for one kind of collective, unless another rank has failed: that is an error."""
         self.comm.watch.check()
         if not self.separate:
             return self.comm.group(axis)

@@ -119,10 +119,7 @@ class GlooTransport(Transport):
         then: Callable[[], Any] = lambda: None,
         second: InFlight | None = None,
     ) -> Work:
-        """Sum this rank's part of each row over ranks, into the row's ``out``. The Work's result is that of ``then``.
-
-        Scratch serves one buffer after the other. ``second``: the second half, which ``then`` begins.
-        """
+        """Sum this rank's part of each row over ranks, into the row's ``out``. Then call ``then``, which begins ``second``."""
         n = len(rows[0])
         partners = list(_partners(mine, n))
         pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]

@@ -12,10 +12,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class NcclTransport(Transport):
-    """A Transport that issues a backend's collectives on the current CUDA stream. The host never blocks for a Work.
-
-    The backend sums in the dtype that travels.
-    """
+    """A Transport that issues a backend's collectives, which sum in the dtype that travels, on the current CUDA stream."""
 
     groups: ProcessGroups
 

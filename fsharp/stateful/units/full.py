@@ -53,11 +53,7 @@ class LeafIndex:
         return own if self._is_untied else optree.tree_leaves(self.tree(own, leaves))
 
     def views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Return leaves as views of full flat buffers, which are given by group.
-
-        Raises:
-            TreeError: a buffer is not contiguous.
-        """
+        """Return leaves as views of full flat buffers, which are given by group and have to be contiguous."""
         for flat in flats.values():
             if not flat.is_contiguous():
                 raise TreeError(

@@ -129,10 +129,7 @@ class GradientBuffer:
                 )
 
     def abandon(self, refuse: Callable[[], None]) -> None:
-        """Abandon work under way after the scheduler was closed.
-
-        The memory stays reserved, as collectives may still write to it.
-        """
+        """Abandon work under way after the scheduler was closed. The memory stays reserved: collectives may write to it."""
         self._deferred = refuse if self.is_under_way else None
         self._works, self._tails, self.block = [], [], None
         self.rest = self._own
