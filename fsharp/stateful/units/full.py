@@ -109,9 +109,10 @@ class FullUnit:
         classed: dict[int, tuple[LeafClass, LeafPart]] = {}
         for g, cls in unit.leaf_classes.items():
             form, size = unit.groups[g].dtypes.stored, unit.groups[g].size
-            planes = [unit.travelling(g, stored[g]).view(form.planes[0].dtype)]
             if len(flats[g]):
                 planes = carve(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
+            else:
+                planes = [unit.travelling(g, stored[g]).view(form.planes[0].dtype)]
             for path, part in unit.whole_leaves(g, planes, unit.scales(g, stored[g])).items():
                 classed[self.index.position[path]] = cls, part
         self.has_classes = bool(classed)
