@@ -239,7 +239,7 @@ PLANTED = {  # the fault, what is said about it, and facts of units and fields o
     other_address: ("changes its address within a step", MOVING, {"prefetch": 0, "release": "forward"}),
     without_opens: ("puts a gradient where nothing is open for it", RESTING, {}),
     second_opens: ("opens what op [0-9]+, .*, has opened", {**SENDING, **RESTING}, {}),
-    opens_another_size: ("what it opens is of the wrong size", RESTING, {}),
+    opens_another_size: ("its `opens` has a wrong size", RESTING, {}),
     opens_of_no_gradient: ("its `opens` has a wrong size, or belongs to no op of this kind", RESTING, {}),
     opens_live_memory: ("fills memory in which the .* is live", RESTING, {}),
     opens_outside: ("its memory is outside of the arena", RESTING, {}),
