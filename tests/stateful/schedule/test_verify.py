@@ -287,7 +287,7 @@ BUCKET_FAULTS = {
     "wire": (lambda s, i: facts(s, i, wire="bfloat16"), "differs from the other ops of bucket"),
     "alone": (lambda s, i: facts(s, i, wire=None), "cannot be in bucket .*: it can share its collectives with no other op"),
     "nothing sent": (lambda s, i: edit(s, i, unit=s.ops[i - 1].unit, kind="release"), "runs on the wrong stream|cannot be in"),
-    "apart": (lambda s, i: edit(s, i + 1, i + 2, bucket=s.ops[i].bucket), "cannot be in bucket|differs from the|is not next to"),
+    "apart": (lambda s, i: edit(s, i + 1, i + 2, bucket=s.ops[i].bucket), "cannot be in bucket|differs from the|is not next"),
     "waits for itself": (lambda s, i: edit(s, i, after=(*s.ops[i].after, i - 1)), "waits for others of bucket"),
 }
 
