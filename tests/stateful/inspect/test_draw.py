@@ -85,7 +85,7 @@ def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
 
 def test_times_and_orders_do_not_mix(tmp_path):
     timeline = predict(BY_HAND, HARDWARE)
-    with pytest.raises(ScheduleError, match=r"(?s)no seconds.*a step of 16.50 s.*hardware="):
+    with pytest.raises(ScheduleError, match=r"(?s)no times to compare.*a step of 16.50 s.*hardware="):
         draw(BY_HAND, tmp_path / "step.png", measured=timeline)
     with pytest.raises(ScheduleError, match="hardware is for a schedule"):
         draw(timeline, tmp_path / "step.png", hardware=HARDWARE)
