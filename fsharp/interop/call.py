@@ -136,6 +136,12 @@ class _Record:
         self.structure: Any = None
         self.residuals: _Residuals | None = None
 
+    def keep(self, out: Any, residuals: "_Residuals | None") -> list[Any]:
+        """Keep the structure of the results, and the residuals. Return the leaves of the results."""
+        leaves, self.structure = jax.tree.flatten(out)
+        self.residuals = residuals
+        return list(leaves)
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
 @dataclass(frozen=True)
@@ -185,11 +191,11 @@ class _Program:
         check_process("as_torch()")
         arrays = [as_array(x) for x in tensors]
         if record.wanted is None:
-            out = self._run(*arrays)
+            out, residuals = self._run(*arrays), None
         else:
-            out, record.residuals = self._run_and_keep(record.wanted, *arrays)
-        jax.block_until_ready((out, record.residuals))  # XLA reads the arguments, which may be freed after the call
-        leaves, record.structure = jax.tree.flatten(out)
+            out, residuals = self._run_and_keep(record.wanted, *arrays)
+        jax.block_until_ready((out, residuals))  # XLA reads the arguments, which may be freed after the call
+        leaves = record.keep(out, residuals)
         taken = {x.data_ptr() for x in tensors}
         result = []
         for x in map(as_tensor, leaves):
