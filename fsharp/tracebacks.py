@@ -107,7 +107,10 @@ def hide_frames(error: Exception) -> None:
 
 
 def formatted(error: BaseException) -> str:
-    """Return an error with its traceback as text for other ranks, without the hint, which is in the errors of those ranks."""
+    """Return the text of an error and its traceback, to send to other ranks.
+
+    :data:`HINT` is left out, as the errors that other ranks raise with this text have the hint themselves.
+    """
     if isinstance(error, Exception):
         _hide(error)
     return "".join(traceback.format_exception(error)).replace(f"{HINT}\n", "")

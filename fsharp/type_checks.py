@@ -22,8 +22,8 @@ _WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False
 def fits(hint: Any) -> Callable[[Any], bool]:
     """Return a predicate: whether a value fits a type annotation.
 
-    A bool does not fit a number, and a str does not fit a sequence. Items of mappings are not checked.
-    A value with the properties of a protocol fits the protocol.
+    A bool does not fit ``int`` or ``float``, and a str does not fit a sequence. Items of mappings are not checked.
+    A value fits a Protocol if it has every attribute that the Protocol declares as a ``@property``.
     """
     origin, args = get_origin(hint), get_args(hint)
     kind = hint if origin is None else origin
@@ -77,7 +77,7 @@ def _hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
 
 
 def wrong_field(row: Any) -> str:
-    """Return a text about the first field of a dataclass or NamedTuple that does not fit its annotation; empty if all fit."""
+    """Return a message about the first field of a dataclass or NamedTuple that does not fit its annotation; "" if all fit."""
     kind: Any = type(row)
     for name, (fit, hint) in _hints(kind).items():
         if not fit(value := getattr(row, name)):
@@ -89,14 +89,14 @@ def check_fields(row: Any) -> None:
     """Raise an error if a field of a dataclass does not fit its annotation.
 
     Raises:
-        OptionError: the first such field, its value, and what was expected.
+        OptionError: names the first field that does not fit, its value, and what was expected.
     """
     if why := wrong_field(row):
         raise OptionError(f"{type(row).__name__}(): {why}.")
 
 
 def shown(value: Any) -> str:
-    """Return the text of a value for an error, without the end of a long text."""
+    """Return the ``repr`` of a value for an error message, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -106,10 +106,10 @@ def _wrong(name: str, value: Any, hint: Any) -> str:
 
 
 def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise an error if arguments do not fit the annotations of a function.
+    """Raise an error if an argument does not fit the annotation of its parameter.
 
     Raises:
-        OptionError: the first such argument, its value, and what was expected.
+        OptionError: names the first argument that does not fit, its value, and what was expected.
     """
     positional, rest, named = _parameters(fn)
     for name, value in (*zip(chain(positional, repeat(rest)), args, strict=False), *kwargs.items()):
@@ -160,9 +160,10 @@ def options_explained(target: F) -> F:
 
 
 def explain(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After an error of a call, raise an error about an argument of the wrong type, unless this library raised the first error.
+    """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, has an argument of the wrong type.
 
-    For functions that a step calls often: a call without an error costs nothing.
+    Return if all arguments fit, or if ``error`` is another error of this library, which explains itself. For functions that a
+    step calls often: arguments are checked only after a failure.
 
     Raises:
         OptionError: as :func:`check_arguments`.

@@ -117,9 +117,9 @@ class Contents:
 
     Attributes:
         values: values other than tensors, by name.
-        aliases: names of tied leaves, and of the leaves that store them.
-        layouts: a line for each Sharded, which decides which rank holds which of its elements.
-        objects: see Manifest.
+        aliases: for the name of each tied leaf the name of the leaf that stores its value.
+        layouts: a line for each Sharded, of the facts that decide which rank holds which of its elements.
+        objects: see :class:`~fsharp.checkpoint.manifest.Manifest`.
         settings: changes of the modules in the tree, which have to be equal on all ranks.
     """
 
@@ -340,7 +340,7 @@ def _layout_text(unit: UnitLayout, place: Place) -> str:
 
 
 class _Held(NamedTuple):
-    """The shape of a leaf, the piece of each rank, and this rank's range in the buffer."""
+    """One leaf of a unit: its whole shape, the piece of each rank, and the range of this rank's piece in this rank's buffer."""
 
     shape: tuple[int, ...]
     piece: Callable[[int], Piece]

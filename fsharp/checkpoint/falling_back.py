@@ -17,9 +17,9 @@ T = TypeVar("T")
 def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
     """Call ``load`` on all ranks. Return its result and no damage; or None, and the damage that ranks have found.
 
-    All ranks call it and get the same one of the two. ``load`` fails on all of them if it fails on one, and appends the damage
-    that this rank finds to ``damage``, as values that JSON can hold. Its error is raised if no rank has found damage, or if one
-    rank has failed for another reason.
+    All ranks call this function, and either all get a result or all get the damage. ``load`` fails on all ranks if it fails on
+    one, and appends the damage that this rank finds to ``damage``, as values that JSON can hold. The error of ``load`` is
+    raised if no rank has found damage, or if a rank has failed for another reason.
 
     Cost: that of ``load``, and one exchange if ``load`` fails.
     """

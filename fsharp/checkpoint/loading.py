@@ -97,16 +97,16 @@ def load(
         The tree with the loaded values. Padding is zero.
 
     Raises:
-        CheckpointError: there is no checkpoint; or it is incomplete or damaged, or all checkpoints under the root are; the
-            message names the file and the tensors, and nothing is renamed. Or the checkpoint has different values for leaves of
-            ``like`` that are tied; the message names both leaves. All ranks raise.
+        CheckpointError: there is no checkpoint; or the given one, or each one under the root, is incomplete or damaged. The
+            message names the file and the tensors, and in this case nothing is renamed. Or the checkpoint has different values
+            for leaves of ``like`` that are tied; the message names both leaves. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint. A tied leaf needs a value under one of its names;
             if the checkpoint has several of these names, their values have to be equal. All ranks raise.
         PatternError: a pattern of ``ignore`` matches nothing.
         AgreementError: ranks have different arguments, or another rank has failed.
 
     Cost: a rank reads its own elements, in blocks of 4 KiB, and headers, and compares them with digests. Two collectives of 40
-    bytes for each axis, and two for the path. Memory: the loaded values, and ``buffer_nbytes``.
+    bytes for each axis, and two more in which rank 0 tells the path. Memory: the loaded values, and ``buffer_nbytes``.
     """
     how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
     return load_newest(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]

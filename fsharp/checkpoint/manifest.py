@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A whole tensor, and its chunks in order: one ends where the next begins."""
+    """A whole tensor, and its chunks in order: each chunk ends where the next one begins."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,13 +67,13 @@ class Manifest:
         save_id: id of the save; equal in all files of the checkpoint.
         step: number of the step that was saved.
         created: time in seconds since 1970, later than the time of all other checkpoints under the root.
-        mesh: axes and their sizes when it was saved.
+        mesh: axes of the mesh that saved the checkpoint, with their sizes.
         versions: versions of the packages that wrote the checkpoint.
         metric: score of the checkpoint, lower is better; None if none was given.
         files: in order of rank.
-        aliases: names of tied leaves, and of the leaves that store them.
+        aliases: for the name of each tied leaf the name of the leaf that stores its value.
         values: numbers, strings and booleans by name.
-        objects: structures, by name, of lists, tuples, dicts and None that are one value each in torch.distributed.checkpoint.
+        objects: results of :func:`structure_of` by name, for values that torch.distributed.checkpoint keeps as one object each.
     """
 
     save_id: str
@@ -170,7 +170,10 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def structure_of(value: Any) -> Any:
-    """Return the structure of lists, tuples, dicts and None in a value, for JSON. Each number, text or boolean becomes 0."""
+    """Return the nesting of lists, tuples, dicts and None in a value, as JSON can hold it, with 0 for each other leaf.
+
+    A tuple becomes ``{"tuple": [...]}``, and a dict ``{"dict": {...}}``.
+    """
     if isinstance(value, tuple):
         return {"tuple": [structure_of(each) for each in value]}
     if isinstance(value, list):
@@ -181,9 +184,9 @@ def structure_of(value: Any) -> Any:
 
 
 def object_of(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
-    """Return the value called ``name`` whose structure :func:`structure_of` has returned.
+    """Return the value called ``name``, put together again from its structure, a result of :func:`structure_of`.
 
-    ``value`` returns the number, text or boolean of a name, which ends with its place in lists and its key in dicts.
+    ``value`` returns the number, text or boolean at a dotted name: ``name``, followed by indices in lists and keys in dicts.
     """
     if structure is None:
         return None

@@ -162,7 +162,7 @@ class Wanted(NamedTuple):
 
 
 def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[Wanted]:
-    """Return requests for all bytes from ``start`` on that ``into`` has room for."""
+    """Return the requests that fill ``into`` with the bytes of ``file`` from byte ``start`` on."""
     view = memoryview(into)
 
     def one(first: int) -> Wanted:
@@ -179,11 +179,11 @@ def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[W
 def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred) -> None:
     """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call it.
 
-    ``folder`` is that of the save on this host. A failure to read or to take is kept in ``deferred``; the rank takes part to
-    the end.
+    ``folder`` is the folder of the save on this host. ``deferred`` keeps the error of a failure to read or to take bytes; the
+    rank still takes part to the end.
 
-    Cost: two collectives of 8 bytes and one of requests for each distance between ranks that ask and ranks that hold, then what
-    is asked for, in pieces. Memory: two pieces.
+    Cost: one ``all_reduce``, and a round for each distance ``holder - rank`` that occurs in a request. A round has a collective
+    of sizes, one of requests, and then the requested bytes, in pieces. Memory: two pieces.
     """
     n = comm.mesh.size
     if n == 1:

@@ -128,7 +128,10 @@ class ShardFile:
         self._end = size - length - len(table)
 
     def begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """Return the first byte of a chunk of a tensor. Raises CheckpointError if the file has another chunk, or none."""
+        """Return where a chunk of a tensor begins, in bytes behind the header of the file.
+
+        Raises CheckpointError if the file has no chunk of the tensor, or one of another size or dtype.
+        """
         found = self._extents.get(name)
         expected = dtype if dtype in DTYPES_OF_FORMAT or not self._table else torch.uint8
         if found is not None and self._table and found.begin % dtype.itemsize:

@@ -33,7 +33,8 @@ os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along
 class Background:
     """Base class of Saver and Replicas: values are copied to host memory, and a thread does the rest during training.
 
-    ``own`` is a Comm of the same ranks for the thread alone; ``in_thread=False`` does all of it before the call returns.
+    ``own`` is a Comm of the same ranks for the thread alone. With ``in_thread=False`` there is no thread: each call returns
+    when its work is done.
     """
 
     def __init__(self, comm: Comm, own: Comm, name: str, *, in_thread: bool) -> None:

@@ -140,10 +140,8 @@ def snapshot(
 ) -> Snapshot:
     """Return the snapshot to save, after a comparison between ranks.
 
-    ``where`` is the name of the calling function, for messages.
-
-    ``prepare`` is called with the contents before ranks agree, ``save_id`` afterwards. ``shared_root`` says whether all ranks
-    mean the same folder.
+    ``where`` is the name of the calling function, for messages. ``prepare`` is called with the contents before ranks compare
+    them, and ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
     has_objects = any(is_object(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_node))
     states = together(where, comm, lambda: expanded(tree)) if has_objects else tree
@@ -184,7 +182,7 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
 
 
 def _objects_of(tree: Any) -> dict[str, Any]:
-    """Return, by name, the structures of None, and of lists and tuples of values, which are one value each in DCP."""
+    """Return, by name, the structures of None and of lists and tuples of values: DCP keeps each of these as one object."""
 
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)

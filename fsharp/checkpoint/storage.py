@@ -25,14 +25,17 @@ class Readable(Protocol):
     """Protocol of a source of files."""
 
     def nbytes(self, path: str) -> int:
-        """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file or cannot be looked at."""
+        """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is no plain file or not accessible."""
 
     def read(self, path: str, start: int, into: memoryview) -> None:
         """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if a byte cannot be read."""
 
 
 class Storage(Readable, Protocol):
-    """Folders with files. A folder is *published* when all of its files are there to stay, and never written to afterwards."""
+    """Protocol of a storage of folders with files.
+
+    A folder is *published* once it has all of its files. No file in a published folder changes.
+    """
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, in order; none if there is no folder."""
@@ -53,7 +56,7 @@ class Storage(Readable, Protocol):
         """Return the path, relative to a folder, of the file that a name in the folder stands for."""
 
     def remove(self, folder: str) -> None:
-        """Remove a folder, if it exists, such that it is never a damaged checkpoint in between."""
+        """Remove a folder, if it exists. No reader ever finds a checkpoint with only some of its files."""
 
     def set_aside(self, path: str) -> str:
         """Rename a damaged checkpoint, or a file of one, so that no reader finds it; return the new path."""
@@ -63,7 +66,7 @@ class Storage(Readable, Protocol):
 
 
 def full_path(path: str | os.PathLike[str]) -> str:
-    """Return a path that does not depend on the working directory; a URL as it is, without a slash at the end."""
+    """Return the absolute path of ``path``. A URL is returned unchanged, except for slashes at its end."""
     given = os.fspath(path)
     return given.rstrip("/") if "://" in given else os.path.abspath(given)
 
@@ -225,7 +228,8 @@ def _sync(folder: str) -> None:
 class Claim:
     """An exclusive claim of a folder: no other process can claim the folder until this process ends or closes the claim.
 
-    Makes the folder if there is none, and leaves ``token`` in it for others to read. Raises CheckpointError if it is claimed.
+    Makes the folder if there is none, and writes the bytes ``token`` into a file in it, for other processes to read. Raises
+    CheckpointError if the folder is claimed already.
     """
 
     _claimed: ClassVar[set[str]] = set()
@@ -256,7 +260,10 @@ class Claim:
 
     @classmethod
     def token(cls, folder: str, size: int) -> bytes:
-        """Return the owner's bytes in a claimed folder. The owner itself must not call this, as it would lose the lock."""
+        """Return the first ``size`` bytes of the token that the owner of a claimed folder has written into it.
+
+        The owner itself must not call this method: closing a file releases the process's locks on the file.
+        """
         data = bytearray(size)
         with suppress(FileNotFoundError):
             LocalFiles().read(cls._path(folder), 0, memoryview(data))
@@ -273,7 +280,10 @@ class Claim:
 
 
 class ObjectStore:
-    """An object store of fsspec, which cannot rename: files are where they stay, and the last one makes a folder count."""
+    """An object store of fsspec, which cannot rename: files are written to their final path.
+
+    A folder counts as published when its last file, the manifest, is there.
+    """
 
     def __init__(self, files: Any) -> None:
         self._files = files

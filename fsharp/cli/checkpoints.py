@@ -33,7 +33,7 @@ def list_checkpoints(root: str, /) -> str:
 
 
 def show(path: str, /) -> str:
-    """Show the tensors and values of a checkpoint, and where it comes from.
+    """Show the tensors and values of a checkpoint, its step, mesh and config, and the versions of the packages that wrote it.
 
     Args:
         path: a checkpoint: a folder, or a file or folder of another library.
@@ -53,7 +53,7 @@ def show(path: str, /) -> str:
 
 
 def verify_checkpoints(paths: tuple[str, ...], /) -> str:
-    """Compare checkpoints with their digests: every byte is read.
+    """Read every byte of checkpoints, and compare the bytes with their digests. Report the intact checkpoints.
 
     Args:
         paths: the checkpoints.

@@ -128,7 +128,10 @@ def _tree_of(model: Any) -> Any:
 
 
 def repeated_units(paths: list[str]) -> list[str]:
-    """Return the patterns of the outermost lists of at least two subtrees, such as ``layers.*``: one unit for each subtree."""
+    """Return a pattern of units for each outermost list with at least two subtrees, such as ``layers.*`` for a list of layers.
+
+    Each subtree in such a list becomes one unit.
+    """
     found: dict[str, set[str]] = {}
     for path in paths:
         keys = path.split(".")
@@ -139,7 +142,7 @@ def repeated_units(paths: list[str]) -> list[str]:
 
 
 def dtype_of(option: str, name: str) -> torch.dtype:
-    """Return the dtype of a name; raise OptionError, which names the option, if there is none."""
+    """Return the dtype called ``name``. Raises OptionError, which names the option, if torch has no such dtype."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise OptionError(f"{option} is {name!r}, expected the name of a dtype, such as bfloat16.")

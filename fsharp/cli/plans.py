@@ -85,7 +85,7 @@ def _one(layout: Layout, optimizer_buffers: int, microbatches: int) -> str:
 
 
 def _at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
-    """Return bytes of a rank by kind."""
+    """Return the bytes that a rank stores between steps, by kind of tensor: params, main, grads and optimizer."""
     kinds = {"params": layout.nbytes("params"), "main": layout.nbytes("main"), "grads": layout.nbytes("grads")}
     return kinds | {"optimizer": optimizer_buffers * layout.nbytes("optim")}
 

@@ -32,11 +32,12 @@ def write_converted(
     config: Any,
     objects: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint with tensors of another format, one after another, and its values by name.
+    """Write a checkpoint under ``root`` from the tensors and the values of another library's checkpoint.
 
-    ``where`` is the function that converts, and ``config`` a result of :func:`~fsharp.checkpoint.saving.checked_config`.
-    ``read`` returns the elements of tensors in the order in which they are asked for. ``objects`` are structures of values, see
-    Manifest. Raises CheckpointError if a tensor and a value have the same name; no folder is left behind.
+    ``where`` is the name of the calling function, for errors. ``read`` returns the elements of the given tensors in their
+    order, one tensor after another. ``config`` is a result of :func:`~fsharp.checkpoint.saving.checked_config`. For ``objects``
+    see :class:`~fsharp.checkpoint.manifest.Manifest`. Raises CheckpointError if a tensor and a value have the same name; no
+    folder is left behind.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

@@ -83,7 +83,10 @@ def export_safetensors(
 def names_below(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """Return new names of tensors below a subtree, and their names in the checkpoint. No name, or equal names, are an error."""
+    """Return, for the new name of each tensor below a subtree, the tensor's name in the checkpoint.
+
+    Raises CheckpointError if there is no tensor below the subtree, or two tensors get one name.
+    """
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
     for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):
@@ -98,7 +101,7 @@ def names_below(
 
 
 def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
-    """Return which file has which tensors, in the order in which they are written."""
+    """Return the tensors of each file, by name of the file, in the order in which they are written."""
     parts = batches(tensors, most)
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     return {
@@ -111,8 +114,8 @@ def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
 def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary folder to write to. At the end of this context it is renamed to ``path``, or removed after an error.
 
-    Raises CheckpointError if the folder is not empty, an interrupted export has left its temporary folder, or the file system
-    refuses.
+    Raises CheckpointError if the folder at ``path`` is not empty, if an interrupted export has left its temporary folder, or
+    if the file system reports an error.
     """
     given = os.fspath(path).rstrip("/")
     folder = given if "://" in given else os.path.abspath(given)

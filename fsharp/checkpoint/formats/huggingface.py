@@ -90,7 +90,7 @@ def manifest_of(storage: Storage, path: str) -> Manifest:
 
 
 def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
-    """Return names of tensors, and of the files that have them."""
+    """Return, for the name of each tensor in an index, the name of the file that holds the tensor."""
     data = read_description(storage, folder, name)
     try:
         return {str(tensor): plain_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}

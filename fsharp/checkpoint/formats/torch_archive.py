@@ -40,8 +40,8 @@ def load_archive(data: bytes | bytearray) -> Any:
 def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
     """Return the pickle of an archive, and the object in it, with tensors on the meta device.
 
-    The offset of a tensor in its meta storage is that of its first element in the file, in elements of its dtype. Raises as
-    :func:`load_archive` does. Cost: reads the list of records, the pickle, and 30 bytes of each record that has a tensor.
+    ``storage_offset()`` of a tensor is where its first element is in the file, counted in elements of its dtype. Raises as
+    :func:`load_archive` does. Cost: reads the list of records, the pickle, and the 30 bytes before each tensor's record.
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
@@ -127,7 +127,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any) -> torch.Tensor:
-    """Make a tensor of a record, in place of ``torch._utils._rebuild_tensor_v2`` and ``_v3``, which adds the dtype."""
+    """Return a tensor with the elements of a record.
+
+    The unpickler calls this function in place of ``torch._utils._rebuild_tensor_v2`` and of ``_rebuild_tensor_v3``, which
+    gets a dtype as well.
+    """
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)
     if any(metadata):
