@@ -288,7 +288,7 @@ class _World:
     def wait_for_all(self) -> None:
         """Wait until every rank has ended, or until no rank has done anything for twice ``timeout``.
 
-        Ranks that wait for others have got errors by then.
+        Afterwards, each rank that waited for another one has got an error.
         """
         with self._lock:
             while not all(self._ended):

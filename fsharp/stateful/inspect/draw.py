@@ -100,10 +100,10 @@ class _Style(NamedTuple):
 
     Attributes:
         colours: colours of units.
-        longest: end of the axis.
-        per_inch: units of the axis per inch.
-        has_times: whether the axis has seconds.
-        coded: for each op, the encoded bytes that it encodes or decodes.
+        longest: the last value on the x axis, in seconds, or in ops without times.
+        per_inch: values of the x axis per inch.
+        has_times: whether the x axis has seconds.
+        coded: for each op, the number of encoded bytes that the op makes or reads.
     """
 
     colours: dict[str, Colour]

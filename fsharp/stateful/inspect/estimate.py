@@ -117,7 +117,7 @@ class Hardware:
         across: Sequence[str] = ("outer",),
         spanning: Sequence[str] = (),
     ) -> "Hardware":
-        """Return an estimate of a model on GPUs, from the numbers of their data sheets.
+        """Return the Hardware of a model on GPUs, estimated from the GPUs' data sheets.
 
         >>> import torch, fsharp as fs
         >>> shapes = {"layers": [torch.empty(4096, 4096, device="meta") for _ in range(4)]}
@@ -126,9 +126,9 @@ class Hardware:
         >>> f"{hardware.compute['layers.0'][0] * 1e3:.2f} ms, {hardware.bandwidth['dp'] / 1e9:.0f} GB/s"
         '0.69 ms, 360 GB/s'
 
-        A unit with ``n`` parameters takes ``2 * n * tokens`` operations forward, and twice as many backward. These are products
-        with parameters: for attention over long sequences, for embeddings and for experts replace ``compute``. The optimizer is
-        Adam on float32, bound by memory.
+        A unit with ``n`` parameters takes ``2 * n * tokens`` operations forward, and twice as many backward. So only matrix
+        products with parameters count: replace ``compute`` for attention over long sequences, for embeddings and for experts.
+        The optimizer is Adam on float32, bound by memory.
 
         Args:
             name: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``, each the SXM version in hosts of 8 with NVLink, and with one
@@ -143,7 +143,7 @@ class Hardware:
             spanning: mesh axes with all ranks of several hosts. The links of a host's GPUs work together on such an axis.
 
         Returns:
-            The hardware; ``update_s`` is that of all parameters on one rank, as :func:`~fsharp.tune` expects.
+            The hardware. ``update_s`` is the time to update all parameters on one rank, as :func:`~fsharp.tune` expects.
 
         Raises:
             ScheduleError: there is no such GPU, or a number is out of range.
@@ -247,7 +247,10 @@ class Hardware:
         return sum(1 / _of(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
     def _halves(self, link: Channel) -> tuple[Channel, ...]:
-        """Return the collectives that a collective is made of: an ``all_reduce`` without numbers of its own has two halves."""
+        """Return the collectives whose times make up the time of ``link``.
+
+        For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather.
+        """
         op, axis = link
         halves = ("reduce_scatter", axis), ("all_gather", axis)
         known = [value for value in (self.bandwidth, self.latency) if isinstance(value, Mapping)]

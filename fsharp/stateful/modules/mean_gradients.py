@@ -21,8 +21,8 @@ class MeanGradients:
     """The mean gradients of a module between a backward outside of ``accumulate()`` and the optimizer's step.
 
     Attributes:
-        tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
-        missing: paths of trained parameters without a gradient, which is zero in the tree.
+        tree: a tree of :class:`~fsharp.Sharded` in the layout of optimizer state; None while there are no gradients.
+        missing: paths of trained parameters that got no gradient; the tree has zeros for them.
         edits: changes of the gradients since they were set, in order, such as ``"unscale"``.
     """
 
@@ -69,7 +69,7 @@ class MeanGradients:
                     hook(parameter)
 
     def take_back(self, units: Iterable[UnitState]) -> None:
-        """Drop the means, and return to the sums of these units, before more is added to the sums."""
+        """Drop the means, and turn the gradients of ``units`` back into sums, to which another backward can add."""
         self.clear()
         for unit in units:
             if unit.gradient is not None:
@@ -118,7 +118,7 @@ class MeanGradients:
         return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
     def norm(self, order: float) -> torch.Tensor:
-        """Return the norm of all gradients, of order ``norm_type``, over all ranks, also along the axes of DTensors."""
+        """Return the norm of this order of all gradients, over all ranks and along the axes of DTensors."""
         if order == 2 and not self._specs:
             return global_norm(self.tree, comm=self._comm)
         parts = [part for path in self._parameters if (part := self.part(path)) is not None]

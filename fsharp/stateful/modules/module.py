@@ -191,18 +191,18 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy values into parameters and buffers; all ranks have to call this method. Return what torch returns: unknown keys.
+        """Copy values into parameters and buffers; all ranks have to call this method. Return missing and unexpected keys.
 
         Args:
-            state_dict: values by torch's names: parts from :meth:`state_dict` on this rank of this layout, or whole tensors, of
-                which each rank takes its part. The dtype is the parameter's present one, or the one before
+            state_dict: values by torch's names: this rank's parts, from :meth:`state_dict` under the same layout, or whole
+                tensors, of which each rank takes its part. The dtype is the parameter's present one, or the one before
                 :func:`~fsharp.shard_module`.
             strict: raise an error for names that are missing or unknown.
             assign: as in torch, but only inside of :meth:`unsharded`.
 
         Raises:
             TreeError: names, shapes or dtypes differ, a part is of another rank or layout, or a value is a DTensor. All ranks
-                raise, before anything but a module's extra state has changed.
+                raise the error. Nothing has changed then but the extra state of modules.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
             ScheduleError: a step is under way, or the call is inside of ``averaged()``.
 

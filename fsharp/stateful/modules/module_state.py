@@ -37,7 +37,7 @@ class ModuleState:
         self._stamp = self._versions()
 
     def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copy values into buffers of the state. All ranks do this."""
+        """Copy values into ``targets``, which are buffers of this state. All ranks have to call this method."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)

@@ -175,7 +175,10 @@ class Session:
             self.scheduler.account(f"{what} {part.path}")
 
     def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
-        """Return the whole parameter if the backward of its unit is under way, for recomputation in a checkpoint; else None."""
+        """Return the whole parameter while the backward of its unit is under way, else None.
+
+        Activation checkpointing reads the parameter then, to recompute a forward.
+        """
         full = None if self.step.run is None else self.step.run.full_in_backward(part.unit.name)
         if full is None:
             return None

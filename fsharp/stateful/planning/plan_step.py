@@ -91,7 +91,7 @@ def _in_order(layout: Layout, order: Sequence[str]) -> list[str]:
 
 
 def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
-    """Return a unit with a gradient, and with ``buffers`` of optimizer state in host memory unless that is None."""
+    """Return a trained unit. If ``buffers`` is not None, so many buffers of optimizer state rest in host memory."""
     unit = UnitState(name or "(root)", layout[name], trivial=False)
     unit.train(transport, None)
     if buffers is not None:

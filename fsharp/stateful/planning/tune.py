@@ -41,8 +41,8 @@ class Candidate:
         step_s: predicted seconds of a step; infinite if parameters and optimizer state alone exceed the budget.
         memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``residuals``, ``arena``,
             ``activations``.
-        peak_nbytes: most of these bytes that are in use at once.
-        sent_nbytes: bytes that one rank sends in a step, without those of the loss.
+        peak_nbytes: the largest sum of these bytes at any one time.
+        sent_nbytes: bytes that one rank sends in a step, without those of collectives in the loss.
         lost: why another candidate was chosen; empty for the chosen one.
     """
 
@@ -206,7 +206,10 @@ def _candidate(
 
 
 def _peak(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
-    """Return the most bytes at one time. Offloaded state is on the device in the update alone, where activations are not."""
+    """Return the most bytes at one time.
+
+    Offloaded state is on the device only during the update, when there are no activations.
+    """
     state = memory["main"] + memory["optimizer"]
     work = max(state, memory["activations"]) if policy.offload else state + memory["activations"]
     return memory["params"] + memory["residuals"] + memory["arena"] + work

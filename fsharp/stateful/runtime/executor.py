@@ -178,7 +178,7 @@ class Executor:
         return self._own.watch.ranks.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
 
     def run(self, bound: BoundOp) -> None:
-        """Bind an op, and run its action."""
+        """Look up the action of an op, and run the action."""
         self.bind(bound)()
 
     def on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:

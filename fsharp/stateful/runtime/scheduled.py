@@ -132,7 +132,7 @@ class Scheduled:
     Attributes:
         num_calls: number of calls, for labels of collectives.
         recorder: measures steps for a trace; None without a trace.
-        followed_by: returns the scheduler's function that was called after this one the last time.
+        followed_by: returns the scheduled function that was called next after this function's last call; None if there is none.
     """
 
     def __init__(self, scheduler: Tracer, fn: Callable[..., Any], name: str) -> None:
@@ -193,7 +193,7 @@ class Scheduled:
         self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def note_next(self, following: "Scheduled") -> None:
-        """Note which function of the scheduler was called after this one."""
+        """Record the scheduled function that was called next after this one."""
         self.followed_by = weakref.ref(following)
 
     def recount(self) -> None:

@@ -110,7 +110,10 @@ class _Packing:
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
     def place(self, least: int, within: int | None) -> list[int] | None:
-        """Return the first byte of each item in an arena of at most ``within`` bytes; None if no placement is found soon."""
+        """Return the first byte of each item, in an arena of at least ``least`` and at most ``within`` bytes.
+
+        Return None if the search finds no such arena within its limit of tries. Without ``within`` there always is one.
+        """
         stacks = max(map(add, self.low, self.high))
         least = max(least, stacks, _clique(self.items, self.short, self.neighbours))
         orders = _orders(self.items, self.short, self.neighbours)  # made as they are needed: mostly the first will do

@@ -46,16 +46,19 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch, with the number of gradients of each unit.
+        """Begin a microbatch; ``casts`` has the number of gradients that each unit gets in the microbatch.
 
-        After the last one gradients go to the optimizer's place.
+        In the last microbatch, complete gradients are reduced on to the shards that the optimizer updates.
         """
         self._due, self._to_come, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._unfinished = {unit: True for unit, each in facts if FINISH.is_for(each) and each.trainable}
 
     def cast(self, event: Event, i: int) -> None:
-        """Collect the gradient of a use whose backward ends, and reduce the bundles that are now complete."""
+        """Emit the op that casts a unit's gradient into memory to send, where a backward of the unit ends.
+
+        Units that are reduced together are reduced once all of their gradients have been cast.
+        """
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts

@@ -38,7 +38,7 @@ class ParameterOps:
         self.gather(i, phase)
 
     def release(self, i: int, phase: Phase) -> None:
-        """Release the units that the plan releases at an event."""
+        """Emit the ops that release parameters at event ``i``, as the plan of residency says."""
         for unit in (unit for bundle in self._changes[i].released for unit in bundle):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather

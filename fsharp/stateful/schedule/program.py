@@ -23,27 +23,28 @@ class UnitFacts:
 
     Attributes:
         name: path of the unit; in a second tree with a unit of this path, ``#1`` follows the path.
-        gathered: bytes of the unit's full parameters in the arena; 0 if the unit rests in full.
+        gathered: bytes of the unit's full parameters in the arena; 0 if parameters are stored in full, so never gathered.
         outgoing: bytes of the gradient that is reduced after every microbatch; 0 if there is no such reduction.
-        finishing: bytes of the gradient that is reduced to the optimizer's place once a step; 0 if there is no such reduction.
+        finishing: bytes of the gradient that is reduced once a step to the shards that the optimizer updates; 0 if there is no
+            such reduction.
         trainable: whether the unit has gradients.
         gather: collectives of one gather of parameters.
         reduce: collectives of the reduction after a microbatch.
         finish: collectives of the reduction once a step.
         update_gather: collectives that gather updated parameters.
-        rest: bytes of the arena for the gradient at rest, from the first microbatch to the end of the step; 0 if gradients have
-            their own memory.
+        rest: bytes of the arena for the gradient at rest, which adds up microbatches until the end of the step; 0 if gradients
+            have their own memory.
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
-        wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; None shares
-            none.
-        decoded: encoded bytes that are decoded behind a gather; 0 if the format of parameters is plain. As in the fields below.
+        wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; a unit with
+            None shares none.
+        decoded: encoded bytes that are decoded behind a gather. This field and the fields below are 0 for plain formats.
         reduce_encoded: encoded bytes of the first collective of a microbatch's reduction, encoded before it.
         reduce_recoded: encoded bytes that this reduction decodes and encodes between two collectives.
         reduce_decoded: encoded bytes that its last collective brings, decoded after it.
         finish_encoded: as ``reduce_encoded``, of the reduction once a step.
         finish_recoded: as ``reduce_recoded``, of the reduction once a step.
         finish_decoded: as ``reduce_decoded``, of the reduction once a step.
-        update_coded: encoded bytes of differences of updated parameters, decoded where parameters rest.
+        update_coded: encoded bytes of the differences by which an update changes parameters.
     """
 
     name: str

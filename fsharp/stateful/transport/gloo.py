@@ -179,7 +179,7 @@ class GlooTransport(Transport):
 
 
 def _chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
-    """Cut a tensor into chunks with as many elements as ``like`` has in a chunk."""
+    """Cut a tensor into chunks of ``_CHUNK`` bytes; with ``like``, into chunks with the numbers of elements of its chunks."""
     return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
 
 

@@ -64,8 +64,8 @@ class Lanes:
 class DeviceLanes(Lanes):
     """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for them.
 
-    Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as a state,
-    while a lane works on it: :meth:`keep` tells the allocator.
+    Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
+    state, while a lane works on it: :meth:`keep` makes the allocator wait for the lane before it reuses such memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,7 +119,10 @@ class DeviceLanes(Lanes):
             each.synchronize()
 
     def follow(self, plan: Any, number: int) -> None:
-        """Drop the events of a plan with the plan, as each eager step has a plan of its own."""
+        """Drop the events of plan ``number`` once ``plan`` is garbage-collected.
+
+        Each eager step makes a new plan, so events would pile up.
+        """
         weakref.finalize(plan, self._events.pop, number, None).atexit = False
 
     def forget(self) -> None:

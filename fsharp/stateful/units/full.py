@@ -146,7 +146,7 @@ class FullUnit:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The memory of all leaves, if they are not at rest."""
+        """The memory of all leaves, for a buffer that was gathered."""
         scales = [part.scales for _, part in self._classed.values()]
         return (scales or self.flats)[0].untyped_storage()
 

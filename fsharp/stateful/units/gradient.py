@@ -223,7 +223,7 @@ class GradientBuffer:
         return legs
 
     def send(self, works: list[Work]) -> list[Work]:
-        """Note the Works of the collectives of :meth:`reduce` or :meth:`finish`. Return the Works of other gradients."""
+        """Take the Works of this gradient's collectives, which are first in ``works``; return the Works of other gradients."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]

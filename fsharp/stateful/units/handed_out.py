@@ -61,7 +61,7 @@ class HandedOut:
                 inner.set_(storage, *where)
 
     def derive(self) -> None:
-        """Compute the derived values that a backward reads, for a leaf with a class of its own, after its memory was filled."""
+        """Recompute what a tensor subclass derives from its values for the backward, after the leaf's memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.derive(tensor)
 

@@ -38,7 +38,10 @@ class PendingBuffers(LazyBuffers):
 
 
 def pending(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
-    """Return a node with :class:`PendingBuffers`. For pytrees it is a Sharded like any other."""
+    """Return a node whose buffers are filled once ``arrive`` has returned; the first reader of a buffer calls ``arrive``.
+
+    Functions of pytrees treat the node like any other Sharded.
+    """
     return node.with_buffers(PendingBuffers(node.raw_buffers, arrive, lanes), scale=node.scale)
 
 

@@ -83,7 +83,10 @@ class UnshardedBuffer:
         self.full.decode(self._comm.rank)
 
     def begin_step(self, step: int) -> None:
-        """Begin the step of this number. Parameters gathered in the previous step are kept; its backwards are refused now."""
+        """Begin step number ``step``, and keep parameters gathered in the previous step.
+
+        From now on, the backward of a forward of the previous step is an error.
+        """
         self._withdrawn = []
         self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % RELEASED
         if self.full is not None and self.where is not None:
@@ -125,7 +128,7 @@ class UnshardedBuffer:
         self.works.clear()
 
     def holds(self, seen: Stamp) -> bool:
-        """Return whether the buffer is filled, or being filled, from these tensors."""
+        """Return whether the buffer is filled, or being filled, from the tensors with the stamp ``seen``."""
         return self.filled_from == seen and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry(self, node: Sharded | None) -> None:

@@ -90,7 +90,10 @@ class MemoryCheck(Check):
             self.owners.put(memory.start, memory.stop, (key, i))
 
     def _see_rest(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Check that the memory of each gradient at rest is opened once, at the latest by the first op that writes there."""
+        """Check that memory for a gradient at rest, which adds up microbatches, is allocated exactly once.
+
+        The op that allocates the memory may be the first one that writes to it, or an op before.
+        """
         facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
             if key in self.live:

@@ -43,7 +43,7 @@ class Spec:
 def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
     """Return by path the specs of the parameters that are DTensors.
 
-    Refuse partial sums, those on the meta device, and those that are distributed over ranks among which ``comm`` shards.
+    Raise an error for a DTensor of partial sums or on the meta device, or whose mesh has several ranks of ``comm``.
     """
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, Spec] = {}

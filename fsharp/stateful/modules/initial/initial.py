@@ -44,7 +44,7 @@ def initial_values(
     sync_from: int | None = None,
     settings: Mapping[str, str] = {},
 ) -> Any:
-    """Return the initial shards of a module at the optimizer's place. Buffers on the meta device are filled.
+    """Return a module's initial parameters, in this rank's layout of optimizer state. Fill buffers on the meta device.
 
     Arguments are those of :func:`~fsharp.shard_module`; ``settings``: further settings that ranks compare, as texts by name.
 
@@ -247,7 +247,7 @@ def _room(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether a tensor, or for floating-point numbers a part of it, was not written to."""
+    """Return whether elements of a tensor were never written. For integers only a wholly unwritten tensor is noticed."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_MARK, dtype=x.dtype)

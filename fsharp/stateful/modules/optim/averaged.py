@@ -18,7 +18,10 @@ Buffers = dict[tuple[str, int], torch.Tensor]
 
 @contextmanager
 def averaged(session: Session, opt: Any) -> Iterator[None]:
-    """Return a context with the averages in an optimizer's state in place of parameters, in the same buffers."""
+    """Return a context in which the parameters are the averages that an optimizer's state keeps.
+
+    Averages are written into the buffers of the parameters; the end of the context writes the parameters back.
+    """
     averages, state = _averages(opt), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")

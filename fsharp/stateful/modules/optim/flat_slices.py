@@ -15,10 +15,10 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 class FlatSlice(NamedTuple):
-    """A range of this rank's buffer of a group.
+    """The elements from ``start`` to ``stop`` of this rank's buffer of a group of leaves.
 
-    ``leaves``: path, first element and end of each leaf, counted from ``start``. ``shape``: shape of the only leaf, for an
-    optimizer that needs whole leaves; None for a flat range.
+    ``leaves``: path, first element and end of each leaf in the range, counted from ``start``. ``shape``: the leaf's shape, for
+    an optimizer that updates whole leaves, one leaf in a range; None for a flat range.
     """
 
     unit: str

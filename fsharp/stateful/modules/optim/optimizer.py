@@ -234,7 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release the gradients of all parameters of the module. A forward without its backward so far stays valid."""
+        """Release the gradients of all parameters of the module. A forward whose backward has not run yet stays valid."""
         self.session.step.discard(set_to_none=set_to_none)
 
     @api_context

@@ -43,9 +43,10 @@ def scope_of(
 ) -> Scope:
     """Return the scope of an optimizer's update, with these options of a parameter group, found by a trial.
 
-    The optimizer makes steps on random tensors, of the first of ``choices`` that it takes: on all of them together, on each by
-    itself, and on flat pieces cut across their bounds. Equal updates look at no more than the smaller trial had. An optimizer
-    that keeps tensors of other shapes than a parameter's, such as row statistics, looks at shapes.
+    The optimizer makes steps on random tensors, with the first shapes in ``choices`` that it accepts. It updates all tensors
+    together, each tensor alone, and flat pieces that cross the bounds of tensors. If two of these trials update alike, an
+    update depends on no more elements than the smaller trial had. An optimizer that keeps tensors of other shapes than the
+    parameter's, such as row statistics, needs whole parameters.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -126,7 +127,10 @@ def _random_parameters(shapes: Iterable[Sequence[int]], num_steps: int, device: 
 
 @torch.no_grad()
 def _run(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Return the updates of parameters by one optimizer, flat, and whether it keeps tensors of other shapes than theirs."""
+    """Make the steps of a trial with a new optimizer. Return the flat update of each parameter.
+
+    Return also whether the optimizer's state has tensors of other shapes than the parameters.
+    """
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make(list(parameters))
     for group in made.param_groups:  # updates that are scaled by nothing look the same everywhere

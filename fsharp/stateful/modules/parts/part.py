@@ -81,7 +81,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _dtensor(self) -> tuple[Any, ...] | None:
-        """Return mesh and placements of a DTensor that other axes shard; None if they do not."""
+        """Return mesh and placements of the parameter's DTensor, if the DTensor's mesh shards the parameter too; else None."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
     @property
@@ -96,7 +96,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def is_divided(self) -> bool:
-        """Whether the tensor is cut: some rank holds some of its elements, and not all."""
+        """Whether at least one rank holds only a part of the tensor's elements: more than none, but not all."""
         size, first = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset
         return self._dtensor is not None or (self.leaf.numel > 0 and first // size != (first + self.leaf.numel - 1) // size)
 
@@ -284,7 +284,10 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
 
 
 def _full_in_backward(x: Any) -> Any:
-    """Replace parts in an argument by whole parameters, for a checkpoint that recomputes in the backward of their unit."""
+    """Replace ShardedTensors in an argument by whole parameters while the backward of their unit is under way.
+
+    Activation checkpointing reads the parameters then, to recompute a forward.
+    """
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter(x)
@@ -355,7 +358,10 @@ def _elementwise(
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of an argument. The items of a list take turns with the parts that they are cut like."""
+    """Return this rank's elements of an argument, cut like ``likes[0]``.
+
+    For a list, item ``i`` is cut like ``likes[i % len(likes)]``.
+    """
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))

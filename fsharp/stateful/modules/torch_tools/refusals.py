@@ -58,7 +58,10 @@ _CHECKPOINT: Caller = (
 
 
 def caller(usual: str) -> tuple[str, str]:
-    """Return text that names the innermost known tool of torch under way, and its remedy; or an empty text and ``usual``."""
+    """Return text that names the torch tool, such as activation checkpointing, that is running, and what to do instead.
+
+    The innermost known tool on the stack counts. If no known tool is running, return an empty text and ``usual``.
+    """
     modules = [f"{frame.f_globals.get('__name__', '')}." for frame, _ in walk_stack(sys._getframe(1))]
     known = _CALLERS
     if in_backward() and any(module.startswith(_CHECKPOINT[0]) for module in modules):
@@ -77,7 +80,10 @@ def not_whole(held: str, name: str) -> str:
 
 
 def unseen(path: str, name: str) -> str:
-    """Return the error message for a function of a trained parameter with gradients on, as autograd does not reach parts."""
+    """Return the error message for a torch function of a trained ShardedTensor in grad mode.
+
+    Autograd does not record functions of ShardedTensors.
+    """
     by, remedy = caller(
         "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values under "
         "torch.no_grad()."
@@ -120,7 +126,10 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 @cache
 def watch_torch(sharded: type[nn.Parameter]) -> None:
-    """Make torch's wrappers raise an error for sharded modules, and torch's optimizers for parameters that were replaced."""
+    """Make torch's wrappers of modules, such as DistributedDataParallel, raise an error for sharded modules.
+
+    Torch's optimizers then raise an error for parameters that :func:`~fsharp.shard_module` has replaced.
+    """
     register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
     register_optimizer_step_pre_hook(_refuse_step)
 

@@ -21,10 +21,10 @@ class Cast(NamedTuple):
 
 
 def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, Cast]:
-    """Return by path the casts of the root and of chosen modules, for modules with casts.
+    """Return, by path, the casts of the root and of each chosen module whose precision asks for casts.
 
-    The last rule whose pattern selects a module's own path counts. It is an error if no parameter in the module has this
-    precision.
+    A module has the precision of the last rule whose pattern selects its path. It is an error if no parameter in the module
+    has this precision.
     """
     of_leaf = assign("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
     casts = {}
@@ -43,10 +43,10 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
 
 
 def cast(value: T, dtype: torch.dtype | None) -> T:
-    """Cast the floating-point tensors in a value, in pytrees of torch and dataclasses; the dtype None casts nothing.
+    """Cast the floating-point tensors in a value, in torch's pytrees and dataclasses; the dtype None casts nothing.
 
-    Nothing is changed in place. An object that holds no tensor of another dtype is returned itself: its owner sees what the
-    module writes to it. A tensor of another dtype in a container of another class, such as a set, is an error.
+    Nothing is changed in place. An object without a tensor to cast is returned itself: its owner sees what the module writes
+    to the object. A tensor to cast in any other container, such as a set, is an error.
     """
     if dtype is None:
         return value

@@ -89,14 +89,20 @@ def mapped(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type =
 
 
 def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Replace tensors in ``value``, in place if possible. A tensor to replace in an object of another class is an error."""
+    """Replace the tensors ``old`` in ``value`` by ``new``, in place if possible.
+
+    ``value`` may be of torch's pytrees and dataclasses. A tensor to replace in any other container is an error.
+    """
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
     return mapped(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
 
 
 def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that share memory with parameters; none under torch.func, whose transforms keep what they need."""
+    """Return the tensors that share memory with parameters.
+
+    Under torch.func return none: its transforms keep references to the tensors that they need.
+    """
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
     mine = set[int]().union(*map(_memory, parameters))

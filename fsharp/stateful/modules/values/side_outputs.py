@@ -19,15 +19,15 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 class SideOutputs:
     """The tensors that modules store in attributes, buffers, and containers among the arguments of a call.
 
-    Containers are lists, dicts, sets and tuples. Modules of torch.nn store none. Attributes of other objects, and variables of
-    hooks, are not seen.
+    Containers are lists, dicts, sets and tuples. Modules of torch.nn are skipped: they store no tensors for the backward.
+    Attributes of other objects, and variables of hooks, are not searched.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
 
     def look(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Return the tensors in these places, by id."""
+        """Return the tensors in the modules and in containers among ``arguments``, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._places():
             values.append(places[name])
@@ -36,7 +36,10 @@ class SideOutputs:
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        """Return tensors with a graph that are not in ``before``. Views of parameters become copies first."""
+        """Replace stored views of ``parameters`` by copies, and return the new stored tensors that have a ``grad_fn``.
+
+        A tensor is new if it is not in ``before``.
+        """
         new = [x for i, x in self.look(arguments).items() if i not in before]
         if views := views_of(parameters, new):
             self.replace(arguments, views, [cloned(x) for x in views], path)
@@ -44,7 +47,7 @@ class SideOutputs:
         return [x for x in new if x.grad_fn is not None]
 
     def replace(self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> None:
-        """Put new tensors in place of old ones."""
+        """Put the tensors ``new`` where modules or containers among ``arguments`` hold the tensors ``old``."""
         for value in arguments:
             if type(value) in _CONTAINERS:
                 replaced(value, old, new, path)
@@ -52,7 +55,7 @@ class SideOutputs:
             places[name] = replaced(places[name], old, new, path)
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return pairs of a dict and a name that hold tensors, or containers that may hold tensors."""
+        """Return pairs of a dict and a key under which the dict holds a tensor, or a container that may hold tensors."""
         found = []
         for reference in self._modules:
             if (module := reference()) is not None:
