@@ -76,8 +76,8 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
         comm: the ranks.
 
     Returns:
-        The tree of whole tensors, in the dtypes at rest; tensors share no memory with ``tree``. Leaves that vary along an axis
-        are those of this rank.
+        The tree of whole tensors, in the dtypes of the shards; tensors share no memory with ``tree``. Of a leaf that differs
+        between the ranks along an axis, each rank gets its own tensor.
 
     Raises:
         TreeError: a unit is a partial sum.

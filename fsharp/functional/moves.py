@@ -113,7 +113,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
 
 
 def _without_scales(node: Sharded) -> Sequence[torch.Tensor]:
-    """Return a node's buffers without scales of whole leaves, which every rank has already."""
+    """Return the buffers of a node without the scales at their ends, which are equal on all ranks and need not travel."""
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
         return node.buffers
@@ -121,7 +121,7 @@ def _without_scales(node: Sharded) -> Sequence[torch.Tensor]:
 
 
 def _completed(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool) -> list[torch.Tensor]:
-    """Complete moved buffers of a node: append scales of whole leaves, or decode the buffers for functions."""
+    """Return moved buffers of a node with the scales of ``node`` at their ends; or decoded, if ``whole`` is True."""
     unit = node.unit
     if not unit.has_formats:
         return moved
@@ -220,10 +220,10 @@ def on_device(tree: Any, device: torch.device) -> Any:
 def move_values(
     x: torch.Tensor, source: Place, target: Place, comm: Comm, *, was_gathered: bool = False, is_gathered: bool = False
 ) -> torch.Tensor:
-    """Move one buffer of values between places that replicate and shard; see [Note: resting and gathered].
+    """Move one buffer from the place ``source`` to the place ``target``, neither of which holds partial sums.
 
-    ``was_gathered`` and ``is_gathered`` say of ``x`` and of the result whether copies are gathered, so that each rank has a
-    summand of the gradient.
+    ``was_gathered`` says whether ``x`` is a gathered copy, and ``is_gathered`` whether the result is one. The gradient of a
+    gathered copy is a partial sum on each rank, that of a buffer at rest is the sum: see [Note: resting and gathered].
     """
     followed = x.requires_grad or (is_transformed() and x.is_floating_point())
     for axis in reversed(source.order):
@@ -252,7 +252,7 @@ def move_sums(
     comm: Comm,
     residuals: ByAxis = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Reduce one buffer of partial gradients to the place ``target``. Residuals of its group are overwritten."""
+    """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
     comm = Labelled(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
@@ -287,7 +287,10 @@ def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: F
 
 
 def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """Return the units of a tree: a TreeError if there are none or one is donated, a MeshError if one is on another mesh."""
+    """Return the nodes of the units in a tree.
+
+    Raises TreeError if there is no unit or one is donated, and MeshError if one is on another mesh than ``comm``.
+    """
     nodes = units_of(tree)
     if not nodes:
         if not optree.tree_leaves(tree):

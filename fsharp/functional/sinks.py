@@ -43,7 +43,10 @@ class SinkLedger:
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attached(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
-        """Return gathered buffers of a node, with their gradients directed to the node's handles."""
+        """Return the gathered buffers ``full`` of a node, attached to the autograd graph: their gradients go to handles.
+
+        A node has one handle for each trainable group. Later calls for the same node use the same handles.
+        """
         handles = {}
         for g, sink in zip(node.unit.trainable, node.sinks, strict=True):
             # Made at the first use: the engine runs what was made last first, so it does not lie idle.
@@ -88,10 +91,10 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
 
 
 def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
-    """Return and remove the gradients that backward passes have left at the sinks of a node; None where there is no gradient.
+    """Return the gradient of each trainable group of a node, and remove it from the node; None for a group without a gradient.
 
-    Values that were computed from the buffers without a handle leave gradients at the buffers. These gradients are first moved
-    to the place of gradients.
+    Backward passes leave gradients at the node's sinks. If the loss was computed from the node's buffers themselves, and not
+    from gathered buffers, gradients are left in ``buffer.grad``: they are moved to the place of gradients, and added.
     """
     held = dict(zip(node.groups, node.raw_buffers, strict=True))
     result = []
@@ -115,9 +118,9 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 
 
 class _Handle(torch.autograd.Function):
-    """An autograd function from a sink to its handle, of any shape. Its backward gives the sink what ``deliver`` returns.
+    """An autograd function that makes a handle for a sink. ``deliver`` turns the handle's gradient into the sink's.
 
-    Without it a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
+    Without a handle a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
     summed in float32, and ZeRO-2's full gradients would all exist before the first of them is reduced.
     """
 

@@ -125,6 +125,6 @@ def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) 
 
 
 def _summing_call(wire: Format, axis: str, part: int, n: int) -> Call:
-    """Return the collective that gives each of ``n`` ranks the sum of its part, with summands that travel in ``wire``."""
+    """Return the collective that sums values over ``n`` ranks: each rank gets ``part`` sums. Values travel in ``wire``."""
     op = "reduce_scatter" if wire.is_plain else "all_to_all"
     return Call(op, axis, sent_nbytes(op, wire.size(part) * wire.dtype.itemsize, n))

@@ -129,7 +129,13 @@ def _on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Seque
 
 
 class _Record:
-    """A record of a call: arguments that need gradients (None if unknown), structure of results, and residuals."""
+    """A record of a call of a program.
+
+    Attributes:
+        wanted: for each argument whether autograd needs its gradient; None if no gradient is recorded.
+        structure: tree structure of the results.
+        residuals: what the backward needs besides the arguments; None if no gradient is recorded.
+    """
 
     def __init__(self, wanted: tuple[bool, ...] | None) -> None:
         self.wanted = wanted
@@ -146,12 +152,12 @@ class _Record:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
 @dataclass(frozen=True)
 class _Residuals:
-    """The leaves of ``vjp`` without the arguments of the function, which autograd keeps.
+    """What the function ``vjp`` from ``jax.vjp`` holds: a pytree whose leaves are arrays.
 
     Attributes:
-        arrays: in the order of its leaves; None for those that autograd keeps as tensors.
-        vjp: its structure.
-        numbers: for each of its leaves which argument it is, or None.
+        arrays: the leaves that are not arguments of the call; None in place of a leaf that autograd keeps as a tensor.
+        vjp: the tree structure of ``vjp``.
+        numbers: for each leaf of ``vjp`` the index of the argument that the leaf is; None if the leaf is no argument.
     """
 
     arrays: list[Any]
@@ -206,7 +212,10 @@ class _Program:
     def pull_back(
         self, residuals: _Residuals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Return gradients of the wanted arguments."""
+        """Return the gradients of the arguments that need one, in their order, from ``cotangents`` of the results.
+
+        ``arguments`` are all arguments of the call. ``arrays`` are the tensors that autograd has kept for ``residuals.arrays``.
+        """
         rest = iter([x if y is None else as_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
         given = [as_array(x) for x in arguments]
         leaves = [next(rest) if number is None else given[number] for number in residuals.numbers]
@@ -214,7 +223,7 @@ class _Program:
         return [as_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_array(x) for x in cotangents]))]
 
     def gradients(self, wanted: tuple[bool, ...]) -> "_Program":
-        """Return the program of arguments and cotangents that gives gradients of the wanted arguments."""
+        """Return the program from arguments and cotangents to the gradients of the arguments that ``wanted`` flags."""
 
         def fn(*arrays: Any) -> Any:
             of_wanted, chosen = self._of(wanted, arrays)
@@ -224,7 +233,7 @@ class _Program:
         return self._made("gradients", wanted, fn)
 
     def tangents(self, moved: tuple[bool, ...]) -> "_Program":
-        """Return the program of arguments and the tangents of some of them that gives tangents of the results."""
+        """Return the program from arguments, and the tangents of those that ``moved`` flags, to the tangents of the results."""
 
         def fn(*arrays: Any) -> Any:
             of_moved, chosen = self._of(moved, arrays)
@@ -233,7 +242,10 @@ class _Program:
         return self._made("tangents", moved, fn)
 
     def batched(self, dims: tuple[int | None, ...]) -> "_Program":
-        """Return the program of arguments with one more dim, which comes first in all results."""
+        """Return this program mapped over a batch dim, as ``jax.vmap`` does.
+
+        The batch dim of argument ``i`` is ``dims[i]``; None means that the argument has none. It is dim 0 of each result.
+        """
         return self._made("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
     def _made(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_Program":
@@ -250,9 +262,9 @@ class _Program:
         return out, _Residuals(own, structure, numbers)
 
     def _of(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-        """Return the function of some of its arguments, and these arguments.
+        """Return the program as a function of the arguments whose flag in ``which`` is True, and these arguments.
 
-        It returns differentiable results, and all as aux.
+        The function returns its differentiable results, and all results as ``aux`` of ``jax.vjp``.
         """
 
         def fn(*chosen: Any) -> Any:

@@ -94,9 +94,11 @@ class RankReduction:
 
 
 class Lifted:
-    """One run of a jaxpr on this rank's elements.
+    """One run of a jaxpr on this rank's elements of the leaves.
 
-    ``known`` has the results of reductions so far, by position. ``pending`` has each other reduction, and this rank's summand.
+    Attributes:
+        known: results of the reductions over ranks that are done, by position of their equation.
+        pending: the reductions that this run needs and that are not done yet, each with this rank's summand.
     """
 
     def __init__(self, leaves: Sequence[LeafPart], known: Mapping[Key, Any]) -> None:

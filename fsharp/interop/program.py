@@ -108,7 +108,7 @@ class Traced:
 
     @cached_property
     def text(self) -> str:
-        """The two jaxprs with every bit of their constants, as text for ranks to compare."""
+        """The jaxprs of ``init`` and of the update, with every bit of their constants, as text for ranks to compare."""
         lines = [f"constant {i}: {text}" for i, text in enumerate([*_constants(self.init), *_constants(self.step)])]
         return "\n".join([re.sub(r" at 0x[0-9a-f]+", "", f"{self.init}\n{self.step}"), *lines])  # no addresses of functions
 
@@ -286,7 +286,10 @@ class Program:
 
 
 class _AllZero(dict[Key, Any]):
-    """A dict with zero as the result of every reduction, to find the leaf of each result of the jaxpr."""
+    """A dict that gives zero as the result of every reduction over ranks.
+
+    A run of a jaxpr with this dict needs no communication, and shows which results are cut like a leaf, and like which leaf.
+    """
 
     def __contains__(self, key: object) -> bool:
         return True

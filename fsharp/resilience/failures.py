@@ -29,9 +29,9 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     """Report an error that leaves this context to all ranks, so that the error of the rank that failed first is printed once.
 
     The other ranks raise an AgreementError with the traceback of that rank, as soon as they wait for it. If the errors end the
-    processes, each other rank prints one line, and then the first one prints its traceback, with rank, step and last
-    collective. Under torchrun each rank writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record``
-    does, and torchrun reports the first error as the root cause.
+    processes, each of the other ranks prints one line. Then the rank that failed first prints its traceback, with its number,
+    step and last collective. Under torchrun each rank writes its error file, as
+    ``torch.distributed.elastic.multiprocessing.errors.record`` does, and torchrun reports the first error as the root cause.
 
     A killed rank reports nothing; the others then print the collective in which they lost it. Without process groups errors are
     not changed. Over NCCL waiting ranks do not get the errors of other ranks. After an error no rank can use the Comm: to
@@ -135,7 +135,11 @@ def _noted(error: BaseException, text: str) -> None:
 
 
 def _write_error_file(error: Exception, raised_at: float, *, is_own: bool) -> None:
-    """Write torchrun's error file as its ErrorHandler does. torchrun takes the earliest, in whole seconds, for the cause."""
+    """Write the error file for torchrun, as torchrun's ErrorHandler does.
+
+    torchrun reports the error with the earliest time, in whole seconds, as the root cause. So an error that this rank has from
+    another rank (``is_own`` is False) gets a later time.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

@@ -41,9 +41,10 @@ class NonFinite(NamedTuple):
 
 
 class LeftOutSteps:
-    """The steps that a run leaves out because they are not finite: ``"roll back"`` leaves out the numbers in ``steps``.
+    """The steps that a run leaves out because their loss or gradients hold an infinity or NaN.
 
-    ``most`` is the limit of left-out steps: in succession with the policy ``"skip"``, in total with ``"roll back"``.
+    ``policy`` is ``on_nonfinite`` of the run. ``most`` is the limit of left-out steps: in succession with the policy
+    ``"skip"``, in total with ``"roll back"``. ``steps`` are the numbers of the steps that ``"roll back"`` leaves out.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -52,11 +53,14 @@ class LeftOutSteps:
         self._in_row = 0
 
     def end_finite(self) -> None:
-        """Note that a step was finite."""
+        """Record that a step had a finite loss and finite gradients, which ends a row of left-out steps."""
         self._in_row = 0
 
     def end_nonfinite(self, what: str) -> None:
-        """Note that a step, described by ``what``, was not finite; raise NonFiniteError unless the policy leaves it out."""
+        """Record that a step had an infinity or NaN, which ``what`` describes.
+
+        Raises NonFiniteError unless the policy leaves the step out.
+        """
         self._in_row += 1
         if self.policy == "raise":
             raise NonFiniteError(f'{what}. The step was left out. Run(on_nonfinite="skip") or "roll back" would go on.')
@@ -152,7 +156,10 @@ def _tensors(held: Any, rank: int) -> tuple[Any, ...]:
 
 
 def _first(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:
-    """Return the place in its unit and the path of the first leaf that is not finite."""
+    """Return the first leaf in ``held`` that has an infinity or NaN: the leaf's index in its unit, and its path.
+
+    ``held`` is a Sharded node or a tensor at ``path``. Return None if all elements on ``rank`` are finite.
+    """
     if not isinstance(held, Sharded):
         return (0, join(path)) if bool(_is_bad(held)) else None
     local = held.local_leaves(rank)

@@ -141,7 +141,7 @@ def reduce_scatter_encoded(
         axis: the axis to sum along.
         wire: the format in which summands travel.
         facts: what is summed, for errors of the format.
-        carried: what the format has lost of earlier summands, which is added to these, and random numbers. ``x`` is 1-D then.
+        carried: the encoding errors of earlier summands, to add to ``x``, and random numbers; if given, ``x`` is 1-D.
 
     Returns:
         ``[..., c]`` in the dtype of ``x``; the sum is taken in it, in order of rank.

@@ -82,9 +82,9 @@ def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str 
 def taken_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
-    The tensor is taken by a sum of integers over ranks, to which other ranks add zero. Along axes ``varying`` each rank has a
-    tensor of its own: the result is that of the rank with this rank's coordinates along these axes, and those of ``source``
-    along all others.
+    The bytes are summed over ranks as integers, and all ranks but one add zero. Along the axes ``varying`` each rank keeps its
+    own kind of tensor: it gets the tensor of the rank with its own coordinates along these axes, and with the coordinates of
+    ``source`` along all other axes.
 
     Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
     """

@@ -278,10 +278,12 @@ class ProcessGroupComm:
 
 
 class Messages(NamedTuple):
-    """The messages of one collective between ranks of a group. If a message fails, the call names the rank at its other end.
+    """The messages of one collective between ranks of a group. An error of a message names the other rank.
 
     Attributes:
-        ranks: rank in the mesh, by rank in the group.
+        group: the process group.
+        ranks: number in the mesh of each rank of the group.
+        call: the collective, as other ranks are told of it.
     """
 
     group: dist.ProcessGroup

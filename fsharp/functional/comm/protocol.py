@@ -98,11 +98,17 @@ class Engine(ABC):
 
     @abstractmethod
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """Begin :func:`~fsharp.update`: return the pair ``(main, opt)`` of a state as the transformation takes it."""
+        """Run the first part of :func:`~fsharp.update`: return the main copies and optimizer state for the transformation.
+
+        ``state`` is the pair ``(main, opt)`` of a TrainState, which may be in host memory.
+        """
 
     @abstractmethod
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """End :func:`~fsharp.update`: return updated parameters where they rest, and the pair ``(main, opt)`` as it rests."""
+        """Run the last part of :func:`~fsharp.update`: gather the updated parameters ``new`` to the place of ``params``.
+
+        Return these parameters, and ``state``, the pair ``(main, opt)``, in the memory in which a TrainState holds it.
+        """
 
 
 @options_checked
@@ -205,7 +211,7 @@ _counting = Lock()
 
 
 class PassingComm:
-    """Base class of Comms that pass each call on to the Comm, and with the label, that :meth:`_passed` returns."""
+    """Base class of Comms that pass each call on to another Comm. :meth:`_passed` returns that Comm, and the label to use."""
 
     def _passed(self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()) -> tuple[Comm, str]:
         raise NotImplementedError

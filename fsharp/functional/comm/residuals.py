@@ -50,12 +50,13 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
 def own_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
 ) -> tuple[PerRank | None, Views]:
-    """Return residuals that may be overwritten, and the inputs of encodings: views of residuals, and random numbers.
+    """Return residuals for this call to overwrite, and what encodings of the gradients of ``units`` take.
 
-    Residuals are copied unless ``donate``. ``step`` is the number of the step, for stochastic rounding.
+    The first result is ``residuals`` with ``donate``, else a copy. The second has, by unit, group and axis, a view of the
+    residual and the random numbers of stochastic rounding in step ``step``.
 
-    Raises TreeError if residuals are missing, or belong to other units than those whose gradients are about to be reduced; or
-    if ``step`` is missing, or no integer of at least 0.
+    Raises TreeError if residuals are missing or belong to other units. Raises TreeError also if a format rounds stochastically
+    and ``step`` is missing, or if ``step`` is no integer of at least 0.
     """
     units = [unit for unit in units if unit.has_feedback or unit.is_stochastic]
     if step is not None and (type(step) is not int or step < 0):
@@ -72,7 +73,7 @@ def own_residuals(
 
 
 def _own(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
-    """Return residuals of units with feedback that may be overwritten."""
+    """Return residuals of ``units`` for this call to overwrite: ``residuals`` with ``donate``, else a copy."""
     if residuals is None:
         if units:
             raise TreeError(
@@ -117,7 +118,10 @@ def _expected(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
 
 @lru_cache(maxsize=1 << 12)
 def _key(unit: UnitLayout) -> str:
-    """Return the key of a unit's residuals: its name and a digest of leaves, sizes and mesh. Other leaves have another key."""
+    """Return the key of a unit's residuals: the unit's name, and a digest of the unit's leaves, sizes and mesh.
+
+    A unit of the same name in another layout has another key.
+    """
     leaves = [(leaf.path, leaf.shape, leaf.group, leaf.offset) for leaf in unit.leaves]
     about = leaves, [unit.residual_sizes(g) for g in unit.trainable], unit.mesh.axes
     return f"{unit.name or '(root)'}@{hashlib.sha256(repr(about).encode()).hexdigest()[:8]}"

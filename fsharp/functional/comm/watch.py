@@ -77,7 +77,7 @@ class WatchedCall:
         self._warned = False
 
     def turn_to(self, rank: int) -> None:
-        """Note the rank whose message is posted or waited for from here on."""
+        """Record that this rank now posts, or waits for, a message of the rank ``rank``."""
         self.peer = rank
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Format: how values are stored, or travel, as planes of numbers; dtypes are the plain ones."""
+"""Format: how values are stored or travel, as one or more arrays of numbers, called planes. Each dtype is a plain format."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -207,11 +207,11 @@ class Format:
         return self.planes[0].dtype if self.is_plain else torch.uint8
 
     def size(self, values: int) -> int:
-        """Return the length of a stored part in :attr:`dtype`, for a number of values that is a multiple of :attr:`block`."""
+        """Return the number of elements of :attr:`dtype` that store ``values`` values, a multiple of :attr:`block`."""
         return values if self.is_plain else sum(map(aligned, self.plane_nbytes(values)))
 
     def plane_nbytes(self, values: int) -> list[int]:
-        """Return the bytes of each plane, for a number of values that is a multiple of :attr:`block`."""
+        """Return the size in bytes of each plane of ``values`` values, a multiple of :attr:`block`."""
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
@@ -276,21 +276,21 @@ class Format:
         facts: Facts = tuple,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        """Add a residual to the first values of a gradient and encode the sum.
+        """Add a residual to the leading values of a gradient, encode the sum, and return the stored buffer.
 
-        The residual is overwritten with the encoding error.
-
-        The error of an infinity or NaN counts as zero, so that one such gradient does not spoil all later ones.
+        The residual is overwritten with the encoding error. The error of an infinity or NaN counts as zero, so that one
+        gradient with an infinity does not make all later gradients infinite.
 
         Args:
-            values: as for :meth:`store`.
-            part: likewise.
-            residual: encoding errors of earlier calls, 1-D; overwritten. None: :meth:`store` without a residual.
-            facts: likewise.
-            noise: likewise.
+            values: the gradient, 1-D.
+            part: number of values in a part, as for :meth:`store`.
+            residual: encoding errors of earlier calls, 1-D, for the first ``len(residual)`` values; overwritten. None adds
+                nothing.
+            facts: facts for errors, as for :meth:`store`.
+            noise: random numbers for stochastic rounding, as for :meth:`store`.
 
         Raises:
-            FormatError: as :meth:`store` and :meth:`load`. The residual is as before.
+            FormatError: as :meth:`store` and :meth:`load`. The residual is then unchanged.
         """
         if residual is None:
             return self.store(values, part, facts, noise)
@@ -302,7 +302,7 @@ class Format:
         return stored
 
     def padded(self, values: int, parts: int) -> int:
-        """Return the size of each part if ``size`` values are cut into ``parts`` equal parts of whole blocks."""
+        """Return the number of values in each part if ``values`` values are cut into ``parts`` equal parts of whole blocks."""
         return -(-values // (parts * self.block)) * self.block
 
     def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
@@ -314,10 +314,10 @@ class Format:
         return total
 
     def _called(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
-        """Return ``fn()``. Errors are raised as :class:`FormatError` with the facts.
+        """Return ``fn()``.
 
         Raises:
-            FormatError: ``fn`` raises an error, which the text has, with the facts.
+            FormatError: ``fn`` raises an error. The message has the text of this error, and the facts.
         """
         try:
             return fn()
@@ -331,15 +331,15 @@ class Format:
 
     @property
     def leaf_alignment(self) -> int:
-        """Leaves begin at multiples of this number of elements. So no number of a plane belongs to two leaves."""
+        """Number of elements: leaves begin at multiples of this number, so no number of a plane belongs to two leaves."""
         if self.leaves is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
     def numbers(self, plane: Plane, first: int, last: int) -> slice:
-        """Return which numbers of a plane the values ``[first, last)`` of a leaf take, up to the next :attr:`leaf_alignment`.
+        """Return the slice of a plane's numbers that encode the values ``[first, last)`` of a leaf.
 
-        The first value is at a multiple of that.
+        ``first`` is a multiple of :attr:`leaf_alignment`, and ``last`` is rounded up to one.
         """
         step = self.leaf_alignment
         assert first % step == 0, f"{self}: values from {first} on begin within a number"
@@ -350,7 +350,7 @@ class Format:
         """Encode whole leaves, each into the memory of its part.
 
         Raises:
-            FormatError: ``encode`` raises an error, which is none of the agreement's.
+            FormatError: ``encode`` raises an error. Errors of ``agree`` are raised as they are.
         """
         codec = self.leaves
         assert codec is not None
@@ -393,12 +393,12 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to the alignment of planes."""
+    """Return ``nbytes`` rounded up to a multiple of :data:`PLANE_ALIGNMENT`."""
     return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
 
 
 def _shapes(planes: Any) -> Any:
-    """Return the dtype and shape of each tensor in ``returned``; other objects are returned unchanged."""
+    """Return the dtype and shape of each tensor in a list or tuple; any other object is returned unchanged."""
     if not isinstance(planes, list | tuple) or not all(isinstance(x, torch.Tensor) for x in planes):
         return planes
     return [(x.dtype, tuple(x.shape)) for x in planes]
@@ -442,7 +442,7 @@ def format_named(name: str) -> Format:
     """Return the plain format of a dtype, or a registered format, by its name.
 
     Raises:
-        LayoutError: there is none.
+        LayoutError: there is no format of this name.
     """
     if isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return plain(dtype)

@@ -211,10 +211,13 @@ class _Hooks:
         return self._tried[shape]
 
     def planes(self, shape: Shape) -> tuple[tuple[Plane, ...], int]:
-        """Return the planes and the block of parameters of a shape.
+        """Return the planes of the format for a parameter of this shape, and the number of values in a block.
+
+        Each tensor that the first hook returns for gathers is a plane.
 
         Raises:
-            OptionError: the gathered tensors, the maxima or the metadata are not proportional to the number of rows.
+            OptionError: the tensors for gathers are not proportional to the number of rows, or the maxima or the metadata
+                depend on the number of rows.
         """
         whole, row = self._try(shape), self._try((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
@@ -240,7 +243,7 @@ class _Hooks:
         return [(size.numel(), dtype) for size, dtype in self._try(shape).answers]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-        """Encode this rank's rows of each leaf. A rank without any calls the hook for a row of zeros."""
+        """Encode this rank's rows of each leaf. For a leaf of which this rank has no row the hook gets a row of zeros."""
         rows = [self._rows_of(part) for part in parts]
         known: list[list[torch.Tensor]] = [[] for _ in parts]
         while True:
@@ -269,7 +272,10 @@ class _Hooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check(self, part: LeafPart, expected: _Made, found: _Made) -> None:
-        """Refuse metadata that depends on values and is not in tensors."""
+        """Raise an error if the first hook's metadata, except for its tensors, or the sizes of its tensors depend on values.
+
+        ``expected`` is the hook's result for a tensor of ones, and ``found`` its result for the values of ``part``.
+        """
         try:
             is_same = bool(expected.rest == found.rest)
         except Exception:  # whatever the objects raise that are compared

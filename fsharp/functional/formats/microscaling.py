@@ -122,13 +122,16 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def codes_not_finite(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the codes of values in blocks that are not finite."""
+    """Return the codes of values in blocks that contain an infinity or NaN: three codes for inf, -inf and NaN, else 0."""
     special = _INFINITY * (blocks == torch.inf) + _MINUS_INFINITY * (blocks == -torch.inf) + _NAN * blocks.isnan()
     return special.to(torch.uint8)
 
 
 def put_not_finite_(values: torch.Tensor, codes: torch.Tensor, is_special: torch.Tensor) -> None:
-    """Overwrite the values of blocks that are not finite with the infinities, NaNs and zeros that their codes stand for."""
+    """Overwrite the values of blocks with ``is_special``, which contain an infinity or NaN, by what their codes stand for.
+
+    These codes stand for inf, -inf, NaN and 0.
+    """
     values.masked_fill_(is_special, 0.0).masked_fill_(is_special & (codes == _INFINITY), torch.inf)
     values.masked_fill_(is_special & (codes == _MINUS_INFINITY), -torch.inf)
     values.masked_fill_(is_special & (codes == _NAN), torch.nan)
@@ -140,9 +143,9 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
-def unpack(codes: torch.Tensor) -> torch.Tensor:
-    """Return the codes in bytes that hold two codes each: the inverse of :func:`pack`."""
-    pairs = codes.to(torch.int16)
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Return the two codes of each byte, one code in a byte: the inverse of :func:`pack`."""
+    pairs = packed.to(torch.int16)
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 
 

@@ -101,13 +101,13 @@ Run = tuple[int, int, str, int]
 
 
 def noise_of(what: str, step: int, number: int, runs: Iterable[Run]) -> Noise:
-    """Return the random numbers of a buffer's values. See [Note: random numbers].
+    """Return a function that makes the random numbers for a buffer's values. See [Note: random numbers].
 
     Args:
         what: what is encoded, such as ``"gradient"``.
         step: number of the step.
         number: how often these values have been encoded before.
-        runs: what is in the buffer. Padding has 0.5.
+        runs: the runs of leaves in the buffer. The number for padding is 0.5.
     """
     held = list(runs)
 
@@ -138,7 +138,7 @@ def _fill(out: torch.Tensor, key: int, first: int) -> None:
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift to the right, without the sign."""
+    """Return integers of 64 bits, shifted right by ``by`` bits; the freed bits become zero, whatever the sign."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

@@ -290,7 +290,7 @@ class _Tensors:
         return rows
 
     def _target(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
-        """Return the tensor to which TransformerEngine writes a part's bytes."""
+        """Return the tensor through which TransformerEngine writes the bytes of a part into the memory ``room``."""
         if self._kind.name == "float8_current":
             return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
         return room if len(room) > 1 else room[0]

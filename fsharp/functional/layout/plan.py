@@ -176,7 +176,7 @@ def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precis
 
 
 def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
-    """Raise an error for ``update=`` where no updates travel, or where ``stored=`` is given as well."""
+    """Raise an error if ``update=`` is given for parameters that are not sent after an update, or together with ``stored=``."""
     for unit in units:
         for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
             if dtypes.update is None:

@@ -20,7 +20,10 @@ PlaceName = str | Place
 
 
 class Context(NamedTuple):
-    """The static, hashable part of a :class:`Sharded`. Ledgers are compared by identity; all names of trees are equal."""
+    """The static, hashable part of a :class:`Sharded`: all but its buffers, as described there.
+
+    ``ledger`` is compared by identity. ``tree_name`` does not count in comparisons, as all TreeNames are equal.
+    """
 
     unit: UnitLayout
     place: Place

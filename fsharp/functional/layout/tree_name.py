@@ -1,4 +1,4 @@
-"""TreeName: a name that says to which tree a unit's values belong. A tree made from a tree has a name made from its name."""
+"""TreeName: a name that says to which tree a unit's values belong. A tree made from another has a name made from its name."""
 
 from dataclasses import dataclass, field
 

@@ -358,9 +358,10 @@ class UnitLayout:
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
     def whole_leaves(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
-        """Return the whole leaves of a group whose format encodes whole leaves, by path.
+        """Return, by path, each leaf of a group as a LeafPart with all its elements. The group's format encodes whole leaves.
 
-        ``planes`` are the numbers of each plane of the full buffer, 1-D; ``scales`` are those of all leaves.
+        ``planes`` has one 1-D tensor for each plane of the format, with the numbers of the full buffer. ``scales`` has the
+        scales of all leaves of the group.
         """
         form, found, end = self.groups[group].dtypes.stored, {}, 0
         assert form.leaves is not None
@@ -399,7 +400,10 @@ class UnitLayout:
     def decoded(
         self, group: int, stored: torch.Tensor, scales: torch.Tensor, place: Place, rank: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the values in ``dtype`` of the stored buffer of a rank in a place. ``scales`` are those of whole leaves."""
+        """Return the values, in ``dtype``, of the stored buffer that a rank holds in a place.
+
+        ``scales`` has the scales of all leaves, for a format that encodes whole leaves.
+        """
         form = self.groups[group].dtypes.stored
         stored = stored[: self.travelling_size(group, place)]
         if form.leaves is None:

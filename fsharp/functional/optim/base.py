@@ -198,10 +198,10 @@ Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 
 
 def around(step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``update`` and ``apply`` of a wrapper of transformations, both made from one function ``step``.
+    """Return the functions ``update`` and ``apply`` of a wrapper of transformations, both made from one function ``step``.
 
     ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the wrapped transformations. It returns updates and
-    a state if ``donate`` is None, and else parameters and a state.
+    a state if ``donate`` is None, and else new parameters and a state.
     """
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
@@ -322,7 +322,7 @@ def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_shared(where: str, grads: Sharded) -> None:
-    """Raise an error for gradients with respect to gathered parameters: they are not summed over ranks yet."""
+    """Raise an error if ``grads`` are gradients of gathered parameters, which are not summed over ranks yet."""
     if grads.is_gathered:
         raise TreeError(
             f"{where}: the gradient of unit {grads.unit.shown} is this rank's summand, as it is with respect to "

@@ -19,7 +19,7 @@ class InjectHyperparamsState(NamedTuple):
     Attributes:
         count: number of updates.
         hyperparams: numbers by name. You can set a number without a schedule, to an equal value on all ranks:
-            ``state.opt.hyperparams["learning_rate"] = 1e-4``. A number with a schedule is the value of the last update.
+            ``state.opt.hyperparams["learning_rate"] = 1e-4``. The number of a schedule is its value in the last update.
         inner_state: state of the transformation that the factory returns.
     """
 
@@ -35,8 +35,9 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
     >>> import fsharp as fs
     >>> tx = fs.optim.inject_hyperparams(fs.optim.adamw)(learning_rate=3e-4, weight_decay=0.1)
 
-    Numbers among the arguments can be set between steps. Functions are schedules, which each update calls with the number of
-    updates so far; to set their numbers has no effect, as in optax. Other arguments are passed to the factory.
+    Arguments that are numbers can be set between steps. Arguments that are functions are schedules: each update calls them with
+    the number of updates so far, and overwrites their numbers in the state, as optax does. Other arguments are passed to the
+    factory.
 
     Args:
         inner_factory: function with named arguments that returns an ``(init, update)`` pair, such as ``fs.optim.adamw``.
@@ -49,7 +50,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
     Raises:
         TreeError: the factory lacks an argument of ``static_args``, or has arguments without names. In ``update``: a
             hyper-parameter is missing, unknown or no number.
-        AgreementError: in ``update``, on all ranks: ranks have different numbers, set or from schedules.
+        AgreementError: in ``update``, on all ranks: a hyper-parameter has different numbers on different ranks.
 
     Cost: in each update ranks compare the numbers, by a collective of 40 bytes for each axis, and the factory is called once.
     """

@@ -82,7 +82,8 @@ def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transf
     """Return a transformation that adds ``weight_decay`` times the parameters to updates.
 
     Args:
-        weight_decay: weight decay per path. A function gets the path of a leaf; in optax it is a schedule.
+        weight_decay: weight decay per path. A function is called with the path of a leaf, where optax calls it with the number
+            of updates.
         mask: the leaves that decay, as for :func:`masked`; None means all.
 
     Cost: no state; one pass over the parameters.

@@ -74,9 +74,9 @@ class cosine_decay_schedule:
 
     Args:
         init_value: value at the start.
-        decay_steps: number of updates until the end: a positive number, or a LayoutError is raised.
+        decay_steps: number of updates until the end. A LayoutError is raised unless it is positive.
         alpha: fraction of ``init_value`` that is left at the end.
-        exponent: exponent of the cosine, which falls from 1 to 0.
+        exponent: power to which the cosine factor is raised; the factor falls from 1 to 0.
 
     >>> rate = cosine_decay_schedule(1.0, 4, alpha=0.1)
     >>> [round(rate(count), 3) for count in range(6)]
@@ -106,8 +106,8 @@ class join_schedules:
 
     Args:
         schedules: the schedules.
-        boundaries: updates at which the second schedule begins, the third, and so on. Any other number of boundaries than one
-            less than schedules is a LayoutError.
+        boundaries: numbers of updates after which the second, the third and each later schedule begins. A LayoutError is
+            raised unless there is one boundary less than schedules.
 
     >>> rate = join_schedules([constant_schedule(1.0), linear_schedule(0.5, 0.0, 2)], [2])
     >>> [rate(count) for count in range(6)]
@@ -145,10 +145,10 @@ def warmup_cosine_decay_schedule(
         init_value: value at the start.
         peak_value: value at the end of the warm-up.
         warmup_steps: number of updates of the warm-up.
-        decay_steps: number of updates until ``end_value``, with the warm-up: more than ``warmup_steps``, or a LayoutError is
-            raised.
+        decay_steps: number of updates until ``end_value``, with the warm-up. A LayoutError is raised unless it is more than
+            ``warmup_steps``.
         end_value: value after ``decay_steps`` updates.
-        exponent: exponent of the cosine, which falls from 1 to 0.
+        exponent: power to which the cosine factor is raised; the factor falls from 1 to 0.
 
     >>> rate = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=2, decay_steps=6)
     >>> [round(rate(count), 3) for count in range(8)]

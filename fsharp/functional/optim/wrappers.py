@@ -185,9 +185,9 @@ def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any
 
 
 def without_updates(tx: Transform, paths: Container[str]) -> Transform:
-    """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, are not updated.
+    """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, keep their values.
 
-    Other state, such as a step count, is updated. Memory: a copy of these elements and their state.
+    Other state, such as a step count, is updated. Memory: a copy of these parameters and their state, during an update.
     """
 
     def of(node: Sharded, comm: Comm) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def move_slot(
 
 
 def _pieces_between(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
-    """Return the pieces that one rank of the Comm takes from another rank, or from itself."""
+    """Return the pieces of ``unit`` that rank ``target`` of the Comm takes from rank ``source``, which may be ``target``."""
     if source not in ranks.old or target not in ranks.new:
         return []
     return list(pieces(slot, unit, ranks, ranks.old.index(source), ranks.new.index(target)))

@@ -40,10 +40,10 @@ class Piece(NamedTuple):
     """A run of elements of one leaf that moves from one buffer to another.
 
     Attributes:
-        node: position of the old unit's node in the slot.
-        buffer: position of the buffer in the old node.
+        node: index of the old unit's node in the slot.
+        buffer: index of the buffer in the old node.
         start: index of the first element in the old buffer.
-        new_buffer: position of the buffer in the new node.
+        new_buffer: index of the buffer in the new node.
         to: index of the first element in the new buffer.
         numel: number of elements.
         itemsize: bytes of an element on the wire.

@@ -73,16 +73,16 @@ def reshard(
         new tensors; padding is zero.
 
     Raises:
-        TreeError: the tree holds no whole trees of Sharded, a partial or gathered unit, or a buffer without one number for each
-            element.
+        TreeError: a tree of Sharded lacks units or has other leaves in it; a unit is a partial sum or gathered; or a buffer
+            does not hold one number for each element.
         LayoutError: the layout lacks leaves of the tree, or has them with another shape, dtype, tie, label or varying axis; the
             message names all such leaves. An option is out of range.
         MeshError: the ranks do not fit the meshes.
         AgreementError: ranks differ, or another rank failed. All ranks raise, before any buffer is sent.
 
     Cost: the bytes of :func:`reshard_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each unit
-    and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` only the old units that are not moved yet and
-    the new units that are begun. Time on the host grows with the number of leaves times ranks.
+    and tree. Memory: old and new shards, and ``buffer_nbytes``. With ``donate`` an old unit's shards are released once they
+    have moved, and a new unit's are made when its move begins. Time on the host grows with the number of leaves times ranks.
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
@@ -134,7 +134,7 @@ def reshard(
 
 
 def _with_residuals(tree: Any, residuals: Any) -> Any:
-    """Return the tree with these residuals in its states."""
+    """Return the tree with ``residuals``, the encoding errors of earlier gradients, in each TrainState of the tree."""
 
     def one(node: Any) -> Any:
         return node._replace(residuals=residuals) if isinstance(node, TrainState) else node
@@ -143,7 +143,11 @@ def _with_residuals(tree: Any, residuals: Any) -> Any:
 
 
 def _in_resting_format(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
-    """Return parameters as they rest in the new layout: encoded, or in the compute dtype if they were encoded before."""
+    """Return the new nodes of a slot of parameters as the new layout stores them.
+
+    Parameters are encoded if the new layout has a format for them. If only the old layout had one, they are cast to the compute
+    dtype.
+    """
 
     def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]
@@ -239,7 +243,7 @@ def _facts_text(slot: Slot) -> str:
 
 
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
-    """Return this rank's tree; on a rank without a tree, the first other rank's tree with buffers on the meta device."""
+    """Return this rank's tree. A rank without a tree gets the tree of the first rank that has one, on the meta device."""
     first = has_tree.index(True)
     data = together("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
     sizes = [int.from_bytes(each, "little") for each in gather_bytes(len(data).to_bytes(8, "little"), comm)]

@@ -1,4 +1,4 @@
-"""Slots: the trees of parameters, or of one value for each parameter, in a state."""
+"""Slots: the subtrees of a state that hold parameters, or one value for each parameter, such as a moment."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,13 @@ Path = tuple[str, ...]
 
 
 class Held(NamedTuple):
-    """The position of a leaf's elements in a slot: of its unit's node in the slot, of the buffer in the node, and the leaf."""
+    """Where a slot holds the elements of a leaf.
+
+    Attributes:
+        node: index of the unit's node in the slot.
+        buffer: index of the buffer in the node.
+        leaf: the leaf, as the layout of its unit describes it.
+    """
 
     node: int
     buffer: int
@@ -30,12 +36,13 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """One tree of :class:`~fsharp.Sharded` in a state: parameters, main copies, a moment.
+    """A subtree of a state with one value for each parameter, as :class:`~fsharp.Sharded` nodes: parameters, or a moment.
 
     Attributes:
-        path: path of the slot in the state; ``name`` is the path with names of fields, for messages.
-        kind: name of the place in which the slot rests in the new layout.
-        nodes: nodes of the slot, in tree order.
+        path: path of the slot in the state.
+        name: the path with names of fields, for messages.
+        kind: name of the place that the slot gets in the new layout.
+        nodes: nodes of the slot in the old layout, in tree order.
         is_cast: whether buffers are cast to the compute dtype of the new layout.
     """
 
@@ -47,7 +54,7 @@ class Slot:
 
     @cached_property
     def held(self) -> dict[str, Held]:
-        """Positions of the leaves of which the slot has elements, by path; tied leaves are left out."""
+        """Where the slot holds each leaf, by path of the leaf; tied leaves are left out."""
         return {
             node.unit.full_path(leaf): Held(n, i, leaf)
             for n, node in enumerate(self.nodes)
@@ -57,19 +64,19 @@ class Slot:
 
     @property
     def scale(self) -> Literal["sum", "mean"] | None:
-        """Attribute ``scale`` of the nodes, for gradients; see :class:`~fsharp.Sharded`."""
+        """Whether the slot holds sums or means of gradients over ranks; None for other values. See :class:`~fsharp.Sharded`."""
         return self.nodes[0].scale
 
     def groups(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Return the groups of a new unit with leaves of which the slot has elements."""
+        """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves the slot holds."""
         return tuple(g for g in unit.all_groups if unit.full_path(unit.leaves_of(g)[0]) in self.held)
 
     def place(self, unit: UnitLayout) -> Place:
-        """Return the place in which the slot rests in a new unit."""
+        """Return the place of the slot in ``unit``, a unit of the new layout."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
     def dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
-        """Return the dtype of a buffer of a new unit."""
+        """Return the dtype of the slot's buffer for a group of ``unit``, a unit of the new layout."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
             return dtypes.compute if dtypes.format is None else dtypes.main  # from which it is encoded
@@ -87,8 +94,9 @@ class Slot:
 def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
     """Return the slots of a tree, in tree order.
 
-    ``kind`` is the place of nodes outside of a :class:`~fsharp.TrainState`, and ``cast`` whether these are cast to the compute
-    dtype of the new layout. Raises TreeError if there is no node, or one that is not at the path of its unit.
+    ``kind`` is the place in the new layout of nodes outside of a :class:`~fsharp.TrainState`. ``cast`` says whether these nodes
+    are cast to the compute dtype of the new layout. Raises TreeError if there is no node, or one that is not at the path of its
+    unit.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, Kind, bool]] = {}
@@ -124,7 +132,10 @@ def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
 
 
 def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return the tree with new values in place of slots; all other leaves are unchanged."""
+    """Return ``tree`` with ``new[path]`` in place of the slot (subtree of Sharded nodes) at each path in ``new``.
+
+    All other leaves are unchanged. ``path`` is the path of ``tree`` itself.
+    """
     if path in new:
         return new[path]
     if optree.tree_is_leaf(tree):
@@ -136,7 +147,11 @@ def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def check_slot(slot: Slot, layout: Layout) -> None:
-    """Raise an error if a slot is not at rest (TreeError), or cannot rest as ``layout`` says (LayoutError, with leaves)."""
+    """Raise an error if a slot cannot be moved to ``layout``.
+
+    Raises TreeError for values that differ between ranks or are donated, and LayoutError, which names leaves, if the slot does
+    not fit the layout.
+    """
     for node in slot.nodes:
         _check_rests(slot, node)
     old = {path: facts for node in slot.nodes for path, facts in _leaf_facts(slot, node.unit)}

@@ -52,7 +52,10 @@ class Trace:
         return len(self.steps) - 1
 
     def end_step(self, stop_s: float) -> None:
-        """Record that the step has ended. Ops for which the next step waits may be recorded later."""
+        """Record that the step has ended.
+
+        Ops that this step has issued, and for which only the next step waits, may be recorded after this call.
+        """
         self.steps[-1] = self.steps[-1][0], stop_s
 
     @api_boundary
@@ -122,7 +125,10 @@ class Trace:
 
 
 def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
-    """Return medians of each unit's ``(forward, backward)``, nested units last: patterns of outer units select them."""
+    """Return the median seconds ``(forward, backward)`` of each unit, with nested units last.
+
+    The keys serve as patterns, of which the last match counts. The pattern of an outer unit also matches units inside of it.
+    """
     units = sorted(dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count("."))
     return {unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units}
 
@@ -139,7 +145,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
 
 
 def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
-    """Return spans of the compute stream without nesting: inner spans are cut out of the spans around them."""
+    """Return the spans of measured rows. On the compute stream, spans that lie in another span are cut out of that span."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # outer spans without their inner spans
