@@ -126,7 +126,7 @@ class _SquareLedger(SinkLedger):
         self.squares, self.level = squares, 0
 
     def begin(self) -> None:
-        """Note the level of the vmap over samples, at the beginning of the function of one sample."""
+        """Record the level of the vmap over samples, at the beginning of the function of one sample."""
         self.level = _functorch.current_level()
 
     def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

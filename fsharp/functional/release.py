@@ -45,8 +45,8 @@ class _Saved:
 def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None:
     """Release the gathered units that autograd has saved for a call, after its function has returned ``out``.
 
-    ``rested`` and ``gathered`` are one tree of the units, at rest and gathered. ``first`` is the sequence number of autograd
-    when the call began.
+    ``rested`` has the units' nodes from before the gather, and ``gathered`` the same tree with gathered nodes. ``first`` is the
+    sequence number of autograd when the call began.
     """
     nodes = units_of(rested)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):

@@ -216,9 +216,10 @@ def _main_copies(tree: Any) -> Any:
 
 
 def _with_main_copies(node: Sharded, main: Sharded) -> Sharded:
-    """Return values with copies where main copies are missing, as in a state that was resharded from another layout.
+    """Return trained values in ``node``, in memory of their own for groups whose main copy is missing in ``main``.
 
-    Without a copy, an update in place would change parameters from which a difference is still to be taken.
+    Main copies are missing in a state that was resharded from a layout without them. Without a copy, an update in place would
+    change parameters from which a difference is still to be taken.
     """
     missing = [g for g in node.groups if g not in main.groups and node.unit.groups[g].dtypes.update is not None]
     if not missing:

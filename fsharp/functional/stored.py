@@ -77,7 +77,7 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
 
 
 def add_differences(params: Any, moved: Any) -> Any:
-    """Return moved values with parameters in place of encoded differences: decode them, and add the old parameters."""
+    """Return ``moved`` with new parameters in place of encoded differences: old parameters plus the decoded difference."""
 
     def one(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
@@ -98,7 +98,7 @@ def with_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded:
 def encode_blocks(tree: Any, like: Any = None) -> Any:
     """Encode the groups whose format encodes each block by itself; return all other groups unchanged.
 
-    Where buffers of ``like``, a tree of the same units, are not stored in a format, values stay as they are.
+    ``like`` is a tree of the same units. A group whose buffer in ``like`` is not encoded is not encoded in the result.
     """
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:

@@ -37,7 +37,7 @@ class OptaxState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InBuffers:
-    """The place of an array of optax whose elements are in a tree of buffers. A pytree node without leaves."""
+    """What stands in optax's state for an array whose elements are in a tree of buffers. A pytree node without leaves."""
 
     number: int
 

@@ -28,7 +28,7 @@ from fsharp.interop.lift import UNKNOWN, Key, LeafPart, Lifted, RankReduction, S
 
 @dataclass(frozen=True, slots=True)
 class LeafName:
-    """The name of a leaf, in place of the leaf in a tree. For JAX it is a leaf, too."""
+    """The name of a leaf, which stands for the leaf in a tree. JAX takes it for a leaf, too."""
 
     unit: str
     path: str
@@ -43,9 +43,9 @@ class BufferRange(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """One rank's part of each leaf in JAX's order, its place in the flat buffers, and the sizes of these buffers.
+    """One rank's part of each leaf in JAX's order, where it is in the flat buffers, and the sizes of these buffers.
 
-    ``dtypes``: of each leaf, those of the parameter and of the gradient.
+    ``dtypes``: for each leaf the dtypes of the parameter and of the gradient.
     """
 
     parts: tuple[LeafPart, ...]
@@ -211,7 +211,7 @@ class Program:
         return _like(grads, updates), [_like(params, each) for each in after], new
 
     def _run(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
-        """Run up to the next pending reductions, given the results of earlier ones, until there are none."""
+        """Return the results of ``init`` or ``step``, run again after each round of reductions, until none is pending."""
         known: dict[Key, Any] = {}
         device = next((x.device for arrays in flats for x in arrays if x.size), None)
         while True:

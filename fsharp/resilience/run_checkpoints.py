@@ -15,7 +15,7 @@ from fsharp.functional.comm.protocol import Comm
 class RunCheckpoints:
     """The checkpoints of a run, on disk and in memory of hosts.
 
-    ``options`` are those of the :class:`Saver`.
+    ``options`` are more arguments of the :class:`Saver`.
 
     Attributes:
         saved: step of the newest checkpoint on disk that this run has written or loaded; -1 if there is none.
@@ -49,7 +49,7 @@ class RunCheckpoints:
         return self._saver
 
     def expect(self, tree: Any) -> None:
-        """Accept only trees with the leaves of this tree from now on."""
+        """Record the leaves of this tree: :meth:`check_leaves` refuses trees with other leaves."""
         self._names = set(leaf_names(tree))
 
     def check_leaves(self, tree: Any) -> None:
@@ -75,7 +75,7 @@ class RunCheckpoints:
     def load(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
         """Load the newest undamaged checkpoint of a folder into a tree like ``like``, whose tensors are overwritten.
 
-        For the run's own folder, what is in memory of hosts counts as well. Returns the checkpoint and the tree.
+        For the run's own folder, saves in memory of hosts count as well. Return the checkpoint and the tree.
         """
         if self.replicas is not None and root == self.root:
             found, loaded = self.replicas.restore_newest(like, donate=True)

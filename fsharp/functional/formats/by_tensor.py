@@ -26,16 +26,17 @@ def _scaled(
     """Return a registered format.
 
     Args:
-        name: of the format.
-        dtype: of what is stored.
+        name: name of the format.
+        dtype: dtype of the stored numbers.
         largest: the largest magnitude that is stored.
-        scales_of: maps the shape of a leaf to the number of its scales, each of which is of as many consecutive elements.
-        to_codes: maps numbers in float32, finite ones of at most this magnitude, to what is stored.
-        to_numbers: the inverse.
+        scales_of: function from the shape of a leaf to the number of its scales. Each scale is for equally many consecutive
+            elements.
+        to_codes: function from float32 numbers to stored numbers; finite numbers have at most the magnitude ``largest``.
+        to_numbers: the inverse function.
     """
 
     def rows(part: LeafPart) -> torch.Tensor:
-        """The scale that each element of a part has."""
+        """Return, for each element of a part, the index of its scale."""
         per_scale = max(prod(part.shape) // max(scales_of(part.shape), 1), 1)
         return torch.arange(part.first, part.last, device=part.scales.device) // per_scale
 
@@ -64,7 +65,7 @@ def _scaled(
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Positive numbers in float32 rounded up to 16 significant bits; 1 in place of 0."""
+    """Return positive float32 numbers, rounded up to 16 significant bits; 1 in place of 0."""
     least = torch.finfo(torch.float32).tiny
     scales = torch.where(scales == 0, 1.0, scales).clamp_(min=least)
     return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)

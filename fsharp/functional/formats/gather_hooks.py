@@ -87,7 +87,7 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
     """Return the format in which a parameter with hooks rests and is gathered.
 
     Args:
-        parameter: has the hooks.
+        parameter: the parameter.
         compute: the dtype in which functions use the parameter: the hooks' ``param_dtype``.
         main: the dtype of the main copy, which the hooks encode.
         device: where the main copy lies.
@@ -142,7 +142,7 @@ class _Hooks:
     """The hooks of all parameters of one class with the same settings, as functions of a :class:`LeafCodec`.
 
     Args:
-        like: such a parameter.
+        like: one of these parameters.
         compute: see :func:`format_of`.
         main: see :func:`format_of`.
         device: see :func:`format_of`.
@@ -163,7 +163,7 @@ class _Hooks:
 
     @torch.no_grad()
     def _pre(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _Made:
-        """Call the first hook for rows, with the maxima known so far."""
+        """Return the result of the first hook for rows of a main copy. The hook gets the maxima over ranks in ``known``."""
         wrapped, answers, asked = self._wrapped(values), iter(known), list[torch.Tensor]()
 
         def answer(numbers: torch.Tensor) -> None:
@@ -198,7 +198,7 @@ class _Hooks:
         return _Made(inputs, tensors, rest, asked[0] if asked else None, [(x.shape, x.dtype) for x in known])
 
     def _try(self, shape: Shape) -> _Made:
-        """Return the result of the first hook for a tensor of this shape without values."""
+        """Return the result of the first hook for a tensor of ones of this shape, with gathered tensors on the meta device."""
         if shape not in self._tried:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
             made = self._pre(values, known)

@@ -90,7 +90,7 @@ def _hadamard(
 
 
 def _in_pieces(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """``fn`` of values in float32, in rows of ``size``, as many at once as fit a cache."""
+    """Return ``fn(values)`` in float32. ``fn`` gets rows of ``size`` values, as many at once as fit a cache."""
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     piece = max(blocks_at_once(values) * BLOCK // size, 1)
     for rows, its_out in zip(values.view(-1, size).split(piece), out.view(-1, size).split(piece), strict=True):
@@ -112,7 +112,7 @@ def _transformed(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
 
 
 def _transformed_back(rows: torch.Tensor) -> torch.Tensor:
-    """Return the Hadamard transform of each row. Errors of what was finite do not make it infinite."""
+    """Return the Hadamard transform of each row. Rounding errors do not make finite results infinite."""
     size = rows.shape[1]
     found = _transformed(rows, factor=1 / size)
     if not is_true_on_host((found.abs() <= LARGEST / size).all()):  # NaN is not

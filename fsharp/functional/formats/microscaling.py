@@ -45,14 +45,14 @@ def _blocks_of_32(
     """Return a registered format.
 
     Args:
-        name: of the format.
+        name: name of the format.
         limit: the largest magnitude that rounds to a code.
-        to_codes: of numbers of at most this magnitude, or of the next float32, the codes in uint8. The function may overwrite
-            the numbers.
-        to_numbers: the inverse.
-        rounding: for stochastic rounding, of numbers up to ``largest``.
-        largest: the largest number that a code has; 0: ``limit``.
-        packed: whether codes are below 16, of which two are stored in a byte.
+        to_codes: function from numbers to codes in uint8. Numbers are at most ``limit``, or the next float32. The function may
+            overwrite the numbers.
+        to_numbers: the inverse function.
+        rounding: function that rounds numbers up to ``largest`` stochastically.
+        largest: the largest number that has a code; 0 means ``limit``.
+        packed: whether codes are below 16, so that a byte holds two codes.
     """
     per_block, largest = BLOCK // 2 if packed else BLOCK, largest or limit
 

@@ -40,12 +40,13 @@ class Kind:
     """Description of one class of TransformerEngine's quantizers.
 
     Attributes:
-        name: in names of formats.
+        name: the class's part of the names of formats.
         planes: attributes of a tensor that hold bytes of values, which are gathered.
         derived: attributes that TransformerEngine computes from the attributes in ``planes``.
-        values_per_byte: how many values a byte of a plane holds.
-        agreed: maps a shape, and the shapes of tensors by attribute, to the numbers of each reduction and their dtype.
-        decode: maps a LeafPart and the tensors of its scales by attribute to values, 1-D, float32.
+        values_per_byte: number of values in a byte of a plane.
+        agreed: function from a leaf's shape, and the shapes of its scales by attribute, to a pair for each maximum over ranks:
+            number of elements, and dtype.
+        decode: function from a LeafPart, and the tensors of its scales by attribute, to values, 1-D, float32.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class _Tensors:
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
     def scales(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of each tensor of scales of a leaf, by attribute."""
+        """Return shape and dtype of each tensor of scales of a leaf, by attribute of TransformerEngine's tensor."""
         if shape not in self._known:
             try:
                 specs = self._quantizer.inner_tensor_specs(shape)
@@ -247,7 +248,7 @@ class _Tensors:
         return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
 
     def _size(self, shape: Shape) -> Shape:
-        """Return the shape of a plane's bytes."""
+        """Return the shape of the bytes of a leaf of shape ``shape`` in a plane."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
     def derive(self, tensor: Any) -> None:

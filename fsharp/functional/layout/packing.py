@@ -79,10 +79,10 @@ class Packing:
 def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: int = 1) -> Packing:
     """Place leaves of ``sizes`` elements, cut at multiples of ``atoms`` only, in the least capacity found.
 
-    Leaves with larger atoms are placed first, each at the first legal offset, so smaller ones fill the gaps; leaves of
-    equal atoms keep their order. A part has whole blocks of ``block`` elements. For elements the capacity is exactly
-    ``ceil(total / num_parts)``, in whole blocks. Otherwise it is the least one that admits this placement order if fewer than
-    2,048 candidates have to be tried, and close to it else. The cost grows with the number of leaves, not with ``num_parts``.
+    Leaves with larger atoms are placed first, each at the first legal offset, so smaller leaves fill the gaps; leaves of equal
+    atoms keep their order. A part has whole blocks of ``block`` elements. If all atoms are one element, the capacity is exactly
+    ``ceil(total / num_parts)``, in whole blocks. Else it is the least capacity that admits this order of placement, or close to
+    it if 2,048 candidates do not suffice. The cost grows with the number of leaves, not with ``num_parts``.
 
     >>> pack((10, 6), (1, 1), 4)
     Packing(offsets=(0, 10), capacity=4)
@@ -112,9 +112,9 @@ def _in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
 
 
 def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
-    """Return the least capacity from this one on that is a multiple of the atom of every leaf longer than two parts.
+    """Return the least capacity, ``capacity`` or more, that is a multiple of the atom of every leaf longer than two parts.
 
-    Such a leaf has two boundaries inside it whatever its offset, so the parts between them hold whole atoms.
+    Two part boundaries lie inside of such a leaf, whatever its offset. So a part between them holds whole atoms.
     """
     while True:
         long = [(atom, size) for atom, size, _ in items if size > 2 * capacity]
@@ -129,7 +129,7 @@ def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: i
 def _search(
     order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
 ) -> tuple[dict[int, int], int]:
-    """Return a feasible capacity from this one on, found in growing strides and then narrowed down by bisection.
+    """Return a feasible capacity, ``capacity`` or more, found in growing strides and then narrowed down by bisection.
 
     All leaves fit into the first part if it holds ``total`` elements, so the search ends.
     """
