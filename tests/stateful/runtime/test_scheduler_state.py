@@ -412,7 +412,7 @@ def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strat
 
 
 LOSSES = {
-    "no use": (lambda p, b, comm: b["w"].sum().requires_grad_() * 1.0, "no parameter reaches it"),
+    "no use": (lambda p, b, comm: b["w"].sum().requires_grad_() * 1.0, "depends on no parameter"),
     "constant": (lambda p, b, comm: b["w"].sum(), "no parameter reaches it. Use parameters by fs.forward"),
     "detached": (
         lambda p, b, comm: (logits(p, b["x"], comm).detach() * b["w"].requires_grad_()[:, None]).sum(),
