@@ -128,7 +128,7 @@ class ChainInput(NamedTuple):
     """A buffer to reduce by a chain.
 
     Attributes:
-        x: the buffer, in the dtype :attr:`AxisChain.first`.
+        x: the buffer, in the dtype that is ``first`` of the chain.
         out: memory for the result; None leaves the result in the memory of the last stage.
         memory: the tensors that :meth:`AxisChain.pieces` asks for.
         residuals: by axis, encoding errors of earlier buffers, and random numbers; overwritten.
