@@ -54,7 +54,7 @@ def per_sample_norms(
         TreeError: ``params`` has no unit.
         MeshError: ``comm`` is on another mesh than ``params``.
 
-    Cost: for each pass the gathers of :func:`~fsharp.forward`, and no reduction. With ``chunk_size`` an ``all_reduce`` of 8 bytes for
+    Cost: for each pass the gathers of ``fs.forward``, and no reduction. With ``chunk_size`` an ``all_reduce`` of 8 bytes for
     each axis. Memory: activations of all samples of a pass, one full unit, and gradients of one unit for each sample. A
     :class:`~fsharp.Scheduler` does not overlap these gathers.
     Source: per-sample clipping of Abadi et al., Deep Learning with Differential Privacy (2016).
