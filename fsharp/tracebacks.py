@@ -63,20 +63,20 @@ def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractConte
     make = contextmanager(function)
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> _Context[T]:
-        return _Context(make(*args, **kwargs))
+    def call(*args: P.args, **kwargs: P.kwargs) -> _BoundaryContext[T]:
+        return _BoundaryContext(make(*args, **kwargs))
 
     return call
 
 
-class _Context(AbstractContextManager[T], ContextDecorator, Generic[T]):
+class _BoundaryContext(AbstractContextManager[T], ContextDecorator, Generic[T]):
     """A context manager whose enter and exit are boundaries of tracebacks."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def _recreate_cm(self) -> "_Context[T]":
-        return _Context(self.inner._recreate_cm())
+    def _recreate_cm(self) -> "_BoundaryContext[T]":
+        return _BoundaryContext(self.inner._recreate_cm())
 
     @api_boundary
     def __enter__(self) -> T:

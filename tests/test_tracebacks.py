@@ -492,7 +492,7 @@ def entry_points():
 
 @pytest.mark.parametrize(("name", "function"), entry_points().items(), ids=entry_points())
 def test_every_entry_point_is_a_boundary(name, function):
-    assert {"hide_frames", "_Context"}.intersection(function.__code__.co_names), f"decorate {name} with @api_boundary"
+    assert {"hide_frames", "_BoundaryContext"}.intersection(function.__code__.co_names), f"decorate {name} with @api_boundary"
 
 
 def test_there_are_entry_points():

@@ -130,7 +130,7 @@ class Contents:
     objects: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, None] = field(default_factory=dict)
 
-    def fields(self) -> dict[str, str]:
+    def texts_to_compare(self) -> dict[str, str]:
         """Return the texts, by name, that have to be equal on all ranks, for :func:`~fsharp.functional.comm.agree.agree`."""
         tensors = (f"{entry.name}: {dtype_name(entry.dtype)}{list(entry.shape)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
@@ -185,8 +185,8 @@ def is_object(leaf: Any) -> bool:
     return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
-def expanded(tree: Any) -> Any:
-    """Return a tree with the states of objects in their place."""
+def with_object_states(tree: Any) -> Any:
+    """Return a tree in which the ``state_dict()`` of each object is in place of the object."""
     return optree.tree_map(lambda leaf: plain_dicts(leaf.state_dict()) if is_object(leaf) else leaf, tree, is_leaf=is_node)
 
 

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.catalog import Checkpoint, later_than, newest_except, newest_first, remove_incomplete
-from fsharp.checkpoint.entries import Contents, contents_of, expanded
+from fsharp.checkpoint.entries import Contents, contents_of, with_object_states
 from fsharp.checkpoint.falling_back import load_or_damage, set_aside, try_set_aside
 from fsharp.checkpoint.loading import load_by, load_one
 from fsharp.checkpoint.manifest import NAME, FileRecord
@@ -178,7 +178,7 @@ class Replicas(Background):
     @api_boundary
     def predict(self, tree: Any) -> RefreshNbytes:
         """Return the exact bytes that a refresh of a tree sends and keeps, from layouts alone, without ranks."""
-        return self._nbytes_of(contents_of("predict()", expanded(tree), self._comm))
+        return self._nbytes_of(contents_of("predict()", with_object_states(tree), self._comm))
 
     def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
         rank = self._comm.rank

@@ -13,7 +13,7 @@ import xxhash
 
 import fsharp
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in
-from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object, leaves_of
+from fsharp.checkpoint.entries import Contents, Entry, contents_of, is_node, is_object, leaves_of, with_object_states
 from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json, structure_of
 from fsharp.checkpoint.reading import ShardFile
 from fsharp.checkpoint.shard_file import Tensor, bytes_of, check_names, header_of, in_order, write_file
@@ -144,7 +144,7 @@ def snapshot(
     them, and ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
     has_objects = any(is_object(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_node))
-    states = together(where, comm, lambda: expanded(tree)) if has_objects else tree
+    states = together(where, comm, lambda: with_object_states(tree)) if has_objects else tree
 
     def check() -> Contents:
         nonlocal config
@@ -159,7 +159,7 @@ def snapshot(
 
     def fields(contents: Contents) -> dict[str, str]:
         text, same = json.dumps(config, sort_keys=True), {"root": root} if shared_root else {}
-        return {"step": str(step), **same, "config": text, "metric": repr(metric), **_fields(contents)}
+        return {"step": str(step), **same, "config": text, "metric": repr(metric), **_texts_to_compare(contents)}
 
     contents = together(where, comm, check, fields)
     name, tensors, values = save_id(), [], []
@@ -209,12 +209,12 @@ def check_room(root: str, nbytes: int) -> None:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
 
 
-def _fields(contents: Contents) -> dict[str, str]:
+def _texts_to_compare(contents: Contents) -> dict[str, str]:
     entries = contents.entries.values()
     on_host = ((e.name, e.local.cpu()) for e in entries if e.is_replicated)  # named, as a view of bytes does not keep a copy
     same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
     return {
-        **contents.fields(),
+        **contents.texts_to_compare(),
         "history of modules": "\n".join(contents.settings),
         "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
         "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),

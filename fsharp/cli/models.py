@@ -18,21 +18,21 @@ Shapes = dict[str, Any]
 """A tree of shapes: dicts and lists of tuples of integers."""
 
 
-def _attention(dim: int, heads: int, kv_heads: int) -> Shapes:
+def _attention_shapes(dim: int, heads: int, kv_heads: int) -> Shapes:
     head = dim // heads
     return {"q": (heads * head, dim), "k": (kv_heads * head, dim), "v": (kv_heads * head, dim), "out": (dim, heads * head)}
 
 
-def _swiglu(dim: int, hidden: int, *experts: int) -> Shapes:
+def _swiglu_shapes(dim: int, hidden: int, *experts: int) -> Shapes:
     return {"gate": (*experts, hidden, dim), "up": (*experts, hidden, dim), "down": (*experts, dim, hidden)}
 
 
-def _decoder(dim: int, vocab: int, layers: list[Shapes]) -> Shapes:
+def _decoder_shapes(dim: int, vocab: int, layers: list[Shapes]) -> Shapes:
     blocks = [{"norm1": (dim,), **layer, "norm2": (dim,)} for layer in layers]
     return {"embed": (vocab, dim), "layers": blocks, "norm": (dim,), "head": (vocab, dim)}
 
 
-def _gpt2(dim: int, layers: int) -> Shapes:
+def _gpt2_shapes(dim: int, layers: int) -> Shapes:
     def affine(*shape: int) -> Shapes:
         return {"w": shape, "b": shape[:1]}
 
@@ -41,16 +41,16 @@ def _gpt2(dim: int, layers: int) -> Shapes:
     return {"embed": {"tokens": (50257, dim), "positions": (1024, dim)}, "layers": [block] * layers, "norm": affine(dim)}
 
 
-def _llama3(dim: int, layers: int, heads: int, hidden: int) -> Shapes:
-    return _decoder(dim, 128256, [_attention(dim, heads, 8) | {"mlp": _swiglu(dim, hidden)}] * layers)
+def _llama3_shapes(dim: int, layers: int, heads: int, hidden: int) -> Shapes:
+    return _decoder_shapes(dim, 128256, [_attention_shapes(dim, heads, 8) | {"mlp": _swiglu_shapes(dim, hidden)}] * layers)
 
 
-def _mixtral() -> Shapes:
-    block = _attention(4096, 32, 8) | {"router": (8, 4096), "experts": _swiglu(4096, 14336, 8)}
-    return _decoder(4096, 32000, [block] * 32)
+def _mixtral_shapes() -> Shapes:
+    block = _attention_shapes(4096, 32, 8) | {"router": (8, 4096), "experts": _swiglu_shapes(4096, 14336, 8)}
+    return _decoder_shapes(4096, 32000, [block] * 32)
 
 
-def _deepseek_v3() -> Shapes:
+def _deepseek_v3_shapes() -> Shapes:
     dim, heads = 7168, 128
     attention = {
         "q_down": (1536, dim),
@@ -61,19 +61,19 @@ def _deepseek_v3() -> Shapes:
         "kv_up": (heads * 256, 512),
         "out": (dim, heads * 128),
     }
-    dense = attention | {"mlp": _swiglu(dim, 18432)}
-    experts = {"router": (256, dim), "shared": _swiglu(dim, 2048), "experts": _swiglu(dim, 2048, 256)}
-    return _decoder(dim, 129280, [dense] * 3 + [attention | experts] * 58)
+    dense = attention | {"mlp": _swiglu_shapes(dim, 18432)}
+    experts = {"router": (256, dim), "shared": _swiglu_shapes(dim, 2048), "experts": _swiglu_shapes(dim, 2048, 256)}
+    return _decoder_shapes(dim, 129280, [dense] * 3 + [attention | experts] * 58)
 
 
 ARCHITECTURES: Mapping[str, Callable[[], Shapes]] = {
-    "gpt-2": partial(_gpt2, 768, 12),
-    "gpt-2-xl": partial(_gpt2, 1600, 48),
-    "llama-3-8b": partial(_llama3, 4096, 32, 32, 14336),
-    "llama-3-70b": partial(_llama3, 8192, 80, 64, 28672),
-    "llama-3-405b": partial(_llama3, 16384, 126, 128, 53248),
-    "mixtral-8x7b": _mixtral,
-    "deepseek-v3": _deepseek_v3,
+    "gpt-2": partial(_gpt2_shapes, 768, 12),
+    "gpt-2-xl": partial(_gpt2_shapes, 1600, 48),
+    "llama-3-8b": partial(_llama3_shapes, 4096, 32, 32, 14336),
+    "llama-3-70b": partial(_llama3_shapes, 8192, 80, 64, 28672),
+    "llama-3-405b": partial(_llama3_shapes, 16384, 126, 128, 53248),
+    "mixtral-8x7b": _mixtral_shapes,
+    "deepseek-v3": _deepseek_v3_shapes,
 }
 """Shapes of published models, by name. Sources: the configurations published with the weights; arXiv 2412.19437 for
 DeepSeek-V3, without its multi-token prediction and its routing biases."""

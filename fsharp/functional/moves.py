@@ -99,13 +99,13 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with vmap_disabled():  # which has no dim of these
                 moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in _without_scales(sharded)]
-                moved = _completed(sharded, moved, target, named, whole=whole)
+                moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
             moved = []
             for x in _without_scales(sharded):
                 moved.append(move_values(x, sharded.place, target, named, **ways))
-            moved = _completed(sharded, moved, target, named, whole=whole)
+            moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with telling_format_errors(comm, "gather()"):
@@ -120,7 +120,9 @@ def _without_scales(node: Sharded) -> Sequence[torch.Tensor]:
     return [unit.travelling(g, x) if unit.groups[g].is_stored(x) else x for g, x in rows]
 
 
-def _completed(node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool) -> list[torch.Tensor]:
+def _add_scales_or_decode(
+    node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool
+) -> list[torch.Tensor]:
     """Return moved buffers of a node with the scales of ``node`` at their ends; or decoded, if ``whole`` is True."""
     unit = node.unit
     if not unit.has_formats:

@@ -75,15 +75,16 @@ class _Hook:
         told = f"in {where}; its last collective: {self.ranks.last or 'none yet'!r}"
         if self.is_own:
             told = f"{me} failed first, {told}"
-            is_first = self._is_first(told)
+            is_first = self._claim_first_failure(told)
             _noted(error, told if is_first else told.replace(" first,", ","))
             self.ranks.fail(error, where)
             return
         _noted(error, f"{me}, {told}")
         if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can
-            self._is_first(f"{me}, {told}: {_error_text(error)}")
+            self._claim_first_failure(f"{me}, {told}: {_error_text(error)}")
 
-    def _is_first(self, told: str) -> bool:
+    def _claim_first_failure(self, told: str) -> bool:
+        """Claim to be the rank that failed first, with this text; return whether no other rank has claimed so before."""
         return self.board.claim("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -91,7 +92,7 @@ class _Hook:
             self.before(kind, error, trace)
             return
         self._wait(["first failure"], _OTHERS_SPEAK_S)
-        if self._is_first(_error_text(error)):
+        if self._claim_first_failure(_error_text(error)):
             if self.is_own:
                 others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
                 self._wait([f"rank {rank} has spoken" for rank in others], _OTHERS_SPEAK_S)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
+from fsharp.checkpoint.entries import PerRank, leaves_of, with_object_states
 from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import exchange, largest, ranks_text
 from fsharp.functional.comm.protocol import Comm, Labelled, telling_format_errors
@@ -140,7 +140,7 @@ def _computable(x: torch.Tensor) -> torch.Tensor:
 
 def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield pairs of a path and a leaf: a Sharded, a tensor, or a number that may be infinite."""
-    for path, _, leaf in leaves_of(expanded(tree)):
+    for path, _, leaf in leaves_of(with_object_states(tree)):
         for under, _, held in leaves_of(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
             if is_sharded(held) or isinstance(held, Number | torch.Tensor):
                 yield (*path, *under), held.local if isinstance(held, ShardedTensor) else held

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, Self
 import optree
 
 from fsharp.checkpoint import Checkpoint, Replicas
-from fsharp.checkpoint.entries import expanded, is_node
+from fsharp.checkpoint.entries import is_node, with_object_states
 from fsharp.checkpoint.manifest import as_json
 from fsharp.checkpoint.storage import full_path
 from fsharp.errors import NonFiniteError, RunError
@@ -202,7 +202,7 @@ class Run:
         """
         agree_at_start(self.config, tree, comm=self.comm)
         self._phase = "between steps" if self._phase == "new" else self._phase
-        self._checkpoints.expect(tree)
+        self._checkpoints.record_leaves(tree)
         has_own = self._checkpoints.are_own()
         root = self._checkpoints.root if has_own or other is None else full_path(other)
         is_there = has_own or self._checkpoints.are_in(root)
@@ -316,7 +316,9 @@ class Run:
         self._checkpoints.check_leaves(tree)
         bad = None
         if not self._save_nonfinite:  # numbers may be infinite: a best loss begins as an infinity
-            plain = optree.tree_map(lambda leaf: 0 if isinstance(leaf, Number) else leaf, expanded(tree), is_leaf=is_node)
+            plain = optree.tree_map(
+                lambda leaf: 0 if isinstance(leaf, Number) else leaf, with_object_states(tree), is_leaf=is_node
+            )
             bad = find_nonfinite(None, plain, comm=self.comm)
         if bad is not None:
             raise NonFiniteError(

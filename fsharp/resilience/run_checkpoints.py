@@ -48,7 +48,7 @@ class RunCheckpoints:
         self._saver = Saver(self.root, self._comm, **self._options, config=self._config)
         return self._saver
 
-    def expect(self, tree: Any) -> None:
+    def record_leaves(self, tree: Any) -> None:
         """Record the leaves of this tree: :meth:`check_leaves` refuses trees with other leaves."""
         self._names = set(leaf_names(tree))
 

@@ -12,7 +12,7 @@ import optree
 import torch
 
 import fsharp
-from fsharp.checkpoint.entries import expanded, is_node, leaves_of
+from fsharp.checkpoint.entries import is_node, leaves_of, with_object_states
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
@@ -70,7 +70,7 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 def _leaves(tree: Any) -> Iterator[str]:
     """Yield a line for each leaf: its path and its description."""
-    for path, _, leaf in leaves_of(expanded(tree)):
+    for path, _, leaf in leaves_of(with_object_states(tree)):
         if is_sharded(leaf):
             yield f"{join(path)}: {leaf.name!r} at {leaf.place}"
         elif isinstance(leaf, torch.Tensor):

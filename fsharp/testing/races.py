@@ -246,7 +246,7 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """
     scheduler = _session(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check(scheduler)
-    lanes = VirtualLanes(describe=lambda key: _op(scheduler, key), here=lambda: _here(scheduler))
+    lanes = VirtualLanes(describe=lambda key: _op(scheduler, key), here=lambda: _point_of_step(scheduler))
     report = RaceReport(lanes, lambda span: _place(scheduler, span))
     before = scheduler.lanes
     scheduler.use_lanes(lanes)
@@ -279,7 +279,7 @@ def _check(scheduler: Scheduler) -> None:
         )
 
 
-def _here(scheduler: Scheduler) -> str:
+def _point_of_step(scheduler: Scheduler) -> str:
     """Return the point of the program that the step has reached, in words."""
     step = scheduler._now.step
     if step is None:

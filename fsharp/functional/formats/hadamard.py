@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Plane, register_format
-from fsharp.functional.formats.microscaling import BLOCK, LARGEST, blocks_at_once, is_true_on_host
+from fsharp.functional.formats.microscaling import BLOCK, LARGEST, blocks_at_once, is_true_on_cpu
 from fsharp.type_checks import options_checked
 
 
@@ -115,6 +115,6 @@ def _transformed_back(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row. Rounding errors do not make finite results infinite."""
     size = rows.shape[1]
     found = _transformed(rows, factor=1 / size)
-    if not is_true_on_host((found.abs() <= LARGEST / size).all()):  # NaN is not
+    if not is_true_on_cpu((found.abs() <= LARGEST / size).all()):  # NaN is not
         found = torch.where(found.isfinite(), found.clamp(-LARGEST / size, LARGEST / size), found)
     return found * size

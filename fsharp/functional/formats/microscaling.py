@@ -75,7 +75,7 @@ def _blocks_of_32(
         exponent = exponent - (fraction == 0.5).int()  # of the least power of two that is not below it
         exponent = torch.where(least == 0, -_BIAS, exponent).clamp(-_BIAS, _BIAS)
         scales.copy_(torch.where(is_finite, exponent + _BIAS, _NOT_FINITE).view(-1))
-        all_finite = is_true_on_host(is_finite.all())
+        all_finite = is_true_on_cpu(is_finite.all())
         numbers = (blocks if all_finite else torch.where(is_finite, blocks, 0.0)) * power_of_two(-exponent)
         if noise is not None:
             numbers = rounding(numbers, noise).clamp_(-largest, largest)
@@ -96,7 +96,7 @@ def _blocks_of_32(
         codes = (unpack(codes) if packed else codes).view(-1, BLOCK)
         scales = scales.int().view(-1, 1)
         torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
-        if is_true_on_host((scales < _SURELY_FINITE).all()):
+        if is_true_on_cpu((scales < _SURELY_FINITE).all()):
             return
         values.clamp_(-LARGEST, LARGEST)  # may have been rounded up
         put_not_finite_(values, codes, scales == _NOT_FINITE)
@@ -110,7 +110,7 @@ def blocks_at_once(values: torch.Tensor) -> int:
     return _CACHED if values.device.type == "cpu" else max(values.numel(), 1)
 
 
-def is_true_on_host(fact: torch.Tensor) -> bool:
+def is_true_on_cpu(fact: torch.Tensor) -> bool:
     """Return whether a boolean tensor is true and on the CPU. The host would have to wait for a tensor on another device."""
     return fact.device.type == "cpu" and bool(fact)
 

@@ -19,7 +19,7 @@ from fsharp.functional.formats.microscaling import (
     blocks_at_once,
     codes_not_finite,
     codes_of_e2m1,
-    is_true_on_host,
+    is_true_on_cpu,
     numbers_of_e2m1,
     pack,
     power_of_two,
@@ -69,7 +69,7 @@ def _encode_into(
     is_finite = most.isfinite()
     of_block = (torch.where(is_finite, most, 0.0) / outer / 6).clamp_(_LEAST, _MOST).to(torch.float8_e4m3fn)
     found = codes_of_e2m1(blocks / (of_block.float() * outer))
-    if not is_true_on_host(is_finite.all()):
+    if not is_true_on_cpu(is_finite.all()):
         found = torch.where(is_finite, found, codes_not_finite(blocks))
         of_block = torch.where(is_finite, of_block.float(), torch.nan).to(torch.float8_e4m3fn)
     codes.copy_(pack(found.view(-1)))
@@ -89,7 +89,7 @@ def _decode(part: LeafPart) -> torch.Tensor:
 def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, outer: torch.Tensor) -> None:
     codes, of_block = unpack(codes).view(-1, BLOCK), scales.float().view(-1, 1) * outer
     torch.mul(numbers_of_e2m1(codes), of_block, out=values)
-    if is_true_on_host((of_block < LARGEST / 6).all()):  # NaN is not
+    if is_true_on_cpu((of_block < LARGEST / 6).all()):  # NaN is not
         return
     values.clamp_(-LARGEST, LARGEST)  # may have been rounded up
     put_not_finite_(values, codes, of_block.isnan())

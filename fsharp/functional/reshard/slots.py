@@ -153,7 +153,7 @@ def check_slot(slot: Slot, layout: Layout) -> None:
     not fit the layout.
     """
     for node in slot.nodes:
-        _check_rests(slot, node)
+        _check_at_rest(slot, node)
     old = {path: facts for node in slot.nodes for path, facts in _leaf_facts(slot, node.unit)}
     new = {path: facts for unit in layout.units for path, facts in _leaf_facts(slot, unit)}
     rows = [(repr(path), "not in the new layout") for path in old.keys() - new.keys()]
@@ -179,7 +179,7 @@ def check_slot(slot: Slot, layout: Layout) -> None:
         raise LayoutError(problem("reshard()", f"{slot} does not fit the new layout.", sorted(rows)[:8], remedy + cast))
 
 
-def _check_rests(slot: Slot, node: Sharded) -> None:
+def _check_at_rest(slot: Slot, node: Sharded) -> None:
     facts = [("in", slot), ("unit", node.unit.shown), ("place", node.place)]
     if node.is_donated:
         raise TreeError(problem("reshard()", "a unit was donated (donate=True).", facts, "Use the returned state."))

@@ -318,15 +318,18 @@ def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -
     matrix /= scale
     if torch.linalg.matrix_rank(matrix, rtol=1e-6) < matrix.shape[1]:
         return None
-    solution = (_not_negative(matrix, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
+    solution = (_nonnegative_least_squares(matrix, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
     return {
         name: (latency, 1 / slope if slope > 0 else math.inf)
         for name, latency, slope in zip(found, solution[::2], solution[1::2], strict=True)
     }
 
 
-def _not_negative(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Solve least squares without columns that come out negative: noise can make a latency, or the time of a byte, seem so."""
+def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the solution of least squares in which columns with a negative solution are left out, as zeros.
+
+    Noise can make a latency, or the time of a byte, seem negative.
+    """
     kept = torch.ones(matrix.shape[1], dtype=torch.bool)
     result = torch.zeros(matrix.shape[1], dtype=torch.float64)
     while kept.any():

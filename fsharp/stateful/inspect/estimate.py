@@ -238,15 +238,15 @@ class Hardware:
 
     def latency_s(self, links: Iterable[Channel]) -> float:
         """Return the seconds of a collective that do not depend on its bytes, over all of its links in sequence."""
-        halves = [half for link in links for half in self._halves(link)]
+        halves = [half for link in links for half in self._collectives_in(link)]
         return sum(_of(self.latency, half, "latency") for half in halves)
 
     def _byte_s(self, link: Channel) -> float:
         """Return the seconds of one byte over a link, of which each half of a collective sends an equal part."""
-        halves = self._halves(link)
+        halves = self._collectives_in(link)
         return sum(1 / _of(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
-    def _halves(self, link: Channel) -> tuple[Channel, ...]:
+    def _collectives_in(self, link: Channel) -> tuple[Channel, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
         For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather.

@@ -68,7 +68,7 @@ class MeanGradients:
                 for hook in list(self._hooks.get(path, {}).values()):
                     hook(parameter)
 
-    def take_back(self, units: Iterable[UnitState]) -> None:
+    def return_to_sums(self, units: Iterable[UnitState]) -> None:
         """Drop the means, and turn the gradients of ``units`` back into sums, to which another backward can add."""
         self.clear()
         for unit in units:

@@ -27,21 +27,21 @@ class ModuleState:
     def __init__(self, state: TrainState, comm: Comm) -> None:
         self.train_state, self._comm, self.generation = state, comm, 0
         self.is_written, self.loaded = False, set[str]()
-        self.stamp()
+        self.record_versions()
 
-    def stamp(self) -> None:
-        """Note the versions of all buffers, to notice later writes."""
+    def record_versions(self) -> None:
+        """Record the version counters of all buffers, to notice later writes."""
         trees = ("params", self.train_state.params), ("main", self.train_state.main)
         nodes = [(kind, node) for kind, tree in trees for node in units_of(tree)]
         self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
-        self._stamp = self._versions()
+        self._recorded = self._versions()
 
     def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Copy values into ``targets``, which are buffers of this state. All ranks have to call this method."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
-        self.stamp()
+        self.record_versions()
 
     def visible(self) -> Any:
         """Return the optimizer's copies of parameters: trainable groups at the optimizer's place, in memory of the state."""
@@ -57,7 +57,7 @@ class ModuleState:
                 for buffer, value in zip(kept.buffers, new.buffers, strict=True):
                     if buffer is not value:
                         buffer.copy_(value)
-        self.stamp()
+        self.record_versions()
 
     def account_for_writes(self, account: Callable[[str], None]) -> None:
         """Add to labels whether parameters were written to since the last step, to find a rank that did so alone."""
@@ -81,7 +81,7 @@ class ModuleState:
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps it
         self.train_state = state if has_own else state._replace(opt=None)
         self.generation += 1
-        self.stamp()
+        self.record_versions()
 
     def follow_writes(self) -> bool:
         """After writes to the optimizer's copies, update parameters at rest, by a collective.
@@ -94,12 +94,12 @@ class ModuleState:
         return is_written
 
     def notice_writes(self) -> bool:
-        """Return whether the optimizer's copies were written to since the last stamp. Raise an error for other writes."""
+        """Return whether the optimizer's copies were written to since :meth:`record_versions`. Other writes are an error."""
         now = self._versions()
-        if now == self._stamp:
+        if now == self._recorded:
             return False
         mains = {(unit, group) for kind, unit, group, _ in self._buffers if kind == "main"}
-        for (kind, unit, group, _), before, (address, version) in zip(self._buffers, self._stamp, now, strict=True):
+        for (kind, unit, group, _), before, (address, version) in zip(self._buffers, self._recorded, now, strict=True):
             is_copy = kind == "params" and (unit, group) in mains
             if address != before[0] or (is_copy and version != before[1]):
                 raise ScheduleError(
@@ -108,7 +108,7 @@ class ModuleState:
                     "`with model.unsharded(write=True):`."
                 )
         self.is_written = True
-        self.stamp()
+        self.record_versions()
         return True
 
     def _versions(self) -> list[tuple[int, int]]:

@@ -117,7 +117,7 @@ class ModuleStep:
                         "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their "
                         "sum over ranks. Change them after the last backward of a step."
                     )
-                self.means.take_back(self._units)
+                self.means.return_to_sums(self._units)
             for unit in self._units:
                 if unit.gradient is not None:
                     unit.gradient.ignore(self._paused)
@@ -164,7 +164,7 @@ class ModuleStep:
             self.means.clear()
         self._close(run)
         self.updated_by = by
-        self.state.stamp()
+        self.state.record_versions()
         self.state.loaded.clear()
 
     def finished(self, where: str) -> Any:

@@ -133,10 +133,10 @@ class Session:
         release = not owner.has_inner
         return call.returning(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
-    def note_load(self, what: str) -> None:
-        """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole. Once both are, labels begin anew.
+    def record_load(self, what: str) -> None:
+        """Record that all ranks have loaded all ``"parameters"`` or ``"optimizer"``. Once both are loaded, labels begin anew.
 
-        Then values do not depend on earlier steps, and ranks whose steps differed before an error can go on together.
+        Values then do not depend on earlier steps, and ranks whose steps differed before an error can go on together.
         """
         self.state.loaded.add(what)
         if len(self.state.loaded) == 2:

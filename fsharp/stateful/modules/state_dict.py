@@ -74,7 +74,7 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
             buffer.copy_(value)
     session.write({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
-        session.note_load("parameters")
+        session.record_load("parameters")
     return result
 
 

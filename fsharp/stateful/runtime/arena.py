@@ -97,7 +97,7 @@ class Arena:
         units = [each.unit for op in bound.carried for each in op.members if each.unit is not None]
         for op in bound.carried:
             if recorder is not None:
-                recorder.op(op, self._executor.bind(op))
+                recorder.run_op(op, self._executor.bind(op))
             else:
                 self._executor.run(op)
         for unit in units:

@@ -164,7 +164,7 @@ class UnitUse:
 
         for x in kept_tensors(roots, first):  # as TransformerEngine keeps weights
             if type(x) is torch.Tensor and is_here(x):
-                full.lend(x)
+                full.register_alias(x)
         for raw in saved_tensors(roots, first):
             x = raw.data
             note: Note | None = None

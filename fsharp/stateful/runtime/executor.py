@@ -130,7 +130,7 @@ class Executor:
         self.host_nbytes = 0
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
-    def name(self, *, step: str | None = None, microbatch: str | None = None) -> None:
+    def set_names(self, *, step: str | None = None, microbatch: str | None = None) -> None:
         """Set the names of step and microbatch in labels; an empty step means that no step is under way."""
         self.step = self.step if step is None else step
         self.microbatch = self.microbatch if microbatch is None else microbatch
@@ -204,9 +204,9 @@ class Executor:
     def label(self, units: Iterable[UnitState], what: str) -> str:
         """Return the label of a collective of these units, which ranks compare first. ``what`` comes from :func:`described`."""
         names = dict.fromkeys([unit.label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units])
-        return self.named(f"{''.join(names)}{what}")
+        return self.with_step_prefix(f"{''.join(names)}{what}")
 
-    def named(self, what: str) -> str:
+    def with_step_prefix(self, what: str) -> str:
         """Return ``what`` with the present step and microbatch as a prefix."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
@@ -231,7 +231,7 @@ def _each(actions: Iterable[Action]) -> None:
 def _ending(bound: BoundOp) -> Action:
     """Return what takes the result of the reduction that an op begins or ends."""
     if bound.spec in (ops.FINISH, ops.LAND):
-        return bound.gradient.end_finish
+        return bound.gradient.end_final_reduction
     assert bound.block is not None
     return partial(bound.gradient.accumulate, bound.block)
 
@@ -243,7 +243,7 @@ def described(bounds: Sequence[BoundOp]) -> str:
     return f"{first.kind} {which} ({first.phase})"
 
 
-def _gather(executor: Executor, bound: BoundOp) -> Action:
+def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
     units = [(each, each.unit, each.copy) for each in bound.members if each.unit is not None and each.copy is not None]
     as_one, transport, what = len(units) > 1, executor.transport, described(bound.members)
     waits = transport.is_async  # else the stream of gathers is behind what fills a node
@@ -264,12 +264,12 @@ def _gather(executor: Executor, bound: BoundOp) -> Action:
             label = executor.label([unit for _, unit, _ in found], text)
             works = gather_along(found[0][2].axes, moves, transport, label=label, as_one=as_one)
             for _, _, copy in found:
-                copy.expect(works)
+                copy.add_works(works)
 
     return executor.on_lane(bound, start)
 
 
-def _wait(executor: Executor, bound: BoundOp) -> Action:
+def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
     unit, copy = bound.unit, bound.copy
     assert unit is not None
     assert copy is not None
@@ -283,7 +283,7 @@ def _wait(executor: Executor, bound: BoundOp) -> Action:
             if transport.is_async:
                 _ = unit.node.buffers
             label = f"{executor.label([unit], described([bound]))} of other values than were gathered"
-            copy.expect(gather_along(copy.axes, copy.fill(unit.node, executor.number), transport, label=label, as_one=False))
+            copy.add_works(gather_along(copy.axes, copy.fill(unit.node, executor.number), transport, label=label, as_one=False))
         lanes.join([bound.key])
 
     def action() -> None:
@@ -304,7 +304,7 @@ def _wait(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _decode(executor: Executor, bound: BoundOp) -> Action:
+def _bind_decode(executor: Executor, bound: BoundOp) -> Action:
     copy = bound.copy
     assert copy is not None
 
@@ -315,12 +315,12 @@ def _decode(executor: Executor, bound: BoundOp) -> Action:
     return executor.joining(bound, action)
 
 
-def _release(executor: Executor, bound: BoundOp) -> Action:
+def _bind_release(executor: Executor, bound: BoundOp) -> Action:
     assert bound.copy is not None
     return executor.joining(bound, bound.copy.release)
 
 
-def _spread(executor: Executor, bound: BoundOp) -> Action:
+def _bind_spread(executor: Executor, bound: BoundOp) -> Action:
     def start() -> None:
         if not executor.is_connected:
             executor.connect()
@@ -331,7 +331,7 @@ def _spread(executor: Executor, bound: BoundOp) -> Action:
         axes = moving[0][1].axes
         works = gather_along(axes, moves, executor.transport, label=label, as_one=len(moving) > 1)
         for _, spread in moving:
-            spread.expect(works)
+            spread.add_works(works)
         differences = [each for _, spread in moving for each in spread.differences]
         for _, spread in moving if differences and not executor.transport.is_async else ():
             spread.wait()  # differences are added on this lane, before later gathers and before reads of parameters
@@ -351,7 +351,7 @@ def _spread(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _settle(executor: Executor, bound: BoundOp) -> Action:
+def _bind_settle(executor: Executor, bound: BoundOp) -> Action:
     unit = bound.unit
     assert unit is not None
 
@@ -363,7 +363,7 @@ def _settle(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _cast(executor: Executor, bound: BoundOp) -> Action:
+def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
     gradient, block, first = bound.gradient, bound.block, bound.is_first
     opens, fills = bound.op.opens is not None, first and block is not None
 
@@ -376,7 +376,7 @@ def _cast(executor: Executor, bound: BoundOp) -> Action:
     return executor.joining(bound, action) if opens or fills else action
 
 
-def _encode(executor: Executor, bound: BoundOp) -> Action:
+def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
     gradient = bound.gradient
 
     def start() -> None:
@@ -386,7 +386,7 @@ def _encode(executor: Executor, bound: BoundOp) -> Action:
     return executor.on_lane(bound, gradient.encode_rest if bound.spec is ops.ENCODE_REST else start)
 
 
-def _reduce(executor: Executor, bound: BoundOp) -> Action:
+def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
     transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.members]
     as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
     units, what = [each.unit for each in bound.members if each.unit is not None], described(bound.members)
@@ -411,13 +411,13 @@ def _reduce(executor: Executor, bound: BoundOp) -> Action:
     return executor.on_lane(bound, start)
 
 
-def _sum(executor: Executor, bound: BoundOp) -> Action:
+def _bind_sum(executor: Executor, bound: BoundOp) -> Action:
     if bound.may_wait and executor.transport.is_async:
         return nothing  # the reader of the sum decodes it
     return executor.on_lane(bound, bound.gradient.decode, begins=False)
 
 
-def _accumulate(executor: Executor, bound: BoundOp) -> Action:
+def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     gradient, end, is_finish = bound.gradient, _ending(bound), bound.spec is ops.LAND
     reduction, opens = (bound.op.unit, ops.FINISH if is_finish else ops.REDUCE), bound.op.opens is not None
     waits_late = bound.may_wait and executor.transport.is_async
@@ -435,7 +435,7 @@ def _accumulate(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _copy(executor: Executor, bound: BoundOp) -> Action:
+def _bind_copy(executor: Executor, bound: BoundOp) -> Action:
     on_lane = executor.on_lane(bound, partial(executor.copy, bound))
 
     def action() -> None:
@@ -455,24 +455,24 @@ def nothing() -> None:
 
 
 BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
-    ops.GATHER: _gather,
-    ops.SPREAD: _spread,
-    ops.WAIT: _wait,
-    ops.SETTLE: _settle,
+    ops.GATHER: _bind_gather,
+    ops.SPREAD: _bind_spread,
+    ops.WAIT: _bind_wait,
+    ops.SETTLE: _bind_settle,
     ops.COMPUTE: lambda executor, bound: nothing,
-    ops.DECODE: _decode,
-    ops.RELEASE: _release,
-    ops.CAST: _cast,
-    ops.ENCODE: _encode,
-    ops.ENCODE_REST: _encode,
-    ops.REDUCE: _reduce,
-    ops.FINISH: _reduce,
-    ops.SUM: _sum,
-    ops.FINAL_SUM: _sum,
-    ops.ACCUMULATE: _accumulate,
-    ops.LAND: _accumulate,
-    ops.FETCH: _copy,
+    ops.DECODE: _bind_decode,
+    ops.RELEASE: _bind_release,
+    ops.CAST: _bind_cast,
+    ops.ENCODE: _bind_encode,
+    ops.ENCODE_REST: _bind_encode,
+    ops.REDUCE: _bind_reduce,
+    ops.FINISH: _bind_reduce,
+    ops.SUM: _bind_sum,
+    ops.FINAL_SUM: _bind_sum,
+    ops.ACCUMULATE: _bind_accumulate,
+    ops.LAND: _bind_accumulate,
+    ops.FETCH: _bind_copy,
     ops.UPDATE: lambda executor, bound: nothing,
-    ops.OFFLOAD: _copy,
+    ops.OFFLOAD: _bind_copy,
 }
 """For each kind of op, what binds it."""

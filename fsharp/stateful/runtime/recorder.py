@@ -50,7 +50,7 @@ class Recorder:
         self._waited_before = self._waited_s()
         self._step = len(self.trace.steps)
 
-    def event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
+    def run_event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
         """Run the actions of an event's ops, and measure them."""
         here = self.mark()
         if event.kind.endswith("_end") and event.unit:
@@ -64,10 +64,10 @@ class Recorder:
                     self._note(bound, self._last, began, waits=True)
                 self._note(bound, began, here)
             else:
-                self.op(bound, action)
+                self.run_op(bound, action)
         self._last, self._waited_before = self.mark(), self._waited_s()
 
-    def op(self, bound: BoundOp, action: Action) -> None:
+    def run_op(self, bound: BoundOp, action: Action) -> None:
         """Run the action of an op, and measure it."""
         self.flights, self.lane_marks = [], []
         start = self.mark()

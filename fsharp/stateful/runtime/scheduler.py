@@ -146,13 +146,13 @@ class Scheduler(PassingComm, Tracer):
         """Pass a collective of the caller on, unscheduled. If the scheduler is closed, raise an error."""
         self._refuse()
         self.executor.connect()
-        return self.own, self.executor.named(label or "a call of the Comm")
+        return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
 
     def account(self, text: str) -> None:
         """Add settings to the labels of all later collectives, so that ranks with other settings are found."""
         self._history.account(text)
         if self._now.step is not None:
-            self.executor.name(step=f"{self._now.title}{self._of_history}")
+            self.executor.set_names(step=f"{self._now.title}{self._of_history}")
 
     def begin_history(self) -> None:
         """Remove earlier steps and settings from labels, after all ranks have loaded the same values."""
@@ -203,7 +203,7 @@ class Scheduler(PassingComm, Tracer):
             self.executor.begin(f"{title}{self._of_history}")
             self.registry.begin_step()
             for key, node in scheduled.sources(inputs).items():
-                self.registry.expect(key, node)
+                self.registry.bind_if_free(key, node)
             schedule = self.arena.bind(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
             step = Step(self.executor, schedule, self.units, recorder)
@@ -272,7 +272,7 @@ class Scheduler(PassingComm, Tracer):
         self._now.end()
         self._issued = IssuedGradients()
         self.registry.unbind()
-        self.executor.name(step="")
+        self.executor.set_names(step="")
         for scheduled in self._functions:
             scheduled.forget()
 

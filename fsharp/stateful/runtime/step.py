@@ -73,7 +73,7 @@ class Step:
             if at < len(schedule.events) and schedule.events[at] == found:
                 self.events.append(schedule.events[at])
                 if self.recorder is not None:
-                    self.recorder.event(schedule.events[at], schedule.bound[at])
+                    self.recorder.run_event(schedule.events[at], schedule.bound[at])
                     return
                 for action in schedule.actions[at]:
                     action()
@@ -238,7 +238,7 @@ class Step:
         number = self.num_microbatches
         if not is_last and self.schedule is not None and number in self.schedule.last_microbatches:
             self.leave()  # it would reduce them now
-        self.executor.name(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
+        self.executor.set_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
         """End a backward pass. ``direct``: gradients that came through ``gather()`` in the loss, flat and at rest."""
@@ -257,7 +257,7 @@ class Step:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
         self.num_microbatches += 1
-        self.executor.name(microbatch=f"microbatch {self.num_microbatches}")
+        self.executor.set_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:

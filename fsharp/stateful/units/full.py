@@ -158,7 +158,7 @@ class FullUnit:
         self._handed_out.append(HandedOut(tensor, part.path, cls, self.storage.data_ptr()))
         return tensor
 
-    def lend(self, tensor: torch.Tensor) -> None:
+    def register_alias(self, tensor: torch.Tensor) -> None:
         """Register another alias of a leaf, so that :meth:`withdraw` takes the memory from it as well."""
         plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
         paths = {leaf.data_ptr(): path for leaf, path in zip(self._leaves, plain, strict=True)}

@@ -302,8 +302,8 @@ class GradientBuffer:
             for chain, source, target, (sent, *scratch), encoded in rows
         ]
 
-    def end_finish(self) -> None:
-        """End :meth:`finish`: its memory is free from now on, and :meth:`join` waits for the rest."""
+    def end_final_reduction(self) -> None:
+        """End the reduction that :meth:`finish` began: its memory is free now, and :meth:`join` waits for what is left."""
         for _ in self.route.finishes:
             tail = self._works.pop(0).wait()
             if isinstance(tail, Work):

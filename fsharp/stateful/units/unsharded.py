@@ -117,8 +117,8 @@ class UnshardedBuffer:
                 moves.append((x.detach(), outs))
         return moves
 
-    def expect(self, works: Sequence[Work]) -> None:
-        """Note the Works of the gathers that fill the buffer."""
+    def add_works(self, works: Sequence[Work]) -> None:
+        """Add Works of gathers that fill the buffer, for which :meth:`wait` waits."""
         self.works += works
 
     def wait(self) -> None:

@@ -69,8 +69,8 @@ class UpdateGather:
             self.moves.append((part, nested_parts(encoded, old.unit, self.axes, rank)))
             self.differences.append(Difference(group, params, encoded))
 
-    def expect(self, works: Sequence[Work]) -> None:
-        """Note the Works of the gathers."""
+    def add_works(self, works: Sequence[Work]) -> None:
+        """Add Works of the gathers, for which :meth:`wait` waits."""
         self.works += works
 
     def wait(self) -> None:

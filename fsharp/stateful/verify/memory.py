@@ -82,14 +82,14 @@ class MemoryCheck(Check):
         """Follow which op owns which bytes of the arena, and which ops read them."""
         self._see_reads(i, op, spec)
         self._see_memory(i, op, spec)
-        self._see_rest(i, op, spec)
+        self._see_gradient_memory(i, op, spec)
 
     def _own(self, i: int, key: BufferKey, memory: Memory | None) -> None:
         self.live[key], self.changed[key] = (i, memory), i
         if memory:
             self.owners.put(memory.start, memory.stop, (key, i))
 
-    def _see_rest(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _see_gradient_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check that memory for a gradient at rest, which adds up microbatches, is allocated exactly once.
 
         The op that allocates the memory may be the first one that writes to it, or an op before.

@@ -296,7 +296,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for run, parameter in self._each_run():  # leaves with one label have had the same steps
             if run.shape is None and labels.get(run.leaves[0][0]) == labels[path]:
                 return split_state(run._replace(leaves=((path, 0, 0),)), self.inner.state[parameter], like)[path]
-        return {key: value for key, value in self._fresh(path, self.param_groups).items() if isinstance(value, ShardedTensor)}
+        return {
+            key: value for key, value in self._fresh_state(path, self.param_groups).items() if isinstance(value, ShardedTensor)
+        }
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
@@ -336,7 +338,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse_dtensors("state_template()", self.session)
         if self.inner is None:
             return self.state_dict()
-        states = {path: self._fresh(path, self.param_groups) for path in self._stateful() if has(f"state.{path}")}
+        states = {path: self._fresh_state(path, self.param_groups) for path in self._stateful() if has(f"state.{path}")}
         return {"state": states, "param_groups": self._groups()}
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -347,8 +349,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine = {p.path for group in self.param_groups for p in group["params"]}
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
-    def _fresh(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return fresh state of the class for a parameter, with the options of these groups."""
+    def _fresh_state(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state with which the wrapped optimizer begins for a parameter, with its group's options in ``groups``."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
         mine, is_flat = parameter.local, self._scopes[index] is Scope.ELEMENT
@@ -389,7 +391,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_groups(where, state_dict, self._groups(), options=self.defaults, trained=trained)
             if self.inner is None:
                 return read_tree(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
-            fresh = partial(self._fresh, groups=state_dict["param_groups"])
+            fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
             return read_states(where, state_dict["state"], self._stateful(), fresh)
 
         states, replicas = together(where, comm, check, lambda _: _text_by_group(state_dict["param_groups"]))
@@ -402,7 +404,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._has_state = set(states)
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
-        self.session.note_load("optimizer")
+        self.session.record_load("optimizer")
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTe
         if (source := first.get(owners[like.rank])) is not None:
             everywhere = all(rank in kinds for rank in range(mesh.size) if owners[rank] == owners[like.rank])
             found[path] = {
-                key: mine[key] if everywhere else _completed(kind, mine.get(key), like, source, comm)
+                key: mine[key] if everywhere else _own_or_from_rank(kind, mine.get(key), like, source, comm)
                 for key, kind in kinds[source]
             }
     return found
@@ -98,8 +98,8 @@ def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
     )
 
 
-def _completed(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return this rank's state; if the rank holds no element of the parameter, the state of the rank ``source``."""
+def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
+    """Return a value of this rank's state; if the rank holds no element of the parameter, that of the rank ``source``."""
     what, *rest = kind
     if what == "value":
         return rest[0]
