@@ -129,7 +129,7 @@ class ParameterSource(NamedTuple):
 
     @staticmethod
     def of(tree: Any, comm: Comm) -> "ParameterSource":
-        """Return the source whose parameters are a tree's."""
+        """Return a source that reads parameters from a tree."""
         return ParameterSource(units_by_name(tree), comm)
 
 
@@ -185,9 +185,10 @@ class ModuleCalls:
         *,
         module: nn.Module | None = None,
     ) -> Iterator[None]:
-        """Return a context in which modules read ``source``, and other tensors for the parameters of some units.
+        """Return a context in which modules read parameters from ``source``, and ``parameters`` at the entries of some units.
 
-        ``parameters``: in the order of each unit's leaves. Methods of ``module``, whose units are gathered, run directly.
+        ``parameters``: for each unit, tensors in the order of its leaves. Methods of ``module``, whose units are gathered, run
+        directly.
         """
         before, self.source = self.source, source
         replaced_tensors = list(map(ParameterEntries.swap, entries, parameters))

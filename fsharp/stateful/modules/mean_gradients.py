@@ -129,8 +129,8 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
     """Return paths of trained, unpaused parameters of these units that have no gradient on any rank.
 
     Ranks agree along the axes on which a unit does not vary, by an ``all_reduce`` of one byte for each parameter and axis. The
-    host of a rank that lacks a gradient waits for it, as it decides what an optimizer leaves alone; one that has all knows the
-    result.
+    host of a rank that lacks a gradient waits for the result, which decides what an optimizer leaves alone. A rank that has
+    all gradients knows the result.
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""

@@ -81,7 +81,7 @@ class ShardedModule(nn.Module):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release the gradients of all parameters. A forward without its backward so far stays valid.
+        """Release the gradients of all parameters. A forward whose backward has not run yet stays valid.
 
         ``set_to_none=False`` is an error.
         """
@@ -143,8 +143,8 @@ class ShardedModule(nn.Module):
         """Make all parameters whole tensors in this context, on every rank. All ranks have to enter the context.
 
         Trained parameters have the optimizer's dtype, frozen ones the dtype in which they rest. With ``write=True`` writes to
-        parameters last; all ranks have to write equal values. A forward without its backward so far is discarded: its graph can
-        no longer run backward.
+        parameters last; all ranks have to write equal values. A forward whose backward has not run yet is discarded: its graph
+        can no longer run backward.
 
         Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
         """

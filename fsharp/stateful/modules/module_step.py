@@ -195,7 +195,7 @@ class ModuleStep:
         )
 
     def discard(self, *, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless a backward is under way. A forward whose backward is to come stays."""
+        """Drop the gradients, unless a backward is under way. A forward whose backward has not run yet stays valid."""
         if not set_to_none:
             raise ScheduleError(
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
@@ -248,7 +248,7 @@ class ModuleStep:
         return self.means.part(path)
 
     def drop_gradient(self, path: str) -> None:
-        """Drop the gradient of one parameter. After the last one the step has no gradients."""
+        """Drop the gradient of one parameter. When all are dropped, the step has no gradients."""
         part = self.gradient(path)
         self.used.discard(path)
         if part is not None:

@@ -163,7 +163,7 @@ class Session:
         self.scheduler.lanes.join_all("gather")
 
     def note_write(self, part: ShardedTensor, what: str) -> None:
-        """Note that a function has changed a part in place.
+        """Record that a function has changed a part in place.
 
         For a parameter or a gradient the change is added to later labels.
         """

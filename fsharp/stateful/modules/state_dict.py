@@ -182,7 +182,7 @@ def gather_to_rank(
 def whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
     """Yield each part with the tensor that it is a part of; of a DTensor, with this rank's whole local tensor.
 
-    Cost: a gather for each unit and place. Memory: a unit's tensors, of which those that are yielded are views.
+    Cost: a gather for each unit and place. Memory: the tensors of one unit; yielded tensors are views of them.
     """
     by_unit: dict[tuple[UnitLayout, Place], dict[str, ShardedTensor]] = {}
     for part in parts:
@@ -207,7 +207,8 @@ def whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
     """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
 
-    ``like``: by the first one or two keys of tensors, parts that are cut as these are to be. Each rank takes others whole.
+    ``like``: by the first one or two keys of a tensor, a part that is cut as this rank's part of the tensor. A tensor without
+    such a part stays whole on each rank.
     """
 
     def check() -> bytes:

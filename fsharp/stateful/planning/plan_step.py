@@ -101,7 +101,10 @@ def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) 
 
 
 def _microbatch(keys: dict[str, str], trained: Sequence[str], *, first_use: int) -> Iterator[Event]:
-    """Yield the events of a forward and a backward. No gradient passes through units in front of the first trained one."""
+    """Yield the events of a forward and a backward. No gradient passes through units in front of the first trained one.
+
+    ``keys``: keys of units by name, in order of use. ``first_use``: number of the first use.
+    """
     uses = [(name, key, first_use + i) for i, (name, key) in enumerate(keys.items())]
     for _, key, use in uses:
         yield Event("forward", key, use)

@@ -24,8 +24,8 @@ Receive = Callable[[Sequence[torch.Tensor | None]], None]
 class _Boundary(torch.autograd.Function):
     """An autograd function: its outputs are leaves, and its backward hands the leaves' gradients to the scheduler.
 
-    The engine runs what was made last first, and this was made before anything that the function did: when it is called
-    the whole backward of this use is over, and nothing of what came earlier in the forward has begun.
+    Autograd runs nodes in the reverse order of their making, and makes this node before all nodes of the function. So when
+    this node runs, the whole backward of the use is over, and no backward of earlier uses has begun.
     """
 
     @staticmethod
@@ -68,27 +68,29 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
             out.grad_fn.register_prehook(partial(call_hook, call))
 
 
-Note = Callable[[torch.Tensor], torch.Tensor]
+Rebuild = Callable[[torch.Tensor], torch.Tensor]
 """What autograd keeps in place of a tensor in gathered memory: makes the tensor again, in memory at another address."""
 
 
-def _note(x: torch.Tensor) -> Note:
+def _tensor_rebuild(x: torch.Tensor) -> Rebuild:
     dtype, offset, size, stride = x.dtype, int(x.storage_offset()), x.size(), x.stride()
     return lambda memory: torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
 
 def _plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
-    """Return the inner tensors of a wrapper by attribute; None if it is no wrapper, or one of tensors that are not plain."""
+    """Return the inner tensors of a wrapper by attribute; None if ``x`` is no wrapper, or has tensors that are not plain."""
     if not is_traceable_wrapper_subclass(x):
         return None
     inner = {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
     return inner if all(type(each) is torch.Tensor and is_plain(each) for each in inner.values()) else None
 
 
-def _wrapper_note(x: Any, notes: Mapping[str, Note]) -> Note:
-    """Return the note of a wrapper, such as the transpose of a leaf of a class of its own, from those of its inner tensors."""
+def _wrapper_rebuild(x: Any, rebuilds: Mapping[str, Rebuild]) -> Rebuild:
+    """Return the Rebuild of a wrapper, such as the transpose of a tensor subclass, from the Rebuilds of its inner tensors."""
     kind, about, size, stride = type(x), x.__tensor_flatten__()[1], torch.Size(x.size()), x.stride()
-    return lambda memory: kind.__tensor_unflatten__({name: note(memory) for name, note in notes.items()}, about, size, stride)
+    return lambda memory: kind.__tensor_unflatten__(
+        {name: rebuild(memory) for name, rebuild in rebuilds.items()}, about, size, stride
+    )
 
 
 def in_backward() -> bool:
@@ -140,10 +142,10 @@ class UnitUse:
         self._full = None
 
     def pack(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
-        """Replace parameters in memory of their own that autograd has saved by notes: autograd asks for them in the backward.
+        """Make autograd keep, in place of saved parameters outside of the arena, a function that rebuilds them in the backward.
 
-        Tensors saved on other ways than to ``out`` stay. The function began at autograd's sequence number ``first``. ``fill``
-        gathers the parameters again, if they are released.
+        Only tensors that were saved on the way to ``out`` are replaced. The function began at autograd's sequence number
+        ``first``. ``fill`` gathers the parameters again, if they are released.
         """
         if self.copy is None or self.copy.where is not None:
             return
@@ -157,31 +159,31 @@ class UnitUse:
         def is_here(x: torch.Tensor) -> bool:
             return is_plain(x) and x.untyped_storage().data_ptr() == place
 
-        def unpack(note: torch.Tensor | Note) -> torch.Tensor:
+        def unpack(rebuild: torch.Tensor | Rebuild) -> torch.Tensor:
             memory = fill().memory
             assert memory is not None
-            return note if isinstance(note, torch.Tensor) else note(memory)
+            return rebuild if isinstance(rebuild, torch.Tensor) else rebuild(memory)
 
         for x in kept_tensors(roots, first):  # as TransformerEngine keeps weights
             if type(x) is torch.Tensor and is_here(x):
                 full.register_alias(x)
         for raw in saved_tensors(roots, first):
             x = raw.data
-            note: Note | None = None
+            rebuild: Rebuild | None = None
             if full.has_handed_out(x):  # whose memory is taken from it
                 raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
             elif type(x) not in (torch.Tensor, torch.nn.Parameter):
                 inner = _plain_tensors(x) if full.has_classes else None
                 self.is_opaque |= inner is None
                 if inner is not None and any(map(is_here, inner.values())):
-                    notes = {name: _note(y) if is_here(y) else lambda _, y=y: y for name, y in inner.items()}
-                    note = _wrapper_note(x, notes)
+                    rebuilds = {name: _tensor_rebuild(y) if is_here(y) else lambda _, y=y: y for name, y in inner.items()}
+                    rebuild = _wrapper_rebuild(x, rebuilds)
                 del inner
             elif is_here(x):
-                note = _note(x)
+                rebuild = _tensor_rebuild(x)
             del x
-            if note is not None:
-                raw.register_hooks(lambda _, note=note: note, partial(call_hook, unpack))
+            if rebuild is not None:
+                raw.register_hooks(lambda _, rebuild=rebuild: rebuild, partial(call_hook, unpack))
 
 
 class UsesUnderWay:

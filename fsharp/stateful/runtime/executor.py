@@ -229,7 +229,7 @@ def _each(actions: Iterable[Action]) -> None:
 
 
 def _ending(bound: BoundOp) -> Action:
-    """Return what takes the result of the reduction that an op begins or ends."""
+    """Return the action that takes the result of the reduction that an op begins or ends."""
     if bound.spec in (ops.FINISH, ops.LAND):
         return bound.gradient.end_final_reduction
     assert bound.block is not None

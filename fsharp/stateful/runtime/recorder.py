@@ -55,14 +55,14 @@ class Recorder:
         here = self.mark()
         if event.kind.endswith("_end") and event.unit:
             compute, began = self._open.pop((event.kind.removesuffix("_end"), event.use))
-            self._note(compute, began, here)
+            self._add_row(compute, began, here)
         for bound, action in ops:
             if bound.spec.cost == "update":
                 began = self._last
                 if not self.has_streams:  # the host stands still in the update until gradients and losses have arrived
                     began += self._waited_s() - self._waited_before
-                    self._note(bound, self._last, began, waits=True)
-                self._note(bound, began, here)
+                    self._add_row(bound, self._last, began, waits=True)
+                self._add_row(bound, began, here)
             else:
                 self.run_op(bound, action)
         self._last, self._waited_before = self.mark(), self._waited_s()
@@ -79,11 +79,11 @@ class Recorder:
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
             for each in bound.members:
-                self._note(each, start, stop, self.flights)
+                self._add_row(each, start, stop, self.flights)
         else:
-            self._note(bound, start, stop)
+            self._add_row(bound, start, stop)
 
-    def _note(self, bound: BoundOp, start: Mark, stop: Mark, flights: Sequence[InFlight] = (), *, waits: bool = False) -> None:
+    def _add_row(self, bound: BoundOp, start: Mark, stop: Mark, flights: Sequence[InFlight] = (), *, waits: bool = False) -> None:
         self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(flights), self._step))
 
     def end(self) -> None:

@@ -76,12 +76,12 @@ class Programs:
         self.bound.clear()
 
     def went(self, program: Program) -> None:
-        """Note that a call has followed its schedule to the end."""
-        self._note(program)
+        """Record that a call has followed its schedule to the end."""
+        self._record_order(program)
         self.num_failed = 0
 
     def recorded(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """Note the program of a call without a schedule, or that has ``left`` one. ``compile_`` compiles it, if possible."""
+        """Record the program of a call without a schedule, or that has ``left`` one. ``compile_`` compiles it, if possible."""
         self.pinned = None
         self.num_recordings += 1
         self.num_failed = self.num_failed + 1 if left else self.num_failed
@@ -96,9 +96,9 @@ class Programs:
         self._seen[program] = None
         while len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
-        self._note(program)
+        self._record_order(program)
 
-    def _note(self, program: Program) -> None:
+    def _record_order(self, program: Program) -> None:
         if program is self._last_two[1] and self._is_steady:
             return
         self._after[self._last_two] = program
@@ -222,7 +222,7 @@ class Scheduled:
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
     def locate(self, key: str, node: Sharded) -> None:
-        """Note the position of a unit's node among the arguments."""
+        """Record the position of a unit's node among the arguments."""
         mine = [b.data_ptr() for b in node.raw_buffers]
         for i, each in enumerate(self._nodes):
             if each.name == node.name and [b.data_ptr() for b in each.raw_buffers] == mine:
@@ -254,7 +254,7 @@ class Functions:
         return scheduled
 
     def end_call(self, scheduled: Scheduled) -> None:
-        """Note the function that was called last, and note it for the previous function as the next one."""
+        """Record the function that was called last, also as the next one after the previously called function."""
         if (last := self._last()) is not None:
             last.note_next(scheduled)
         self._last = weakref.ref(scheduled)

@@ -55,11 +55,11 @@ class StepUnderWay:
         self.loose = weakref.WeakSet[Step]()
 
     def begin(self, scheduled: Scheduled, step: Step, title: str) -> None:
-        """Note that a function's step begins in this thread."""
+        """Record that a function's step begins in this thread."""
         self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
 
     def end(self) -> None:
-        """Note that no step is under way."""
+        """Record that no step is under way."""
         self.step = self.scheduled = None
 
     def check_thread(self) -> None:
@@ -347,7 +347,7 @@ class Scheduler(PassingComm, Tracer):
         return unit
 
     def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
-        """Note that the parameters of a unit were replaced by other ones."""
+        """Record that the parameters of a unit were replaced by other ones."""
         self.registry.enter(unit, new, instead=old)
 
     def current(self) -> Step:

@@ -49,7 +49,7 @@ class IssuedGradients:
         return [unit for unit, _, _ in self._rows]
 
     def issue(self, node: Sharded, unit: UnitState, scale: Literal["sum"] | None) -> Sharded:
-        """Return the gradient at rest of the unit with the parameters ``node``, and note it as issued."""
+        """Return the gradient at rest of the unit with the parameters ``node``, and record it as issued."""
         gradient = unit.gradient
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, (), scale=scale)

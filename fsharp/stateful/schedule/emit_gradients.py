@@ -99,7 +99,7 @@ class GradientOps:
         self._finish(unit, i)
 
     def _finish(self, unit: str, i: int) -> None:
-        """Note that a unit's gradient is ready for the optimizer's place.
+        """Record that a unit's gradient is ready to be reduced for the optimizer.
 
         Send its bundle once all units of the bundle are ready.
         """

@@ -89,7 +89,7 @@ def _wanted(
     in_use: Sequence[tuple[Bundle, ...]],
     staying: Sequence[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]],
 ) -> list[tuple[Bundle, ...] | None]:
-    """Return for each beginning of a use the bundles to have resident, except those that stay; None for other events."""
+    """Return for each beginning of a use the bundles to hold gathered, except bundles that stay; None for other events."""
     upcoming = _upcoming(events, bundles, policy.prefetch + 1 + max(map(len, in_use), default=0))
     wanted: list[tuple[Bundle, ...] | None] = []
     before: tuple[Bundle, ...] = ()

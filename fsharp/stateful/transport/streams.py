@@ -126,7 +126,7 @@ class DeviceLanes(Lanes):
         weakref.finalize(plan, self._events.pop, number, None).atexit = False
 
     def forget(self) -> None:
-        """Drop all events, and all notes about lanes."""
+        """Drop all events, and the names of lanes that had work."""
         self._events.clear()
         self._given.clear()
 

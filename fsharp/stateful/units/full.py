@@ -251,7 +251,10 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 
 def planes_nbytes(unit: UnitLayout, group: int) -> int:
-    """Return the bytes of the planes of a full buffer; 0 if its only plane is used where it is gathered."""
+    """Return the bytes of a full buffer's planes, the arrays that its format stores.
+
+    Return 0 if the only plane is used where it was gathered.
+    """
     form, size, capacity = (of := unit.groups[group]).dtypes.stored, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]

@@ -93,7 +93,7 @@ class RestingGradient:
     def copy_out(self) -> bool:
         """Give the tensors that callers hold memory of their own. Return whether no caller holds these bytes afterwards.
 
-        A view that a caller has made of one cannot be moved.
+        A view that a caller has made of such a tensor cannot be moved.
         """
         for ref, _ in self.shown:
             if (tensor := ref()) is not None:

@@ -83,7 +83,7 @@ class GradientRoute:
         return sum(map(nbytes_of, self._finish_pieces()))
 
     def _finish_pieces(self) -> list[Pieces]:
-        """What is sent and worked in of each group."""
+        """Return, for each group, the buffer to send and the memory that its reduction works in, as sizes and dtypes."""
         if not self.is_finished:
             return [[] for _ in self.finishes]
         return [[(chain.size if chain.casts_first else 0, chain.first), *chain.pieces()] for chain in self.finishes]

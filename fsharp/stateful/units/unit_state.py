@@ -147,7 +147,7 @@ class UnitState:
         self.gradient.renew(place)
 
     def offload(self, nbytes: int) -> None:
-        """Note how many bytes of its state an update copies to host memory."""
+        """Set how many bytes of the unit's state an update copies to host memory."""
         self.host_nbytes = nbytes
 
     def unbind(self) -> None:

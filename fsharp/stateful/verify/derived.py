@@ -7,7 +7,7 @@ from fsharp.stateful.verify.check import Check, HappensBefore, refusal
 
 
 class DerivedCheck(Check):
-    """A buffer that is made of another one is made anew whenever that one changes, and is there before it is read."""
+    """Check that a buffer made of another buffer is filled before each read, and anew whenever the other buffer changes."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -16,7 +16,7 @@ class DerivedCheck(Check):
         self.filled: dict[BufferKey, int] = {}  # the op that has filled a buffer
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow which of these buffers have something in them."""
+        """Follow which buffers that are made of others are filled."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if each in self.made_of]:
             if any(maker.is_for(facts) for maker in self.makers[buffer]):

@@ -71,7 +71,7 @@ class GradientCheck(Check):
             self.waiting[op.unit] = i
 
     def _write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
-        """Note a change of a unit's gradient. It is an error if the sum that should include the change was sent already."""
+        """Record a change of a unit's gradient. It is an error if the sum that should include the change was sent already."""
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
         for done in (*later, *sent):
             if done in self.done:

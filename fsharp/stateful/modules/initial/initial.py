@@ -88,7 +88,7 @@ def initial_values(
 
 
 def check_rank(where: str, rank: Any, comm: Comm) -> None:
-    """Refuse what is no rank of ``comm``."""
+    """Raise an error if ``rank`` is not a rank of ``comm``."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.mesh.size:
         raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
 
@@ -105,7 +105,7 @@ def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
 
 
 def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
-    """Return shards of one rank's parameters, taken a unit at a time, and take its buffers too."""
+    """Return shards of the parameters of rank ``source``, sent a unit at a time. Copy that rank's buffers too."""
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying

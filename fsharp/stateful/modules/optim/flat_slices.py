@@ -39,7 +39,7 @@ class FlatSlice(NamedTuple):
 def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
     """Yield the longest ranges of leaves with one label, padding included. Leaves without a label are left out.
 
-    ``is_whole`` yields each leaf by itself instead, whole and in its shape; no buffer may cut one.
+    With ``is_whole`` yield each leaf by itself instead, in its shape; a buffer then has to hold whole leaves.
     """
     for node in units_of(tree):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
@@ -88,7 +88,7 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
 def alike(state: Mapping[str, Any]) -> Hashable:
     """Return a key of a leaf's state; states with equal keys can be joined.
 
-    It has names, and values that are not by element.
+    The key has the names in the state, dtypes of values by element, and all other values.
     """
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)

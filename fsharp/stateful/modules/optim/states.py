@@ -53,8 +53,8 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
 def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTensor], comm: Comm) -> States:
     """Return states with equal names on all ranks: a rank without elements gets empty parts, and copies of other state.
 
-    Ranks that have parameters of their own have states of their own. Refuse a state that is no tensor, number, string or None,
-    and ranks that keep different kinds of state of one parameter.
+    Ranks whose parameters differ, such as experts, keep their own states. It is an error if a state is no tensor, number,
+    string or None, or if ranks keep different kinds of state of one parameter.
     """
 
     def described() -> str:

@@ -96,7 +96,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Raise an error if another library shards or replicates a module's parameters, or they are no plain dense tensors."""
+    """Raise an error if another library shards or replicates a module's parameters, or they are not plain dense tensors."""
     for path, each in module.named_modules():
         if isinstance(each, (*_WRAPPERS, FSDPModule)):
             wrapped = isinstance(each, _WRAPPERS)

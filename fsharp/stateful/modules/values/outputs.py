@@ -48,10 +48,10 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type = object, in_place: bool = False) -> Any:
-    """Map the tensors in a value, in pytrees of torch and dataclasses. Return the same object if no tensor changes.
+    """Map the tensors in a value, in torch's pytrees and dataclasses. Return the same object if no tensor changes.
 
-    ``in_place`` changes lists, dicts and dataclasses, and no copies. A tensor to change in an object of another class, one of
-    ``kinds``, is an error, which begins with ``what``.
+    With ``in_place`` lists, dicts and dataclasses are changed themselves, not copied. A tensor to change in any other object
+    of the classes ``kinds`` is an error, whose message begins with ``what``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
