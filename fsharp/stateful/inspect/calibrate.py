@@ -24,7 +24,7 @@ Channel = tuple[str, str]
 def calibrate(
     trace: Trace, schedule: Schedule, *, host_speed: float, sending_speed: float, overlaps_latency: bool
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`~fsharp.inspect.Hardware` that a trace says something of.
+    """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace.
 
     While both work, the host keeps ``host_speed`` of its speed, and collectives keep ``sending_speed`` of theirs.
     ``overlaps_latency``: whether the latency of a collective begins while earlier ones are still under way. See
@@ -179,7 +179,7 @@ class _Cover:
         return self.until(stop) - self.until(start)
 
     def alone(self, what: TimeSpan | Interval, speed: float) -> float:
-        """Return the length of a stretch, if what lies in the union had gone at full speed."""
+        """Return the length that a stretch would have, had its parts in the union run at full speed."""
         start, stop = (what.start_s, what.stop_s) if isinstance(what, TimeSpan) else what
         return stop - start - (1 - speed) * self.within(start, stop)
 
@@ -215,7 +215,10 @@ class _Flight(NamedTuple):
 
 
 def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_Flight]]:
-    """Return by first op when each collective was sent in each step: not before those ahead of it on its queue had ended."""
+    """Return, by first op, when each collective was sent in each step.
+
+    A collective is sent once the collectives ahead of it on its queue have ended.
+    """
     first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
     kinds_that_send = senders()
@@ -236,7 +239,7 @@ def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_Flight]
 class _Point(NamedTuple):
     """Collectives that send the same bytes over each link, how many there are, and how long one takes in the median.
 
-    ``latencies`` is 1 if the seconds have the latency in them, 0 if it was over when the queue was free.
+    ``latencies`` is 1 if the seconds contain the latency, 0 if the latency was over before the queue was free.
     """
 
     sent: dict[Channel, int]
@@ -251,7 +254,7 @@ def _points(
     """Return points from ``(seconds in the queue, seconds after it)`` of each collective, by its first op.
 
     A collective that has been in the queue for less than its latency has the rest of the latency in front of it. Without a
-    known ``latency`` this holds for those that were in no queue. Of each op the steps count that are like most steps.
+    known ``latency`` this holds for those that were in no queue. For each op, only steps that are like most steps count.
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Channel, int], ...], int], list[float]] = {}

@@ -188,8 +188,8 @@ class Hardware:
         Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes. The fit
         uses the median over steps of each collective, then the median over collectives with equal bytes. Errors count relative
         to the seconds of a collective, or of the mean collective if these are more. The seconds of a collective begin when the
-        previous collective on its stream ends. Axes whose bytes are proportional get one number. While host and collectives
-        slow each other down, the part of the time counts that contention leaves them.
+        previous collective on its stream ends. Axes whose bytes are proportional get one number. Time in which host and
+        collectives slow each other down counts in part: by the speed that contention leaves.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.

@@ -228,7 +228,7 @@ class TreeSharding:
         )
 
     def _named(self) -> Iterator[tuple[str, LeafSharding | None]]:
-        """Yield rows of the table: titles of units of several leaves, and leaves. One unit stands for all that are alike."""
+        """Yield rows of the table: titles of units of several leaves, and leaves. One unit stands for all that equal it."""
         for title, alike in alike_units(self.layout.units):
             unit = alike[0]
             if len(unit.leaves) > 1 or unit.leaves[0].path:

@@ -54,7 +54,7 @@ class Arena:
         if bound is None or bound.arena is not self.memory:
             bound = Compiled(schedule, units, self.memory, self._executor)
             scheduled.programs.bound[id(schedule)] = bound
-            self._executor.lanes.follow(bound, bound.number)
+            self._executor.lanes.drop_events_with(bound, bound.number)
         if self.tenant is not bound:
             self._evict()
             self.tenant = bound

@@ -50,7 +50,7 @@ class Eager:
         self._is_in_use = is_in_use
         self.slots: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_numbers)  # numbers of compiled schedules are positive
-        executor.lanes.follow(self, self._number)
+        executor.lanes.drop_events_with(self, self._number)
         self._at = 0
         self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op

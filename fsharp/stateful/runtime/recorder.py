@@ -83,7 +83,9 @@ class Recorder:
         else:
             self._add_row(bound, start, stop)
 
-    def _add_row(self, bound: BoundOp, start: Mark, stop: Mark, flights: Sequence[InFlight] = (), *, waits: bool = False) -> None:
+    def _add_row(
+        self, bound: BoundOp, start: Mark, stop: Mark, flights: Sequence[InFlight] = (), *, waits: bool = False
+    ) -> None:
         self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(flights), self._step))
 
     def end(self) -> None:

@@ -75,12 +75,12 @@ class Programs:
         self.pinned = schedule
         self.bound.clear()
 
-    def went(self, program: Program) -> None:
+    def record_followed(self, program: Program) -> None:
         """Record that a call has followed its schedule to the end."""
         self._record_order(program)
         self.num_failed = 0
 
-    def recorded(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
+    def record_unscheduled(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
         """Record the program of a call without a schedule, or that has ``left`` one. ``compile_`` compiles it, if possible."""
         self.pinned = None
         self.num_recordings += 1

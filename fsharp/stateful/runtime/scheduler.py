@@ -288,7 +288,7 @@ class Scheduler(PassingComm, Tracer):
             return
         self._functions.end_call(scheduled)
         if step.eager is None and step.schedule is not None:
-            scheduled.programs.went(step.schedule.schedule.program)
+            scheduled.programs.record_followed(step.schedule.schedule.program)
             scheduled.end_call("planned", "it has followed its schedule to the end")
             if scheduled.followed_by() in (None, scheduled):  # the next step of other functions may begin with any unit
                 self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
@@ -306,7 +306,7 @@ class Scheduler(PassingComm, Tracer):
             units.append(self.units[k].facts(self.policy, **known, several_microbatches=several))
         program = Program(tuple(units), tuple(step.events))
         was_planned, held = step.schedule is not None, list(step.uses.held)
-        scheduled.programs.recorded(program, partial(self._compile, is_held=bool(held)), left=was_planned)
+        scheduled.programs.record_unscheduled(program, partial(self._compile, is_held=bool(held)), left=was_planned)
         emitted: Callable[[], Schedule] | None = None
         assert step.eager is not None
         if not was_planned:

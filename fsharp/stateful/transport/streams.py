@@ -54,8 +54,8 @@ class Lanes:
     def keep(self, x: torch.Tensor) -> None:
         """Keep the memory of a freed tensor until all present work of this lane is over (``record_stream``)."""
 
-    def follow(self, plan: Any, number: int) -> None:
-        """Keep the events of a plan's ops, whose keys begin with ``number``, while the plan lives."""
+    def drop_events_with(self, plan: Any, number: int) -> None:
+        """Drop the events of a plan's ops, whose keys begin with ``number``, once ``plan`` is garbage-collected."""
 
     def forget(self) -> None:
         """Drop all events of lanes: their work is over, or belongs to a captured graph."""
@@ -118,11 +118,8 @@ class DeviceLanes(Lanes):
         for each in self.streams.values() if event is None else [event]:
             each.synchronize()
 
-    def follow(self, plan: Any, number: int) -> None:
-        """Drop the events of plan ``number`` once ``plan`` is garbage-collected.
-
-        Each eager step makes a new plan, so events would pile up.
-        """
+    def drop_events_with(self, plan: Any, number: int) -> None:
+        """Drop the events of plan ``number`` once ``plan`` is garbage-collected: each eager step makes a new plan."""
         weakref.finalize(plan, self._events.pop, number, None).atexit = False
 
     def forget(self) -> None:
