@@ -122,7 +122,7 @@ def _hide(error: Exception) -> bool:
         return False
     found, all_errors = False, _with_causes(error)
     for each in all_errors:
-        shown = _shown(each.__traceback__)
+        shown = _without_library_frames(each.__traceback__)
         found |= shown is not each.__traceback__
         each.with_traceback(shown)
         if each is not error and HINT in getattr(each, "__notes__", ()):
@@ -145,7 +145,7 @@ def _with_causes(error: BaseException) -> list[BaseException]:
     return list(found.values())
 
 
-def _shown(trace: TracebackType | None) -> TracebackType | None:
+def _without_library_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback with the user's frames alone; the same object if no frame is left out."""
     kept, num_all, is_inside, each = list[TracebackType](), 0, False, trace
     while each is not None:

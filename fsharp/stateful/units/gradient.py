@@ -66,7 +66,7 @@ class GradientBuffer:
         self._encoded: list[torch.Tensor | None] = []
         self._ignored: set[int] = set()
 
-    def _move(self, phase: GradientPhase) -> None:
+    def _enter_phase(self, phase: GradientPhase) -> None:
         assert phase in _MOVES[self.phase], (
             f"{self.route.unit.name}: from {self.phase.name} a gradient cannot go to {phase.name}"
         )
@@ -163,12 +163,12 @@ class GradientBuffer:
         if self.is_under_way:
             self.join()
         if block is None:
-            self._move(GradientPhase.RESTING)
+            self._enter_phase(GradientPhase.RESTING)
             first = not self.num_added
             leaves, gaps = self.rest.leaves(self.route.index, self.route.unit.trainable)
             self.num_added += 1
         else:
-            self._move(GradientPhase.COLLECTING)
+            self._enter_phase(GradientPhase.COLLECTING)
             self.block, leaves, gaps = block, block.leaves, block.gaps
         targets, empty = leaves, gaps
         if len(given) < len(leaves):
@@ -211,7 +211,7 @@ class GradientBuffer:
 
         With ``direct`` the sums go to the gradient at rest, else to memory of the block.
         """
-        self._move(GradientPhase.REDUCING)
+        self._enter_phase(GradientPhase.REDUCING)
         self.block = None
         legs, encoded = [], self._take_encoded(self.route.chains)
         for i, chain in enumerate(self.route.chains):
@@ -235,7 +235,7 @@ class GradientBuffer:
 
     def accumulate(self, block: OutgoingBlock) -> None:
         """Wait for the sum of a microbatch, and add it to the gradient at rest if it is not there already."""
-        self._move(GradientPhase.RESTING)
+        self._enter_phase(GradientPhase.RESTING)
         targets, works, self.block = self.rest.tensors, self._works, None
         for i, target in enumerate(targets):
             result = works.pop(0).wait() if self.route.is_reduced else block.collected[i]
@@ -253,7 +253,7 @@ class GradientBuffer:
     def settle(self) -> None:
         """Fill the gradient at rest with zeros if no backward has reached the unit yet. A later backward overwrites them."""
         if self.phase is GradientPhase.NONE:
-            self._move(GradientPhase.RESTING)
+            self._enter_phase(GradientPhase.RESTING)
             for buffer in self.rest.tensors:
                 buffer.zero_()
 
@@ -267,13 +267,13 @@ class GradientBuffer:
         if self.final is None:
             torch._foreach_mul_(self.rest.tensors, factor)
         elif self.phase is GradientPhase.FINISHED:
-            self._move(GradientPhase.RESTING)
+            self._enter_phase(GradientPhase.RESTING)
 
     def add(self, grads: Grads) -> None:
         """Add gradients that came on another way: flat buffers at rest; None stands for zero."""
         self.join()
         self.settle()
-        self._move(GradientPhase.RESTING)
+        self._enter_phase(GradientPhase.RESTING)
         self.num_added += 1
         self.found = (1 << len(self.route.leaves)) - 1
         for buffer, grad in zip(self.rest.tensors, grads, strict=True):
@@ -284,7 +284,7 @@ class GradientBuffer:
         """Return the chain inputs that reduce the gradient at rest to the optimizer's place. The gradient at rest is kept."""
         self.join()
         self.settle()
-        self._move(GradientPhase.FINISHING)
+        self._enter_phase(GradientPhase.FINISHING)
         assert self.final is not None
         if self.final.is_held:
             self.final.release()
@@ -309,7 +309,7 @@ class GradientBuffer:
             if isinstance(tail, Work):
                 self._tails.append(tail)
                 self.is_under_way = True
-        self._move(GradientPhase.FINISHED)
+        self._enter_phase(GradientPhase.FINISHED)
 
     def defer(self, end: Callable[[], None]) -> None:
         """Postpone the end of a reduction to the next read of the gradient."""
