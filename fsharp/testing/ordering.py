@@ -178,7 +178,7 @@ class _Replay:
             self.bytes.take(span.start, span.stop)
             self.kept = {key: tick for key, tick in self.kept.items() if key[0] != span.base}
         if access.forgets and self.freed.get(access.lane):
-            self.reused(access.lane)
+            self.report_reuse(access.lane)
         for span in access.reads:
             self.read(span, seen, clock)
         for span in access.writes:
@@ -226,7 +226,7 @@ class _Replay:
                 if each.access.lane != free.lane and known < each.tick:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
-    def reused(self, owner: str) -> None:
+    def report_reuse(self, owner: str) -> None:
         """Report accesses that may still be under way to memory that ``owner`` has freed. Called when ``owner`` allocates."""
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):

@@ -202,15 +202,15 @@ def _legend(figure: Any, axes: Any, has_times: bool, *, has_codes: bool) -> None
     ramp = (0.13, 0.57, 0.55)
     waits: dict[str, Any] = {"facecolor": _WAIT, "edgecolor": _WAIT_LINES, "label": "compute waits"}
     if not has_times:
-        waits = {"facecolor": "white", "edgecolor": _FAINT, "label": _kinds_that_look("hatched")}
+        waits = {"facecolor": "white", "edgecolor": _FAINT, "label": _kinds_with_look("hatched")}
     handles = [
         Patch(facecolor=_paler(ramp), label="forward"),
         Patch(facecolor=ramp, label="backward"),
-        Patch(facecolor=_darker(ramp), label=_kinds_that_look("dark")),
-        *([Patch(facecolor=_CODED, label=_kinds_that_look("coded"))] if has_codes else []),
-        Patch(facecolor=_UPDATE, label=_kinds_that_look("grey")),
+        Patch(facecolor=_darker(ramp), label=_kinds_with_look("dark")),
+        *([Patch(facecolor=_CODED, label=_kinds_with_look("coded"))] if has_codes else []),
+        Patch(facecolor=_UPDATE, label=_kinds_with_look("grey")),
         Patch(**waits, hatch="//////", linewidth=0),
-        *([] if has_times else [Patch(facecolor=_FAINT, label=_kinds_that_look("faint"))]),
+        *([] if has_times else [Patch(facecolor=_FAINT, label=_kinds_with_look("faint"))]),
         *axes.get_legend_handles_labels()[0],
     ]
     figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=8, ncols=len(handles))
@@ -309,5 +309,5 @@ def _look(span: TimeSpan) -> Look:
     return "hatched" if span.kind == WAITING else OPS[span.kind, span.phase].look
 
 
-def _kinds_that_look(look: Look) -> str:
+def _kinds_with_look(look: Look) -> str:
     return ", ".join(kinds(lambda spec: spec.look == look))

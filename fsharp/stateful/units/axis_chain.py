@@ -83,7 +83,7 @@ class AxisChain:
         stages = zip(self.stages, self.sizes(), strict=True)
         return tuple(calls_reducing(self.dtypes, [(*stage, out) for stage, out in stages]))
 
-    def pieces(self) -> Pieces:
+    def scratch_pieces(self) -> Pieces:
         """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
         result, size, accumulate = list[tuple[int, torch.dtype]](), self.size, self.dtypes.accumulate
         for i, (stage, out, dtype) in enumerate(zip(self.stages, self.sizes(), self.sent, strict=True)):
@@ -130,7 +130,7 @@ class ChainInput(NamedTuple):
     Attributes:
         x: the buffer, in the dtype that is ``first`` of the chain.
         out: memory for the result; None leaves the result in the memory of the last stage.
-        memory: the tensors that :meth:`AxisChain.pieces` asks for.
+        memory: the tensors that :meth:`AxisChain.scratch_pieces` asks for.
         residuals: by axis, encoding errors of earlier buffers, and random numbers; overwritten.
         encoded: the buffer from :meth:`AxisChain.encode`, if the first stage sends it encoded.
     """
@@ -169,7 +169,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
     chain, xs = legs[0].chain, [leg.x for leg in legs]
     last: list[Work] = []
     for k, (op, axis, n) in enumerate(chain.stages):
-        at, is_last = 3 * k, k == len(chain.stages) - 1  # in AxisChain.pieces
+        at, is_last = 3 * k, k == len(chain.stages) - 1  # in AxisChain.scratch_pieces
         outs = [leg.out if is_last else leg.memory[at + 1] for leg in legs]
         summands = list(map(Summand, xs, outs, [leg.memory[at] for leg in legs]))
         if op == "reduce_scatter":

@@ -68,32 +68,32 @@ class GradientRoute:
         """Return the bytes of the block of a microbatch; 0 if leaves are added to the gradient at rest directly."""
         if not self.is_reduced and not (several_uses and several_microbatches):
             return 0
-        return sum(nbytes_of(self._pieces(chain, several_uses)) for chain in self.chains)
+        return sum(nbytes_of(self._outgoing_pieces(chain, several_uses)) for chain in self.chains)
 
-    def _pieces(self, chain: AxisChain, several_uses: bool) -> Pieces:
+    def _outgoing_pieces(self, chain: AxisChain, several_uses: bool) -> Pieces:
         """Return the buffers of one group that are collected, sent, used as scratch, and received."""
         if not self.is_reduced:
             return [(chain.size, chain.dtypes.accumulate)]
         collected: Pieces = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
         received: Pieces = [(chain.sizes()[-1], chain.dtypes.accumulate)] if chain.casts_last else []
-        return [*collected, (chain.size, chain.first), *chain.pieces(), *received]
+        return [*collected, (chain.size, chain.first), *chain.scratch_pieces(), *received]
 
     def finishing_nbytes(self) -> int:
         """Bytes of the block for the reduction to the optimizer's place."""
-        return sum(map(nbytes_of, self._finish_pieces()))
+        return sum(map(nbytes_of, self._finishing_pieces()))
 
-    def _finish_pieces(self) -> list[Pieces]:
+    def _finishing_pieces(self) -> list[Pieces]:
         """Return, for each group, the buffer to send and the memory that its reduction works in, as sizes and dtypes."""
         if not self.is_finished:
             return [[] for _ in self.finishes]
-        return [[(chain.size if chain.casts_first else 0, chain.first), *chain.pieces()] for chain in self.finishes]
+        return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_pieces()] for chain in self.finishes]
 
     def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
         """Return views of a run of :meth:`outgoing_nbytes` bytes."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         received: list[torch.Tensor | None] = []
-        rows = _carved(memory, [self._pieces(chain, several_uses) for chain in self.chains])
+        rows = _carved(memory, [self._outgoing_pieces(chain, several_uses) for chain in self.chains])
         for chain, row in zip(self.chains, rows, strict=True):
             collected.append(row.pop(0))
             sent.append(row.pop(0) if self.is_reduced and chain.casts_first and several_uses else collected[-1])
@@ -103,7 +103,7 @@ class GradientRoute:
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return views of a run of :meth:`finishing_nbytes` bytes: for each group the sent buffer and the scratch."""
-        return _carved(memory, self._finish_pieces())
+        return _carved(memory, self._finishing_pieces())
 
 
 def _carved(memory: torch.Tensor, rows: Sequence[Pieces]) -> list[list[torch.Tensor]]:

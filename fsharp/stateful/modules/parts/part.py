@@ -13,7 +13,14 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.slicing import boxes
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import Spec
-from fsharp.stateful.modules.parts.part_functions import COPIES, ELEMENTWISE, Reduction, arguments, is_in_place, reduction_of
+from fsharp.stateful.modules.parts.part_functions import (
+    COPIES,
+    ELEMENTWISE,
+    Reduction,
+    arguments_by_computation,
+    is_in_place,
+    reduction_of,
+)
 from fsharp.stateful.modules.torch_tools.refusals import caller, not_whole, unseen
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
@@ -206,7 +213,7 @@ class ShardedTensor(torch.Tensor):
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rows = arguments(name, args, kwargs)
+        rows = arguments_by_computation(name, args, kwargs)
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole]
         reduction = reduction_of(name, args, kwargs) if any(part._axes for part in parts) or cut else None

@@ -127,7 +127,7 @@ def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
         return None
 
 
-def arguments(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
+def arguments_by_computation(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
     """Return the arguments of each computation of a call: a list for each tensor of a ``_foreach`` function, else one list."""
     given = [*args, *kwargs.values()]
     lists = [x for x in given if isinstance(x, list | tuple)]
