@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.cli import main
+from fsharp.cli import main, plans
 from fsharp.cli.models import find_model, repeated_units
 from tests.gpt_like import make_params
 
@@ -206,6 +206,72 @@ def test_each_repeated_layer_is_a_unit():
 def test_plan_says_what_it_expected(argv, words, capsys):
     status, lines, err = run(capsys, "plan", *argv)
     assert (status, lines) == (2, [])
+    assert words in err
+
+
+def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
+    status, lines, _ = run(
+        capsys, "schedule", "gpt-2-xl", "--mesh", "dp=16", "--strategy", "zero2", "--ops", "--draw", tmp_path / "a.svg"
+    )
+    assert status == 0
+    tree = find_model("gpt-2-xl")
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+    layout = fs.plan(tree, fs.Mesh({"dp": 16}), fs.zero2("dp"), units="layers.*", precision=precision)
+    hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=(), across=(), spanning=("dp",))
+    planned = fs.schedules.plan_step(layout, order=("embed", "layers.*", "norm"))
+    timeline = fs.inspect.predict(planned, hardware)
+    found = dict(line.rsplit("  ", 1) for line in lines[2:9])
+    assert {key.strip(): value.strip() for key, value in found.items()}["time of a step"] == f"{1e3 * timeline.step_s:.1f} ms"
+    assert "\n".join(lines[10:]) == fs.inspect.table(planned)
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_tune_lists_every_strategy_under_every_policy(capsys):
+    status, lines, _ = run(capsys, "tune", "gpt-2", "--mesh", "outer=2,inner=4", "--budget", "1")
+    assert status == 0
+    assert lines[1].endswith("chosen")
+    assert len({tuple(line.split()[:3]) for line in lines[1:]}) == 6 * 5
+    status, _, err = run(capsys, "tune", "gpt-2", "--budget", "0.01")
+    assert status == 1
+    assert "no candidate fits into the budget" in err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "links"),
+    [
+        ("a=4", {"within": ["a"]}),
+        ("a=16", {"spanning": ["a"]}),
+        ("a=2,b=8", {"across": ["a"], "within": ["b"]}),
+        ("a=3,b=4,c=4", {"across": ["a"], "spanning": ["b"], "within": ["c"]}),
+    ],
+)
+def test_the_last_8_ranks_share_a_host(mesh, links, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(plans.Hardware, "preset", lambda *_, **given: asked.update(given))
+    layout = fs.plan(make_params(), plans._mesh("plan", mesh), fs.ddp(*[axis[0] for axis in mesh.split(",")]))
+    plans._hardware(layout, "H100", 1, 1.0)
+    assert {name: asked[name] for name in ("within", "across", "spanning") if asked[name]} == links
+
+
+def test_units_are_in_the_order_in_which_the_tree_has_them():
+    tree = {"z": torch.ones(1), "layers": [torch.ones(1), torch.ones(1)], "a": torch.ones(1)}
+    layout = fs.plan(tree, fs.Mesh({"dp": 1}), fs.ddp("dp"), units="layers.*")
+    assert plans._order_of_use(tree, layout) == ["z", "layers.0", "layers.1", "a"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        (["schedule", "gpt-2", "--policy", "prefetch"], 2, "policy is 'prefetch', expected one of 'prefetch 1'"),
+        (["schedule", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'"),
+        (["schedule", "gpt-2", "--mesh", "8"], 2, "schedule: mesh is '8'"),
+        (["tune", "gpt-2", "--gpu", "V100"], 1, "'V100'"),
+        (["tune", "gpt-2", "--tokens", "0"], 1, "tokens is 0"),
+    ],
+)
+def test_predictions_say_what_they_expected(argv, status, words, capsys):
+    found, lines, err = run(capsys, *argv)
+    assert (found, lines) == (status, [])
     assert words in err
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union
 
 from fsharp.cli.checkpoints import convert, diff, export, list_checkpoints, prune_checkpoints, show, verify_checkpoints
 from fsharp.cli.doctor import doctor
-from fsharp.cli.plans import plan
+from fsharp.cli.plans import plan, schedule, tune
 from fsharp.errors import FsharpError, OptionError, PatternError
 
 _ABOUT = "Plan how a model is sharded, look at checkpoints of fsharp, and at this machine. No process group is needed."
@@ -42,7 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ckpt.__annotations__["command"] = conf.OmitSubcommandPrefixes[choice(CHECKPOINTS)]
     try:
-        print(tyro.cli(choice({"plan": plan, "ckpt": ckpt, "doctor": doctor}), prog="fsharp", description=_ABOUT, args=argv))
+        print(
+            tyro.cli(
+                choice({"plan": plan, "schedule": schedule, "tune": tune, "ckpt": ckpt, "doctor": doctor}),
+                prog="fsharp",
+                description=_ABOUT,
+                args=argv,
+            )
+        )
     except (FsharpError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError | PatternError) else 1

@@ -1,7 +1,7 @@
-"""The subcommand ``fsharp plan``: what each strategy keeps on a rank and sends in a step, before anything is allocated."""
+"""The subcommands ``plan``, ``schedule`` and ``tune``: predictions for a model, before anything is allocated."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from fsharp.cli.models import dtype_of, find_model, repeated_units
 from fsharp.errors import OptionError
@@ -13,11 +13,18 @@ from fsharp.functional.layout.plan import plan as make_plan
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.layout.text import columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
+from fsharp.stateful.inspect.draw import draw as draw_step
+from fsharp.stateful.inspect.estimate import Hardware, predict
+from fsharp.stateful.inspect.table import table
+from fsharp.stateful.planning.plan_step import plan_step
+from fsharp.stateful.planning.tune import POLICIES
+from fsharp.stateful.planning.tune import tune as choose
 
 FLAT: tuple[Callable[..., Strategy], ...] = (ddp, zero1, zero2, zero3)
 """Strategies that treat all axes of a mesh alike."""
 HYBRID: tuple[Callable[..., Strategy], ...] = (hsdp, hfsdp)
 """Strategies of an outer and an inner axis."""
+GPUS_OF_A_HOST = 8
 
 
 def plan(
@@ -48,19 +55,12 @@ def plan(
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         microbatches: number of microbatches of a step.
     """
-    named = _strategies(axes := _mesh(mesh))
-    if strategy and strategy not in named:
-        raise OptionError(f"plan: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
-    tree = find_model(model)
-    patterns = [units] if units else repeated_units(list(flatten(tree)[0])) or None
-    precision = Precision(compute=dtype_of("plan: compute", compute), main=dtype_of("plan: main", main))
-    layout_of = partial(make_plan, tree, axes, units=patterns, precision=precision)
+    _, axes, layouts = _layouts("plan", model, mesh, strategy, units, compute, main)
     if strategy:
-        return _one(layout_of(named[strategy]), optimizer_buffers, microbatches)
+        return _one(layouts[strategy], optimizer_buffers, microbatches)
     head = ("strategy", "params", "main", "grads", "optimizer", "at rest", "sent a step", "collectives", "padding")
     rows: list[tuple[str, ...]] = [head]
-    for name, chosen in named.items():
-        layout = layout_of(chosen)
+    for name, layout in layouts.items():
         kinds = _at_rest(layout, optimizer_buffers)
         calls = step_traffic(layout, microbatches=microbatches)
         sent = sum(call.nbytes * count for call, count in calls.items())
@@ -90,13 +90,155 @@ def _at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
     return kinds | {"optimizer": optimizer_buffers * layout.nbytes("optim")}
 
 
-def _mesh(text: str) -> Mesh:
+def schedule(
+    model: str,
+    /,
+    *,
+    mesh: str = "dp=8",
+    strategy: str = "zero3",
+    units: str = "",
+    compute: str = "bfloat16",
+    main: str = "float32",
+    policy: str = "prefetch 1",
+    microbatches: int = 1,
+    gpu: str = "H100",
+    tokens: int = 8192,
+    efficiency: float = 0.4,
+    ops: bool = False,
+    draw: str = "",
+) -> str:
+    """Predict the time of a training step on GPUs, and show the schedule of its ops.
+
+    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8, joined by InfiniBand. Only matrix products with parameters
+    count as compute.
+
+    Args:
+        model: as for fsharp plan.
+        mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8. The last 8 ranks share a host.
+        strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp.
+        units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
+        compute: dtype of the parameters in use.
+        main: dtype of the parameters that the optimizer updates.
+        policy: prefetch 1, prefetch 2, gathered once, gathered twice, or state on the host.
+        microbatches: number of microbatches of a step.
+        gpu: A100, H100, H200 or B200.
+        tokens: number of tokens of one rank in a microbatch.
+        efficiency: part of the peak FLOP/s that the model reaches while it computes.
+        ops: print a table with a row for each op of the schedule.
+        draw: path of a picture of the step, such as step.png; needs matplotlib.
+    """
+    if policy not in POLICIES:
+        raise OptionError(f"schedule: policy is {policy!r}, expected one of {', '.join(map(repr, POLICIES))}.")
+    tree, axes, layouts = _layouts("schedule", model, mesh, strategy, units, compute, main)
+    layout = layouts[strategy]
+    planned = plan_step(layout, POLICIES[policy], order=_order_of_use(tree, layout), microbatches=microbatches)
+    timeline = predict(planned, _hardware(layout, gpu, tokens, efficiency))
+    if draw:
+        draw_step(timeline, draw)
+    calls = planned.calls()
+    rows = [
+        ("time of a step", f"{1e3 * timeline.step_s:.1f} ms"),
+        ("compute waits", f"{1e3 * timeline.exposed_s:.1f} ms"),
+        ("collectives beside compute", f"{timeline.overlap:.0%}"),
+        ("tokens per second and GPU", f"{microbatches * tokens / timeline.step_s:,.0f}"),
+        ("arena of a rank", nbytes_text(planned.arena)),
+        ("sent by a rank", nbytes_text(sum(call.nbytes * count for call, count in calls.items()))),
+        ("collectives", str(calls.total())),
+    ]
+    about = f"{layout.num_params:,} parameters on {axes} of {gpu}, {strategy}, {policy}"
+    return "\n".join([about, "", *columns(rows, right={1}), *(["", table(planned)] if ops else [])])
+
+
+def tune(
+    model: str,
+    /,
+    *,
+    mesh: str = "dp=8",
+    units: str = "",
+    compute: str = "bfloat16",
+    main: str = "float32",
+    budget: float = 80.0,
+    activations: float = 0.0,
+    microbatches: int = 1,
+    optimizer_buffers: int = 2,
+    gpu: str = "H100",
+    tokens: int = 8192,
+    efficiency: float = 0.4,
+) -> str:
+    """Predict each strategy under each policy on GPUs, and show the fastest that fits into memory first.
+
+    Args:
+        model: as for fsharp plan.
+        mesh: sizes of the axes, the outermost first. The last 8 ranks share a host.
+        units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
+        compute: dtype of the parameters in use.
+        main: dtype of the parameters that the optimizer updates.
+        budget: most GB that one rank may use.
+        activations: GB that each unit keeps from its forward to its backward.
+        microbatches: number of microbatches of a step.
+        optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
+        gpu: A100, H100, H200 or B200.
+        tokens: number of tokens of one rank in a microbatch.
+        efficiency: part of the peak FLOP/s that the model reaches while it computes.
+    """
+    tree, _, layouts = _layouts("tune", model, mesh, "", units, compute, main)
+    layout = next(iter(layouts.values()))
+    choice = choose(
+        layouts,
+        _hardware(layout, gpu, tokens, efficiency),
+        budget=1e9 * budget,
+        activations=1e9 * activations,
+        order=_order_of_use(tree, layout),
+        microbatches=microbatches,
+        optimizer_buffers=optimizer_buffers,
+    )
+    return str(choice)
+
+
+def _layouts(
+    where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
+) -> tuple[Any, Mesh, dict[str, Layout]]:
+    """Return the parameters of a model, the mesh, and a layout for each strategy, or for ``strategy`` alone."""
+    axes = _mesh(where, mesh)
+    hybrid = HYBRID if len(axes.names) == 2 else ()
+    named = {make.__name__: make(*axes.names) for make in (*FLAT, *hybrid)}
+    if strategy and strategy not in named:
+        raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
+    tree = find_model(model)
+    patterns = [units] if units else repeated_units(list(flatten(tree)[0])) or None
+    dtypes = Precision(compute=dtype_of(f"{where}: compute", compute), main=dtype_of(f"{where}: main", main))
+    chosen = [strategy] if strategy else list(named)
+    return tree, axes, {name: make_plan(tree, axes, named[name], units=patterns, precision=dtypes) for name in chosen}
+
+
+def _order_of_use(tree: Any, layout: Layout) -> list[str]:
+    """Return the names of the units in the order of the leaves in the tree's dicts, which is that of their use."""
+    names = [unit.name for unit in layout.units if unit.groups]
+    units = [name for path in _leaf_paths(tree) for name in names if f"{path}.".startswith(f"{name}.")]
+    return list(dict.fromkeys(units))
+
+
+def _leaf_paths(tree: Any, *keys: str) -> Iterator[str]:
+    """Yield the paths of leaves, with keys of dicts in the order in which they were added."""
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaf_paths(value, *keys, str(key))
+    else:
+        yield ".".join(keys)
+
+
+def _hardware(layout: Layout, gpu: str, tokens: int, efficiency: float) -> Hardware:
+    """Return the preset of a GPU. The last 8 ranks of the mesh share a host."""
+    links: dict[str, list[str]] = {"within": [], "across": [], "spanning": []}
+    inner = 1
+    for axis, size in reversed(layout.mesh.axes):
+        links["within" if inner * size <= GPUS_OF_A_HOST else "across" if inner >= GPUS_OF_A_HOST else "spanning"].append(axis)
+        inner *= size
+    return Hardware.preset(gpu, layout, tokens=tokens, efficiency=efficiency, **links)
+
+
+def _mesh(where: str, text: str) -> Mesh:
     try:
         return Mesh([(name, int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
     except ValueError as error:
-        raise OptionError(f"plan: mesh is {text!r}, expected sizes of axes, such as dp=8 or outer=2,inner=8.") from error
-
-
-def _strategies(mesh: Mesh) -> dict[str, Strategy]:
-    hybrid = HYBRID if len(mesh.names) == 2 else ()
-    return {make.__name__: make(*mesh.names) for make in (*FLAT, *hybrid)}
+        raise OptionError(f"{where}: mesh is {text!r}, expected sizes of axes, such as dp=8 or outer=2,inner=8.") from error
