@@ -229,7 +229,7 @@ def _leaf_paths(tree: Any, *keys: str) -> Iterator[str]:
 
 def _hardware(layout: Layout, gpu: str, tokens: int, efficiency: float) -> Hardware:
     """Return the preset of a GPU. The last 8 ranks of the mesh share a host."""
-    links: dict[str, list[str]] = {"within": [], "across": [], "spanning": []}
+    links: dict[str, Any] = {"within": [], "across": [], "spanning": []}
     inner = 1
     for axis, size in reversed(layout.mesh.axes):
         links["within" if inner * size <= GPUS_OF_A_HOST else "across" if inner >= GPUS_OF_A_HOST else "spanning"].append(axis)
