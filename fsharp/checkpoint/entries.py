@@ -271,11 +271,11 @@ def _add_unit(
     # Names must not depend on units: they have the keys above the planned tree, and those in it.
     above, path = (segments, "") if is_alone else (segments[: len(segments) - len(own)], unit.name)
     if unit.mesh != comm.mesh:
-        raise TreeError(f"{where}: unit {unit.shown} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
+        raise TreeError(f"{where}: unit {unit.display_name} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
     if node.place.partial:
-        raise TreeError(f"{where}: unit {unit.shown} rests partial ({node.place}): reduce_scatter() it first.")
+        raise TreeError(f"{where}: unit {unit.display_name} rests partial ({node.place}): reduce_scatter() it first.")
     if node.is_donated:
-        raise TreeError(f"{where}: unit {unit.shown} belongs to a donated state. Use the state that was returned.")
+        raise TreeError(f"{where}: unit {unit.display_name} belongs to a donated state. Use the state that was returned.")
 
     root = ".".join(part for part in (*above, path) if part)
 
@@ -299,7 +299,7 @@ def _add_unit(
             else:
                 raise TreeError(
                     f"{where}: {name(leaf.path)!r} is in a buffer of shape {list(buffer.shape)}, expected one value, or one "
-                    f"for each of the {sizes[leaf.group]} elements of unit {unit.shown} on this rank."
+                    f"for each of the {sizes[leaf.group]} elements of unit {unit.display_name} on this rank."
                 )
             _add(where, found, entry)
 
@@ -316,9 +316,9 @@ def _part(
         )
     if (held := known.get((id(unit), place))) is None:
         held = known[id(unit), place] = _held(unit, place, comm.rank)
-        found.layouts.append(f"unit {unit.shown}: {_layout_text(unit, place)}")
+        found.layouts.append(f"unit {unit.display_name}: {_layout_text(unit, place)}")
     shape, piece, _, _ = held[leaf.path]
-    found.layouts.append(f"{name}: in unit {unit.shown}, {place}")
+    found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (module := part.owner()) is not None:
         found.settings[module.settings] = None
     return Entry(name, part.dtype, shape, piece, part.local.view(-1))

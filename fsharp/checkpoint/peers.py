@@ -151,7 +151,7 @@ def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *,
     return comm.all_to_all(send, to, source, label=label)
 
 
-class Wanted(NamedTuple):
+class ReadRequest(NamedTuple):
     """A request for bytes of a file from another rank, with the function that takes the bytes. Its size is limited."""
 
     holder: int
@@ -161,22 +161,22 @@ class Wanted(NamedTuple):
     take: Callable[[torch.Tensor], None]
 
 
-def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[Wanted]:
+def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[ReadRequest]:
     """Return the requests that fill ``into`` with the bytes of ``file`` from byte ``start`` on."""
     view = memoryview(into)
 
-    def one(first: int) -> Wanted:
+    def one(first: int) -> ReadRequest:
         part = view[first : first + PIECE_NBYTES]
 
         def take(data: torch.Tensor) -> None:
             part[:] = bytes_of(data)
 
-        return Wanted(holder, file, start + first, len(part), take)
+        return ReadRequest(holder, file, start + first, len(part), take)
 
     return [one(first) for first in range(0, len(into), PIECE_NBYTES)]
 
 
-def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred) -> None:
+def fetch(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: Deferred) -> None:
     """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call it.
 
     ``folder`` is the folder of the save on this host. ``deferred`` keeps the error of a failure to read or to take bytes; the
@@ -194,7 +194,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
         requests = json.loads(_exchanged_text(json.dumps(mine), comm, -shift))
-        wanted_here = [Wanted(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests]
+        wanted_here = [ReadRequest(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests]
         theirs = batches(wanted_here, PIECE_NBYTES)
         for i in range(int(rounds[shift])):
             send, end = outgoing[:0], 0
@@ -211,7 +211,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
                 end += each.nbytes
 
 
-def _read_asked(rank: int, folder: str, asked: Wanted, into: memoryview) -> None:
+def _read_asked(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
     """Read the bytes that another rank has requested from ``rank``, only from a file of the save."""
     with _blamed(rank, plain_file_name(asked.file)):
         _files.read(f"{folder}/{asked.file}", asked.start, into)
@@ -274,7 +274,7 @@ def read_from_hosts(
     parts, deferred, fetched = parts_by_file(manifest, needs), Deferred(), _Fetched()
     away = {number: save.holder(number, comm.rank, domain_size) for number in parts if number not in here}
 
-    def ask_heads() -> list[Wanted]:
+    def ask_heads() -> list[ReadRequest]:
         asked = []
         for number, holder in away.items():
             record, length = manifest.files[number], save.hosts[holder - holder % domain_size][number]
@@ -284,7 +284,7 @@ def read_from_hosts(
             asked += _wanted_whole(holder, record.name, record.nbytes - len(table), table)
         return asked
 
-    def ask_windows() -> list[Wanted]:
+    def ask_windows() -> list[ReadRequest]:
         asked = []
         for number, holder in away.items():
             record = manifest.files[number]
@@ -293,7 +293,7 @@ def read_from_hosts(
                 windows = file.windows(file.runs(manifest, parts[number]), PIECE_NBYTES)
             for window in windows:
                 take = _blamed(holder, record.name)(partial(file.take, window))
-                asked.append(Wanted(holder, record.name, window.start, window.nbytes, take))
+                asked.append(ReadRequest(holder, record.name, window.start, window.nbytes, take))
         return asked
 
     fetch(folder, deferred.run(ask_heads) or [], comm, deferred)

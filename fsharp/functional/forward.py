@@ -12,7 +12,7 @@ from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, ma
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import release_saved, unchanged, version_of, written_to
 from fsharp.functional.remat import Remat, check_choice, recomputed
-from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed
+from fsharp.functional.transforms import is_differentiated, is_transformed, refuse_proxy_tracing
 from fsharp.torch_compile import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.tracebacks import api_boundary
 
@@ -64,13 +64,13 @@ def forward(
     elif sharded.is_donated:
         check_kept("forward()", [sharded])
     if remat is not False:
-        check_untraced("forward()")
+        refuse_proxy_tracing("forward()")
         check_choice(remat)
         if torch.is_grad_enabled() and not is_transformed():
             return _forward_recomputed(fn, units, args, kwargs, comm, remat)
     if isinstance(comm, Engine) and comm.takes(units):
         return comm.run_forward(fn, units, args, kwargs)
-    check_untraced("forward()")
+    refuse_proxy_tracing("forward()")
     _check_classes(units)
     first = torch._C._autograd._get_sequence_nr()
     gathered, owners = whole = gather(units, comm=comm)
@@ -115,8 +115,9 @@ def _check_classes(units: Any) -> None:
     for node in units_of(units):
         if node.unit.leaf_classes:
             raise TreeError(
-                f"forward(): weights of unit {node.unit.shown} have a tensor class such as TransformerEngine's, and only a "
-                "scheduler passes such tensors to functions. Pass comm=fs.Scheduler(comm), outside of torch.func transforms."
+                f"forward(): weights of unit {node.unit.display_name} have a tensor class such as TransformerEngine's, and "
+                "only a scheduler passes such tensors to functions. Pass comm=fs.Scheduler(comm), outside of torch.func "
+                "transforms."
             )
 
 

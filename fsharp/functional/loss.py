@@ -130,12 +130,13 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
             raise not_sharded("average()", node)
         if Partial in node.place.placements:
             raise TreeError(
-                f"average(): gradients of unit {node.unit.shown} rest partial ({node.place}): reduce_scatter() them first."
+                f"average(): gradients of unit {node.unit.display_name} rest partial ({node.place}): reduce_scatter() them "
+                "first."
             )
         if node.is_gathered:
             check_shared("average()", node)
         if node.scale == "mean":
-            raise TreeError(f"average(): gradients of unit {node.unit.shown} have been divided by average() already.")
+            raise TreeError(f"average(): gradients of unit {node.unit.display_name} have been divided by average() already.")
     check_values("average()", nodes)
     if donate:
         check_not_lent("average()", nodes)

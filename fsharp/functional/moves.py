@@ -33,7 +33,7 @@ from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import (
     all_gather_last,
     all_reduce,
-    copies,
+    convert_variance,
     local_slice,
     reduce_scatter_encoded,
     reduce_scatter_last,
@@ -55,7 +55,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed, vmap_disabled
+from fsharp.functional.transforms import is_differentiated, is_transformed, refuse_proxy_tracing, vmap_disabled
 from fsharp.torch_compile import uncompiled
 
 Tree = TypeVar("Tree")
@@ -82,7 +82,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``; see
     [Note: resting and gathered].
     """
-    check_untraced("gather()")
+    refuse_proxy_tracing("gather()")
     check_comm("gather()", tree, comm)
 
     def one(sharded: Sharded) -> Sharded:
@@ -233,12 +233,12 @@ def move_values(
             continue
         if source[axis] is Shard and target[axis] is Replicate:
             x = all_gather_last(x, comm, axis)
-            x = x if is_gathered or not followed else copies(x, comm, axis, "share")
+            x = x if is_gathered or not followed else convert_variance(x, comm, axis, "share")
         elif source[axis] is Replicate and followed:
             if not was_gathered and (is_gathered or target[axis] is Shard):
-                x = copies(x, comm, axis, "each")
+                x = convert_variance(x, comm, axis, "each")
             elif was_gathered and not is_gathered and target[axis] is Replicate:
-                x = copies(x, comm, axis, "share")
+                x = convert_variance(x, comm, axis, "share")
     for axis in source.order:
         if source[axis] is Replicate and target[axis] is Shard:
             x = local_slice(x, comm, axis)
@@ -302,12 +302,12 @@ def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     mesh = comm.mesh
     for node in nodes:
         if node.unit.mesh is not mesh and node.unit.mesh != mesh:
-            facts = [("unit", f"{node.unit.shown} on {node.unit.mesh}"), ("comm", mesh)]
+            facts = [("unit", f"{node.unit.display_name} on {node.unit.mesh}"), ("comm", mesh)]
             remedy = "Pass the Comm with which the tree was made, or reshard() the tree."
             raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts, remedy))
     return nodes
 
 
 def _wrong_place(where: str, sharded: Sharded, target: Place, remedy: str) -> TreeError:
-    facts = [("unit", sharded.unit.shown), ("from", sharded.place), ("to", target)]
+    facts = [("unit", sharded.unit.display_name), ("from", sharded.place), ("to", target)]
     return TreeError(problem(where, "cannot move a unit between these places.", facts, remedy))

@@ -146,7 +146,7 @@ class _SquareLedger(SinkLedger):
 def _check_units(nodes: list[Sharded]) -> None:
     for node in nodes:
         if node.unit.strategy.full.varying:
-            facts = [("unit", node.unit.shown), ("varies", ", ".join(node.unit.strategy.full.varying))]
+            facts = [("unit", node.unit.display_name), ("varies", ", ".join(node.unit.strategy.full.varying))]
             raise LayoutError(
                 problem(_WHERE, "a sample's gradient is spread over ranks.", facts, "Use a strategy without varying() for it.")
             )

@@ -92,7 +92,7 @@ def unchanged(nodes: Sequence[Sharded]) -> Callable[[], None]:
         for node, before in zip(nodes, versions, strict=True):
             if [version_of(x) for x in node.buffers] != before:
                 raise TreeError(
-                    f"forward(): parameters of unit {node.unit.shown} were changed in place between its forward and its "
+                    f"forward(): parameters of unit {node.unit.display_name} were changed in place between its forward and its "
                     "backward. Make new tensors, or update after the backward."
                 )
 

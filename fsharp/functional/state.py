@@ -122,13 +122,13 @@ def _check_start(node: Sharded) -> None:
         dtypes = node.unit.groups[group].dtypes
         if node.place.partial:
             raise TreeError(
-                f"init_state(): unit {node.unit.shown} rests partial ({node.place}), expected parameters. Pass what shard() or "
-                "init_params() returned."
+                f"init_state(): unit {node.unit.display_name} rests partial ({node.place}), expected parameters. Pass what "
+                "shard() or init_params() returned."
             )
         if buffer.dtype != dtypes.main:
             facts = [("place", node.place)]
             remedy = "Pass shard(params, layout, comm, place='optim'), or init_params(..., place='optim')."
-            what = f"unit {node.unit.shown} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}."
+            what = f"unit {node.unit.display_name} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}."
             raise TreeError(problem("init_state()", what, facts, remedy))
 
 
@@ -169,8 +169,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     for node in nodes:
         if node.scale == "sum":
             raise TreeError(
-                f"update(): the gradient of unit {node.unit.shown} is the sum that value_and_grad() returned. Divide it first: "
-                "metrics, grads = average(loss, grads, comm=comm)."
+                f"update(): the gradient of unit {node.unit.display_name} is the sum that value_and_grad() returned. Divide it "
+                "first: metrics, grads = average(loss, grads, comm=comm)."
             )
     with telling_format_errors(comm, "update()"), torch.no_grad():
         held = state.main, state.opt

@@ -35,7 +35,7 @@ def check_untransformed(where: str) -> None:
         )
 
 
-def check_untraced(where: str) -> None:
+def refuse_proxy_tracing(where: str) -> None:
     """Raise a TreeError under ``make_fx`` or ``torch.func.linearize``: in their traces, collectives would be constants."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         raise TreeError(

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fsharp.errors import TreeError
-from fsharp.functional.transforms import check_untraced, is_transformed
+from fsharp.functional.transforms import is_transformed, refuse_proxy_tracing
 from fsharp.interop.arrays import as_array, as_tensor, check_process
 from fsharp.tracebacks import api_boundary
 
@@ -193,7 +193,7 @@ class _Program:
 
     def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the results, each in new memory."""
-        check_untraced("as_torch()")
+        refuse_proxy_tracing("as_torch()")
         check_process("as_torch()")
         arrays = [as_array(x) for x in tensors]
         if record.wanted is None:

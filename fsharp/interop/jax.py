@@ -93,15 +93,15 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
         buffer = each.buffers[i]
         if each.is_stored:
             raise TreeError(
-                f"to_jax(): parameters of unit {node.unit.shown} are stored in a format of which JAX knows nothing. "
+                f"to_jax(): parameters of unit {node.unit.display_name} are stored in a format of which JAX knows nothing. "
                 'Convert main copies, or gather() parameters to "full" first.'
             )
         array, holder = as_array_on(buffer.view(sharding.shard_shape(shape)), device)
         if buffer.numel():
             if array.unsafe_buffer_pointer() != buffer.data_ptr():
                 raise TreeError(
-                    f"to_jax(): a buffer of unit {node.unit.shown} does not begin on 64 bytes, so JAX would copy it. Convert a "
-                    "copy that does: optree.tree_map(torch.clone, tree)."
+                    f"to_jax(): a buffer of unit {node.unit.display_name} does not begin on 64 bytes, so JAX would copy it. "
+                    "Convert a copy that does: optree.tree_map(torch.clone, tree)."
                 )
             lend(buffer.data_ptr(), holder)
         parts.append(array)
@@ -155,8 +155,8 @@ def _local(node: Sharded, i: int, mesh: Mesh, device: Any) -> torch.Tensor:
     shape, sharding = _global(node, i, mesh)
     if array.shape != shape or not array.sharding.is_equivalent_to(sharding, len(shape)):
         raise TreeError(
-            f"from_jax(): an array of unit {node.unit.shown} is {array.shape} under {array.sharding}, expected {shape} under "
-            f"{sharding}. Move it there: jax.device_put(tree, shardings(layout)), or jax.jit(..., out_shardings=...)."
+            f"from_jax(): an array of unit {node.unit.display_name} is {array.shape} under {array.sharding}, expected {shape} "
+            f"under {sharding}. Move it there: jax.device_put(tree, shardings(layout)), or jax.jit(..., out_shardings=...)."
         )
     return as_tensor(next(shard.data for shard in array.addressable_shards if shard.device == device)).view(-1)
 
@@ -219,7 +219,7 @@ def _global(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSh
     """Return shape and sharding of a group's buffer of all ranks."""
     if node.place.partial:
         raise TreeError(
-            f"unit {node.unit.shown} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."
+            f"unit {node.unit.display_name} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."
         )
     own = node.place.varying
     shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
@@ -232,10 +232,10 @@ def _check_units(where: str, tree: Any, layout: Layout, kind: type) -> None:
         raise TreeError(f"{where}: no Sharded in the tree. to_arrays() and to_tensors() convert trees of leaves.")
     for node in nodes:
         if layout[node.name] != node.unit:
-            raise TreeError(f"{where}: unit {node.unit.shown} has another layout than the one that was passed.")
+            raise TreeError(f"{where}: unit {node.unit.display_name} has another layout than the one that was passed.")
         for buffer in node.buffers:
             is_deleted = isinstance(buffer, jax.Array) and buffer.is_deleted()
             if is_deleted or not isinstance(buffer, kind):
                 found = "a deleted array: it was donated" if is_deleted else f"a {type(buffer).__name__}"
                 expected = "tensors" if kind is torch.Tensor else "arrays of JAX, as to_jax() makes them"
-                raise TreeError(f"{where}: unit {node.unit.shown} has {found}, expected {expected}.")
+                raise TreeError(f"{where}: unit {node.unit.display_name} has {found}, expected {expected}.")

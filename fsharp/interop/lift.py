@@ -86,7 +86,7 @@ Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class RankReduction:
+class CrossRankReduction:
     """A reduction of a scalar over ranks along mesh axes."""
 
     op: ReduceOp
@@ -103,7 +103,7 @@ class Lifted:
 
     def __init__(self, leaves: Sequence[LeafPart], known: Mapping[Key, Any]) -> None:
         self.leaves, self.known = leaves, known
-        self.pending: dict[Key, tuple[RankReduction, Any]] = {}
+        self.pending: dict[Key, tuple[CrossRankReduction, Any]] = {}
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any], at: Key = ()) -> list[Any]:
         """Return the results of a jaxpr, each a :class:`ShardedArray`, a :class:`Splat`, or an array.
@@ -132,7 +132,7 @@ class Lifted:
             return jnp.broadcast_to(array, (last - first,))
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
 
-    def placed(self, value: Any, leaf: int | None, what: str, at: Key) -> Any:
+    def in_stored_form(self, value: Any, leaf: int | None, what: str, at: Key) -> Any:
         """Return a result in the form in which it is stored: elements of a leaf, or an array if ``leaf`` is None.
 
         ``what`` is the result in words, and ``at`` is where ranks exchange the value if they have to. Raises LayoutError if the
@@ -248,7 +248,7 @@ class Lifted:
             else:
                 least, most = limits(elements.dtype)
                 here = jnp.max(elements, initial=least) if op == "max" else jnp.min(elements, initial=most)
-            self.pending[at] = RankReduction(op, part.axes), here
+            self.pending[at] = CrossRankReduction(op, part.axes), here
             return UNKNOWN
         known = self.known[at].astype(out.dtype)
         return Splat(known, out.shape) if out.shape else known

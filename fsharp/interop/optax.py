@@ -142,7 +142,7 @@ class _ShardedTransformation:
             if x is None:
                 continue
             try:
-                found[name] = jnp.asarray(_plain_number(x))
+                found[name] = jnp.asarray(_tensor_to_numpy(x))
             except (TypeError, ValueError) as error:
                 what = f"{name}={x!r:.60} is passed to a transformation of optax, which is run on shards."
                 facts = [("expected", "a number or an array"), ("got", type(x).__name__)]
@@ -191,7 +191,7 @@ def _unknown(name: str) -> TreeError:
     )
 
 
-def _plain_number(x: Any) -> Any:
+def _tensor_to_numpy(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.item() if x.numel() == 1 else x.detach().cpu().numpy()
     return x

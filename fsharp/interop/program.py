@@ -23,7 +23,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.interop.arrays import as_array, as_tensor, dtype_of
-from fsharp.interop.lift import UNKNOWN, Key, LeafPart, Lifted, RankReduction, ShardedArray
+from fsharp.interop.lift import UNKNOWN, CrossRankReduction, Key, LeafPart, Lifted, ShardedArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Traced:
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
         self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
-        self.slots, self.tree_dtypes = self._assign(part_of_rank)
+        self.slots, self.tree_dtypes = self._assign_slots(part_of_rank)
 
     @cached_property
     def text(self) -> str:
@@ -137,7 +137,7 @@ class Traced:
         parts, places, dtypes = ([row[i] for row in found] for i in range(3))
         return RankPart(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
 
-    def _assign(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
+    def _assign_slots(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Return ``slots``, and the dtype of each tree of buffers."""
         parts, count, behind = part_of_rank.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
@@ -157,8 +157,8 @@ class Traced:
             begun = lifted.run(self.init, params)
             found.append([a if a is not None else owner(*x) for a, *x in zip(owners, out[count:], begun, strict=True)])
             if found[-1] == owners:
-                self.placed(lifted, out, owners)
-                self.placed(lifted, begun, owners)
+                self.in_stored_form(lifted, out, owners)
+                self.in_stored_form(lifted, begun, owners)
             return ()
 
         while True:
@@ -178,12 +178,12 @@ class Traced:
             slots.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
         return slots, [dtype for dtype, _ in trees]
 
-    def placed(self, lifted: Lifted, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """Return the results of ``init`` or ``step`` in the form in which they are stored: see :meth:`Lifted.placed`."""
+    def in_stored_form(self, lifted: Lifted, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
+        """Return the results of ``init`` or ``step`` as they are stored: see :meth:`Lifted.in_stored_form`."""
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
         wanted += zip(owners, self.paths, strict=True)
-        return [lifted.placed(x, *each, (-1, i)) for i, (x, each) in enumerate(zip(out, wanted, strict=True))]
+        return [lifted.in_stored_form(x, *each, (-1, i)) for i, (x, each) in enumerate(zip(out, wanted, strict=True))]
 
 
 class Program:
@@ -192,7 +192,7 @@ class Program:
     def __init__(self, traced: Traced, part_of_rank: RankPart) -> None:
         self.traced = traced
         self._parts, self._places, _, self._sizes = part_of_rank
-        self._compiled: dict[Any, tuple[Any, dict[Key, RankReduction]]] = {}
+        self._compiled: dict[Any, tuple[Any, dict[Key, CrossRankReduction]]] = {}
         self._lock = threading.Lock()
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
@@ -220,7 +220,7 @@ class Program:
             with jax.default_device(device):  # for results that depend on no argument, such as the zeros of a new state
                 with self._lock:  # only the first of several threads compiles
                     if (kind, keys) not in self._compiled:
-                        pending: dict[Key, RankReduction] = {}
+                        pending: dict[Key, CrossRankReduction] = {}
                         compiled = jax.jit(partial(self._compute, kind, keys, pending))
                         compiled(*args)  # compiles, and fills ``pending``
                         self._compiled[kind, keys] = compiled, pending
@@ -231,11 +231,11 @@ class Program:
             known |= _reduced(pending, result, comm)
 
     def _compute(
-        self, kind: str, keys: Sequence[Key], pending: dict[Key, RankReduction], flats: Any, plain: Any, reduced: Any
+        self, kind: str, keys: Sequence[Key], pending: dict[Key, CrossRankReduction], flats: Any, plain: Any, reduced: Any
     ) -> Any:
         traced, lifted = self.traced, Lifted(self._parts, dict(zip(keys, reduced, strict=True)))
         out = lifted.run(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
-        out = traced.placed(lifted, out, [slot and slot[0] for slot in traced.slots])
+        out = traced.in_stored_form(lifted, out, [slot and slot[0] for slot in traced.slots])
         pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
         if lifted.pending:
             return [value for _, value in lifted.pending.values()]
@@ -355,9 +355,9 @@ def _like(tree: Any, arrays: Sequence[Any]) -> Any:
     return map_units(lambda node: node.replace([as_tensor(next(rest)).to(b.device) for b in node.buffers]), tree)
 
 
-def _reduced(pending: Mapping[Key, RankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
+def _reduced(pending: Mapping[Key, CrossRankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
     """Return the results of pending reductions over ranks, by one collective for all reductions along the same axes."""
-    by_reduction: dict[RankReduction, list[tuple[Key, Any]]] = {}
+    by_reduction: dict[CrossRankReduction, list[tuple[Key, Any]]] = {}
     for (key, reduction), value in zip(pending.items(), values, strict=True):
         by_reduction.setdefault(reduction, []).append((key, value))
     result: dict[Key, Any] = {}

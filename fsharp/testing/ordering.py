@@ -189,7 +189,7 @@ class _Replay:
         at = span.start
         for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
             if write is not None:
-                self.check(write, seen, clock, ByteSpan(a, b, span.base))
+                self.check_order(write, seen, clock, ByteSpan(a, b, span.base))
             if at < a:
                 runs.append((at, a, _Cell(None, (seen,))))
             others = tuple(each for each in reads if each.access.lane != seen.access.lane)
@@ -202,14 +202,14 @@ class _Replay:
     def write(self, span: ByteSpan, seen: _Seen, clock: Clock) -> None:
         for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
             for each in (*reads, *([write] if write is not None else ())):
-                self.check(each, seen, clock, ByteSpan(a, b, span.base))
+                self.check_order(each, seen, clock, ByteSpan(a, b, span.base))
         self.bytes.put([(span.start, span.stop, _Cell(seen, ()))])
 
-    def check(self, earlier: _Seen, later: _Seen, clock: Clock, span: ByteSpan) -> None:
+    def check_order(self, earlier: _Seen, later: _Seen, clock: Clock, span: ByteSpan) -> None:
         if clock.get(earlier.access.lane, 0) < earlier.tick:
-            self.report(Race(earlier.access, later.access, span))
+            self.record_race(Race(earlier.access, later.access, span))
 
-    def report(self, race: Race) -> None:
+    def record_race(self, race: Race) -> None:
         known = self.races.setdefault((race.first, race.second), race)
         if known is not race and known.span.base == race.span.base:
             span = ByteSpan(min(known.span.start, race.span.start), max(known.span.stop, race.span.stop), race.span.base)
@@ -231,7 +231,7 @@ class _Replay:
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):
             if clock.get(seen.access.lane, 0) < seen.tick:
-                self.report(Race(seen.access, None, span, owner))
+                self.record_race(Race(seen.access, None, span, owner))
 
 
 class Verdict(NamedTuple):

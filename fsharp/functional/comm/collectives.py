@@ -182,7 +182,7 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
 
 
-def copies(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
+def convert_variance(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
     """Map a value that ranks share to a value of each rank's own, or back; see [Note: resting and gathered] in ``moves``.
 
     =========  ===========  =================================================  ==========
@@ -200,7 +200,7 @@ def copies(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
         return x.view_as(x) if is_kept else torch.zeros_like(x)
 
     call = partial(comm.all_reduce, axis=axis) if kind == "sum" else kept
-    again, transpose = (partial(copies, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
+    again, transpose = (partial(convert_variance, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
     return _Primitive.apply(x, _Collective(call, again, transpose))  # type: ignore[no-any-return]
 
 

@@ -23,7 +23,7 @@ from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
 from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
-from fsharp.functional.comm.worker_threads import InFlight, Worker
+from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary, hide_frames
@@ -97,7 +97,7 @@ class ProcessGroupComm:
         self.watch = Watch(name, _ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
         self._worker = Worker("calls")
         if self.is_native and self.mesh.size > 1:
-            self.watch.listen(_LISTEN_EVERY_S)
+            self.watch.start_failure_monitor(_LISTEN_EVERY_S)
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -255,10 +255,10 @@ class ProcessGroupComm:
         copy through internal buffers: this exchange of 16 MB took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's
         all_gather.
         """
-        flight = InFlight(self.watch.begin(text))
+        outcome = CollectiveOutcome(self.watch.begin(text))
         group = self._everyone() if axis is None else self.group(axis)
         mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
-        messages = self.messages(group, axis, flight.call)
+        messages = self.messages(group, axis, outcome.call)
         receive[mine].copy_(send[mine])
 
         def swap() -> None:
@@ -270,8 +270,8 @@ class ProcessGroupComm:
                 posted += [messages.send(send[to], to)] if send[to].numel() else []
             messages.wait(posted)
 
-        self._worker.submit(swap, flight)
-        flight.wait()
+        self._worker.submit(swap, outcome)
+        outcome.wait()
 
     def __repr__(self) -> str:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"

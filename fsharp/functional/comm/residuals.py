@@ -64,8 +64,8 @@ def own_residuals(
     stochastic = [unit for unit in units if unit.is_stochastic]
     if stochastic and step is None:
         raise TreeError(
-            f"{where}: gradients of unit {stochastic[0].shown} are rounded stochastically, and no step says with which random "
-            "numbers. Pass step=state.step."
+            f"{where}: gradients of unit {stochastic[0].display_name} are rounded stochastically, and no step says with which "
+            "random numbers. Pass step=state.step."
         )
     own = _own(where, residuals, [unit for unit in units if unit.has_feedback], donate=donate)
     held = {} if own is None else own.value
@@ -77,8 +77,8 @@ def _own(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: boo
     if residuals is None:
         if units:
             raise TreeError(
-                f"{where}: gradients of unit {units[0].shown} travel with feedback, Precision(feedback=True), and there are "
-                "no residuals. Pass residuals=state.residuals, and keep those that are returned in the next state."
+                f"{where}: gradients of unit {units[0].display_name} travel with feedback, Precision(feedback=True), and there "
+                "are no residuals. Pass residuals=state.residuals, and keep those that are returned in the next state."
             )
         return None
     held = residuals.value if isinstance(residuals, PerRank) else None
@@ -89,7 +89,7 @@ def _own(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: boo
         mine = held.get(_key(unit), ())
         found = [(dtype_name(x.dtype), tuple(x.shape)) for x in mine]
         if found != expected:
-            facts = [("unit", unit.shown), ("got", found or "none"), ("expected", expected)]
+            facts = [("unit", unit.display_name), ("got", found or "none"), ("expected", expected)]
             remedy = "Pass the residuals of a state of this layout; init_state() and reshard() make those to start from."
             raise TreeError(problem(where, "residuals of another layout.", facts, remedy))
     return PerRank(held if donate else {key: tuple(map(torch.clone, tensors)) for key, tensors in held.items()})

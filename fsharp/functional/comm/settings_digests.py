@@ -48,7 +48,7 @@ class SettingsHistory:
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 
-    def undo_step(self) -> None:
+    def undo_begin_step(self) -> None:
         """Undo :meth:`begin_step`: return to the state before the step, and keep the settings added since then."""
         self._earlier, lines = self._before
         self._lines = lines + self._lines

@@ -268,13 +268,13 @@ class Watch:
         own = self.board.read("failed") if self.board is not None else None
         return own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
 
-    def listen(self, every_s: float) -> None:
+    def start_failure_monitor(self, every_s: float) -> None:
         """Start a thread that calls :meth:`end_if_failed` every ``every_s`` seconds, while this rank is in the job.
 
         For collectives that the host issues to a device and does not wait for: nothing else would look.
         """
         arguments = weakref.ref(self), self.is_over, every_s
-        threading.Thread(target=_listen, args=arguments, name="fsharp listener", daemon=True).start()
+        threading.Thread(target=_monitor_failures, args=arguments, name="fsharp failure monitor", daemon=True).start()
 
     def begin(self, label: str) -> WatchedCall:
         """Return the call of a collective that this rank begins."""
@@ -371,7 +371,7 @@ class Watch:
         self.error = known or self.error
 
 
-def _listen(reference: "weakref.ref[Watch]", is_over: threading.Event, every_s: float) -> None:
+def _monitor_failures(reference: "weakref.ref[Watch]", is_over: threading.Event, every_s: float) -> None:
     while not is_over.wait(every_s):
         watch = reference()
         if watch is None or watch.error is not None:

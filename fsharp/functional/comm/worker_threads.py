@@ -105,7 +105,7 @@ class Outcome:
         return result
 
 
-class InFlight(Outcome):
+class CollectiveOutcome(Outcome):
     """The outcome of a collective that a worker runs. ``call`` is the collective, as other ranks are told of it.
 
     ``second`` is the second half of the collective, which begins when this half has landed; None if there is no second half.
@@ -114,7 +114,7 @@ class InFlight(Outcome):
 
     __slots__ = ("call", "landed_s", "second")
 
-    def __init__(self, call: WatchedCall, second: "InFlight | None" = None) -> None:
+    def __init__(self, call: WatchedCall, second: "CollectiveOutcome | None" = None) -> None:
         super().__init__()
         self.call, self.second = call, second
         self.landed_s: float | None = None

@@ -332,18 +332,18 @@ def _decode_with_one_scale(part: LeafPart, scales: dict[str, torch.Tensor]) -> t
     return _float8(part, torch.float8_e4m3fn) * scales["_scale_inv"]
 
 
-def _rows_and_columns(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
     where = torch.arange(part.first, part.last, device=part.scales.device)
     return where // part.shape[-1], where % part.shape[-1]
 
 
 def _decode_tiles(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    rows, columns = _rows_and_columns(part)
+    rows, columns = _row_and_column_indices(part)
     return _float8(part, torch.float8_e4m3fn) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
 
 
 def _decode_blocks(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    rows, columns = _rows_and_columns(part)
+    rows, columns = _row_and_column_indices(part)
     exponents = scales["_rowwise_scale_inv"][rows, columns // 32].int() - 127
     return torch.ldexp(_float8(part, torch.float8_e4m3fn), exponents)
 
@@ -352,7 +352,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _decode_four_bits(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    rows, columns = _rows_and_columns(part)
+    rows, columns = _row_and_column_indices(part)
     codes = torch.stack([part.planes[0] & 15, part.planes[0] >> 4], 1).view(-1).long()
     table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)
     of_block = scales["_rowwise_scale_inv"].view(torch.float8_e4m3fn).float()[rows, columns // 16]

@@ -183,7 +183,7 @@ def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Preci
                 continue
             asked = f"{unit.full_path(unit.leaves_of(i)[0])!r} has update={dtypes.update.name}"
             if not unit.update_axes:
-                facts = [("unit", unit.shown), ("strategy", unit.strategy)]
+                facts = [("unit", unit.display_name), ("strategy", unit.strategy)]
                 remedy = (
                     "Leave out update=, or choose a strategy that shards optimizer state along an axis along which "
                     "parameters are replicated, such as zero1 or zero2. Under zero3, stored= encodes what travels."

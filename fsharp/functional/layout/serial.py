@@ -93,7 +93,7 @@ def _check_unit(unit: UnitLayout) -> None:
     unit.strategy.check_mesh(unit.mesh)
     parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
     if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):
-        raise LayoutError(f"unit {unit.shown} is not divided into {parts} parts, as its strategy says.")
+        raise LayoutError(f"unit {unit.display_name} is not divided into {parts} parts, as its strategy says.")
     for leaf in unit.leaves:
         if leaf.tied_to is None and not 0 <= leaf.offset <= unit.groups[leaf.group].size - leaf.numel:
             raise LayoutError(f"{unit.full_path(leaf)!r} lies outside its buffer.")

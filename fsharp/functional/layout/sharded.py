@@ -218,7 +218,9 @@ class Sharded:
         if self.place.sharded or self.place.partial or self.groups != self.unit.all_groups:
             facts = [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")]
             remedy = "Call gather() first." if self.groups == self.unit.all_groups else "Add the other groups by merge() first."
-            raise TreeError(problem("Sharded.tree()", f"this rank does not hold all of unit {self.unit.shown}.", facts, remedy))
+            raise TreeError(
+                problem("Sharded.tree()", f"this rank does not hold all of unit {self.unit.display_name}.", facts, remedy)
+            )
         views = {}
         for group, buffer in zip(self.groups, self.values(), strict=True):
             leaves = self.unit.leaves_of(group)
@@ -309,8 +311,8 @@ def check_values(where: str, nodes: Sequence[Sharded]) -> None:
     for node in nodes:
         if node.unit.has_formats and node.is_stored:
             raise TreeError(
-                f"{where}: parameters of unit {node.unit.shown} are stored in a format, and not as values. Pass main copies "
-                '(state.main), or what gather() brings to "full".'
+                f"{where}: parameters of unit {node.unit.display_name} are stored in a format, and not as values. Pass main "
+                'copies (state.main), or what gather() brings to "full".'
             )
 
 
@@ -334,8 +336,8 @@ def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
     for node in nodes:
         if any(buffer.numel() and buffer.data_ptr() in _LENT for buffer in node.buffers):
             raise TreeError(
-                f"{where}: arrays of JAX have the memory of unit {node.unit.shown}, which JAX takes for constant. Leave out "
-                "donate=True, let go of those arrays, or convert a copy: optree.tree_map(torch.clone, tree)."
+                f"{where}: arrays of JAX have the memory of unit {node.unit.display_name}, which JAX takes for constant. Leave "
+                "out donate=True, let go of those arrays, or convert a copy: optree.tree_map(torch.clone, tree)."
             )
 
 
@@ -369,8 +371,8 @@ def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
     for node in nodes:
         if node.is_donated:
             raise TreeError(
-                f"{where}: unit {node.unit.shown} belongs to a donated state (donate=True), whose memory the new state uses. "
-                "Use the state that was returned, or leave out donate=True."
+                f"{where}: unit {node.unit.display_name} belongs to a donated state (donate=True), whose memory the new state "
+                "uses. Use the state that was returned, or leave out donate=True."
             )
 
 
@@ -405,11 +407,12 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
             ("axes of the strategy", ", ".join(order)),
             ("its places", f"{unit.strategy.params!r}, {unit.strategy.optim!r}"),
         ]
-        what = f"{place!r} does not belong to the strategy of unit {unit.shown}: other axes, another order, or a gap in them."
+        what = f"{place!r} does not belong to the strategy of unit {unit.display_name}"
+        what += ": other axes, another order, or a gap in them."
         raise LayoutError(problem("place", what, facts, "Shard along the first axes of the strategy, in its order."))
     if not set(place.sharded) <= set(unit.strategy.optim.sharded):
         raise LayoutError(
-            f"{place!r} shards unit {unit.shown} along {list(place.sharded)}, and its layout along "
+            f"{place!r} shards unit {unit.display_name} along {list(place.sharded)}, and its layout along "
             f"{list(unit.strategy.optim.sharded)} alone. Plan with a strategy that shards optimizer state along all these axes."
         )
     return place

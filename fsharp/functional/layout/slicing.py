@@ -62,7 +62,7 @@ def build(
     """Return a unit's buffers on one rank. Leaves are read one at a time, and only those of which the rank holds a part."""
     if unit.has_leaf_formats and not main:
         raise TreeError(
-            f"shard(): unit {unit.shown} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
+            f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
             "copies with place='optim', and the state of them with init_state()."
         )
     buffers = []
@@ -75,7 +75,7 @@ def build(
                 buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=value.device)
             if value.device != buffer.device:
                 raise TreeError(
-                    f"shard(): {unit.full_path(span.leaf)!r} is on {value.device}, other leaves of unit {unit.shown} "
+                    f"shard(): {unit.full_path(span.leaf)!r} is on {value.device}, other leaves of unit {unit.display_name} "
                     f"on {buffer.device}: move them to one device."
                 )
             buffer[span.start : span.stop] = value.detach().reshape(-1)[span.first : span.last]
@@ -114,7 +114,7 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
         if len(trees) != mesh.size:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
         if place.partial:
-            raise TreeError(f"unshard(): unit {unit.shown} rests partial ({place}): sum it by reduce_scatter() first.")
+            raise TreeError(f"unshard(): unit {unit.display_name} rests partial ({place}): sum it by reduce_scatter() first.")
         own = mesh.index_along(place.varying, rank)
         alike = [r for r in range(mesh.size) if mesh.index_along(place.varying, r) == own]
         holders = {mesh.index_along(place.sharded, r): parts[r] for r in reversed(alike)}

@@ -156,7 +156,7 @@ class UnitLayout:
         return (self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec)
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The name of the unit for an error; ``(root)`` if the whole tree is one unit."""
         return repr(self.name) if self.name else "(root)"
 
@@ -236,10 +236,10 @@ class UnitLayout:
 
     def update_format(self, group: int) -> Format | None:
         """Return the format in which a group's updates travel; None if parameters travel themselves, or nothing travels."""
-        return self.groups[group].dtypes.update if self._is_update_sent else None
+        return self.groups[group].dtypes.update if self._gathers_updates else None
 
     @cached_property
-    def _is_update_sent(self) -> bool:
+    def _gathers_updates(self) -> bool:
         return any(self.mesh.axis_size(axis) > 1 for axis in self.update_axes)
 
     def update_nbytes(self, group: int) -> int:
@@ -422,7 +422,7 @@ class UnitLayout:
             if axis
             else ("parameters", f"over axes {first_few(self.strategy.optim.order)}")
         )
-        return [("unit", self.shown), ("leaves", first_few(leaves)), along]
+        return [("unit", self.display_name), ("leaves", first_few(leaves)), along]
 
     @api_boundary
     def subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -144,11 +144,11 @@ def as_transform(tx: Any) -> Transform:
             try_pair(where, init, tried, params)
         else:
             together(where, comm, lambda: try_pair(where, init, tried, params), lambda size: {"updates of small tensors": size})
-        return _as_trees(init(params), params)
+        return _unflatten_leaf_lists(init(params), params)
 
     def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        updates, new = tried(grads, _as_lists(state), params, **extra)
-        return updates, _as_trees(new, params)
+        updates, new = tried(grads, _flatten_leaf_trees(state), params, **extra)
+        return updates, _unflatten_leaf_lists(new, params)
 
     kind = type(tx).__qualname__
     return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_of(update))
@@ -160,7 +160,7 @@ class ByLeaf(NamedTuple):
     leaves: Any
 
 
-def _as_trees(state: Any, params: Any) -> Any:
+def _unflatten_leaf_lists(state: Any, params: Any) -> Any:
     leaves, structure = optree.tree_flatten(params)
 
     def is_one(node: Any) -> bool:
@@ -176,7 +176,7 @@ def _as_trees(state: Any, params: Any) -> Any:
     return optree.tree_map(one, state, is_leaf=is_one)
 
 
-def _as_lists(state: Any) -> Any:
+def _flatten_leaf_trees(state: Any) -> Any:
     def one(node: Any) -> Any:
         return optree.tree_leaves(node.leaves) if isinstance(node, ByLeaf) else node
 
@@ -325,6 +325,6 @@ def check_shared(where: str, grads: Sharded) -> None:
     """Raise an error if ``grads`` are gradients of gathered parameters, which are not summed over ranks yet."""
     if grads.is_gathered:
         raise TreeError(
-            f"{where}: the gradient of unit {grads.unit.shown} is this rank's summand, as it is with respect to "
+            f"{where}: the gradient of unit {grads.unit.display_name} is this rank's summand, as it is with respect to "
             "gathered parameters. Sum it by reduce_scatter(), or differentiate with respect to parameters at rest."
         )

@@ -51,7 +51,8 @@ def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
         for node in units_of(tree):
             if node.place.partial:
                 raise TreeError(
-                    f"global_norm(): unit {node.unit.shown} rests partial ({node.place}): sum it by reduce_scatter() first."
+                    f"global_norm(): unit {node.unit.display_name} rests partial ({node.place}): sum it by reduce_scatter() "
+                    "first."
                 )
             held = [b.detach() for b in node.values(comm.rank) if b.numel()]
             by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(held)

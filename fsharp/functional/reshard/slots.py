@@ -127,7 +127,7 @@ def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
 
 
 def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
-    facts = [("found at", repr(".".join(path)))] + ([] if node is None else [("unit", node.unit.shown)])
+    facts = [("found at", repr(".".join(path)))] + ([] if node is None else [("unit", node.unit.display_name)])
     return TreeError(problem("reshard()", what, facts, "Pass the whole tree that was planned, or a state of such trees."))
 
 
@@ -180,7 +180,7 @@ def check_slot(slot: Slot, layout: Layout) -> None:
 
 
 def _check_at_rest(slot: Slot, node: Sharded) -> None:
-    facts = [("in", slot), ("unit", node.unit.shown), ("place", node.place)]
+    facts = [("in", slot), ("unit", node.unit.display_name), ("place", node.place)]
     if node.is_donated:
         raise TreeError(problem("reshard()", "a unit was donated (donate=True).", facts, "Use the returned state."))
     if node.place.partial or node.is_gathered or node.ledger is not None:

@@ -222,7 +222,7 @@ class ModuleCall:
         self._passed = [*args, *kwargs.values()]
 
     @uncompiled
-    def compute_with_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
+    def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
         """Call :meth:`compute` with the leaves of trees of full parameters, one for each unit."""
         return self.compute(source, list(map(optree.tree_leaves, trees)))
 

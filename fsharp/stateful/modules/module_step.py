@@ -135,7 +135,9 @@ class ModuleStep:
             if self.is_accumulating or not self.is_fed:
                 return
             missing = unused_parameters(self._units, self.scheduler, self._paused)
-            sums = reduce_scatter(self.scheduler.issue(self._units, self.state.train_state.params), comm=self.scheduler)
+            sums = reduce_scatter(
+                self.scheduler.hand_out_gradients(self._units, self.state.train_state.params), comm=self.scheduler
+            )
             self.means.set(sums, missing)
             if not self._is_apart:
                 self.means.call_hooks()

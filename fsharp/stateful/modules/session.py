@@ -129,7 +129,7 @@ class Session:
         if source.comm is self.scheduler and self.scheduler.takes((units, ties)):
             compute = partial(call.compute, source)
             return call.returning(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
-        compute = partial(call.compute_with_trees, source)
+        compute = partial(call.compute_with_param_trees, source)
         release = not owner.has_inner
         return call.returning(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
@@ -141,7 +141,7 @@ class Session:
         self.state.loaded.add(what)
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
-            self.scheduler.begin_history()
+            self.scheduler.reset_history()
             name_trees((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     @property

@@ -119,7 +119,7 @@ def own_part(
         if not is_same or not like.unit.is_same_part(like.place, value.rank, like.rank) or value.local.numel() != last - first:
             what = "is a part of another rank or layout"
         got = f"elements {list(value.run)} of {got}"
-        got += f" in unit {value.unit.shown}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
+        got += f" in unit {value.unit.display_name}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
     elif isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided:
         kind = "DTensor" if isinstance(value, DTensor) else f"tensor on the {value.device} device, {value.layout}"
         what, got = "is no plain tensor with values", f"a {kind}"

@@ -85,8 +85,8 @@ class Compiled:
                 if spec.memory == FINISHING and op.unit not in pieces:
                     pieces[op.unit] = route.finishing_block(self._bytes(op.memory))
                 if spec.memory == OUTGOING and op.memory is not None and op.unit not in blocks:
-                    several = op.memory.nbytes == route.outgoing_nbytes(several_uses=True, several_microbatches=True)
-                    blocks[op.unit] = route.block(self._bytes(op.memory), several_uses=several)
+                    several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
+                    blocks[op.unit] = route.outgoing_block(self._bytes(op.memory), several_uses=several)
                 if spec.memory == FINISHING:
                     known["pieces"] = pieces[op.unit]
                 else:

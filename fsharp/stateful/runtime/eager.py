@@ -160,9 +160,9 @@ class Eager:
 
     def _block_of(self, gradient: GradientBuffer) -> OutgoingBlock:
         """Return memory for the gradient of a microbatch."""
-        nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
+        nbytes = gradient.route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return gradient.route.block(memory, several_uses=True)
+        return gradient.route.outgoing_block(memory, several_uses=True)
 
     def _cast(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
         yield from self._land()
@@ -212,7 +212,7 @@ class Eager:
         """Yield the ops that bring gradients to the optimizer's place."""
         for unit in units:
             route, facts = unit.trained.route, self._facts(unit)
-            memory = torch.empty(route.finishing_nbytes(), dtype=torch.uint8, device=self._device)
+            memory = torch.empty(route.finishing_block_nbytes(), dtype=torch.uint8, device=self._device)
             if ops.ENCODE_REST.is_for(facts):
                 yield self._emit(ops.ENCODE_REST, unit, "finish")
             reduce = self._emit(ops.FINISH, unit, "finish", pieces=route.finishing_block(memory))

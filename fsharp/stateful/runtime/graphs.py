@@ -108,7 +108,9 @@ def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warm
         raise ScheduleError("CapturedStep(): a graph needs optimizer state at fixed device addresses: leave out offload=True.")
     if policy.gather_at_start:
         raise ScheduleError("CapturedStep(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
-    if seeded := [node.unit.shown for node in units_of(state.params) if node.unit.is_stochastic or node.unit.has_noisy_updates]:
+    if seeded := [
+        node.unit.display_name for node in units_of(state.params) if node.unit.is_stochastic or node.unit.has_noisy_updates
+    ]:
         raise ScheduleError(
             f"CapturedStep(): unit {seeded[0]} has a format that rounds stochastically, and a graph would draw the same random "
             "numbers in each step. Pass the format itself."

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.worker_threads import InFlight
+from fsharp.functional.comm.worker_threads import CollectiveOutcome
 from fsharp.stateful.inspect.timeline import WAITING
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.executor import Action, BoundOp
@@ -27,10 +27,10 @@ class Recorder:
 
     def __init__(self, trace: Trace, device: torch.device, waited_s: Callable[[], float]) -> None:
         self.trace, self.device, self.has_streams, self._waited_s = trace, device, device.type != "cpu", waited_s
-        self.flights: list[InFlight] = []
+        self.outcomes: list[CollectiveOutcome] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
         self._base: Mark = self.mark()
-        self._rows: list[tuple[BoundOp, bool, Mark, Mark, list[InFlight], int]] = []
+        self._rows: list[tuple[BoundOp, bool, Mark, Mark, list[CollectiveOutcome], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
         self._waited_before = 0.0  # until the mark ``_last``
@@ -69,7 +69,7 @@ class Recorder:
 
     def run_op(self, bound: BoundOp, action: Action) -> None:
         """Run the action of an op, and measure it."""
-        self.flights, self.lane_marks = [], []
+        self.outcomes, self.lane_marks = [], []
         start = self.mark()
         action()
         stop = self.mark()
@@ -79,14 +79,14 @@ class Recorder:
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
             for each in bound.members:
-                self._add_row(each, start, stop, self.flights)
+                self._add_row(each, start, stop, self.outcomes)
         else:
             self._add_row(bound, start, stop)
 
     def _add_row(
-        self, bound: BoundOp, start: Mark, stop: Mark, flights: Sequence[InFlight] = (), *, waits: bool = False
+        self, bound: BoundOp, start: Mark, stop: Mark, outcomes: Sequence[CollectiveOutcome] = (), *, waits: bool = False
     ) -> None:
-        self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(flights), self._step))
+        self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
     def end(self) -> None:
         """End a step: add its measurements to the trace. Measurements of ops under way are added later."""
@@ -97,8 +97,8 @@ class Recorder:
         self.trace.end_step(self._seconds(ended))
         waiting = []
         for row in self._rows:
-            bound, waits, start, stop, flights, step = row
-            landed = [flight.over_s for flight in flights]
+            bound, waits, start, stop, outcomes, step = row
+            landed = [outcome.over_s for outcome in outcomes]
             if None in landed:
                 waiting.append(row)
                 continue

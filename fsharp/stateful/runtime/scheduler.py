@@ -21,7 +21,7 @@ from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.scheduled import Functions, Scheduled
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer
+from fsharp.stateful.runtime.tracer import HandedOutGradients, Tracer
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Program, gradients_of
@@ -154,7 +154,7 @@ class Scheduler(PassingComm, Tracer):
         if self._now.step is not None:
             self.executor.set_names(step=f"{self._now.title}{self._of_history}")
 
-    def begin_history(self) -> None:
+    def reset_history(self) -> None:
         """Remove earlier steps and settings from labels, after all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for scheduled in self._functions:
@@ -209,7 +209,7 @@ class Scheduler(PassingComm, Tracer):
             step = Step(self.executor, schedule, self.units, recorder)
             self._now.begin(scheduled, step, title)
             self.lanes.tell(recorder)
-            self.transport.tell(None if recorder is None else lambda flight: recorder.flights.append(flight))
+            self.transport.observe_collectives(None if recorder is None else recorder.outcomes.append)
             if recorder is not None:
                 recorder.begin()
             if schedule is not None:
@@ -270,7 +270,7 @@ class Scheduler(PassingComm, Tracer):
 
     def _leave(self) -> None:
         self._now.end()
-        self._issued = IssuedGradients()
+        self._handed_out = HandedOutGradients()
         self.registry.unbind()
         self.executor.set_names(step="")
         for scheduled in self._functions:
@@ -283,7 +283,7 @@ class Scheduler(PassingComm, Tracer):
             if unit.gradient is not None:
                 unit.gradient.copy_out()
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
-            self._history.undo_step()
+            self._history.undo_begin_step()
             scheduled.end_call("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
             return
         self._functions.end_call(scheduled)

@@ -255,7 +255,7 @@ class Step:
         self._event("microbatch_end", units=self.units.values())
         for unit, grads in found:
             if unit.gradient is not None:
-                unit.gradient.add(grads)
+                unit.gradient.add_flat(grads)
         self.num_microbatches += 1
         self.executor.set_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()

@@ -37,7 +37,7 @@ from fsharp.torch_compile import compiled_by_caller
 _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
-class IssuedGradients:
+class HandedOutGradients:
     """The gradients that one ``value_and_grad`` has returned, to recognise them when they are passed to ``reduce_scatter``."""
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class IssuedGradients:
         """The units, in tree order."""
         return [unit for unit, _, _ in self._rows]
 
-    def issue(self, node: Sharded, unit: UnitState, scale: Literal["sum"] | None) -> Sharded:
-        """Return the gradient at rest of the unit with the parameters ``node``, and record it as issued."""
+    def hand_out_gradient(self, node: Sharded, unit: UnitState, scale: Literal["sum"] | None) -> Sharded:
+        """Return the gradient at rest of the unit with the parameters ``node``, and record that it was handed out."""
         gradient = unit.gradient
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, (), scale=scale)
@@ -70,7 +70,7 @@ class IssuedGradients:
                 )
 
     def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
-        """Return whether these are exactly the issued gradients, unchanged."""
+        """Return whether these are exactly the gradients that were handed out, unchanged."""
         filled = [node for node in nodes if node.unit.trainable]
         if len(filled) != len(self._rows) or not filled:
             return False
@@ -107,7 +107,7 @@ class Tracer(Engine):
     unit_of: Callable[[Sharded], UnitState]
     replaced: Callable[[Sharded, UnitState, Sharded], None]
     main_stays = False
-    _issued = IssuedGradients()
+    _handed_out = HandedOutGradients()
     _offload: Offload | None = None
 
     def __init__(self, comm: Comm) -> None:
@@ -196,11 +196,11 @@ class Tracer(Engine):
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
         assert total is not None
-        return total, self.issue(units, params, scale="sum")
+        return total, self.hand_out_gradients(units, params, scale="sum")
 
     def start_gradients(self, params: Any, residuals: Views = MappingProxyType({})) -> list[UnitState]:
         """Begin new gradients of these parameters, and return their units. Gradients of other units are kept."""
-        step, self._issued = self.current(), IssuedGradients()
+        step, self._handed_out = self.current(), HandedOutGradients()
         units = [self.unit_of(node) for node in units_of(params)]
         step.renew_gradients(units)
         if residuals:
@@ -212,26 +212,26 @@ class Tracer(Engine):
         found = zip(units, units_of(probed), strict=True)
         self.current().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
-    def issue(self, units: Sequence[UnitState], params: Any, *, scale: Literal["sum"] | None = None) -> Any:
+    def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, scale: Literal["sum"] | None = None) -> Any:
         """Return the gradients at rest of these parameters, whose units are given."""
         self.lanes.join_all("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
             )
-        self._issued = issued = IssuedGradients()
+        self._handed_out = handed_out = HandedOutGradients()
         position = iter(units)
-        return map_units(lambda node: issued.issue(node, next(position), scale), params)
+        return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), scale), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: Views) -> Any:
         """Reduce gradients to the optimizer's place: those of :meth:`run_value_and_grad` by the schedule, others at once."""
         nodes, step = units_of(tree), self.current()
-        if not self._issued.are(nodes, to):
+        if not self._handed_out.are(nodes, to):
             if residuals:
-                self._issued.check_unsent()
+                self._handed_out.check_unsent()
             step.move()
             return moves.reduce_sums(tree, nodes, to, self.own, residuals)
-        units, self._issued = self._issued.units, IssuedGradients()
+        units, self._handed_out = self._handed_out.units, HandedOutGradients()
         if residuals:
             _feed_back(units, residuals)
         step.reduce(units, wait=not self.transport.is_async)
@@ -314,7 +314,7 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves:
 
 
 def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
-    """Return an issued gradient at the optimizer's place."""
+    """Return a handed-out gradient at the optimizer's place."""
     place = resolve_place(node.unit, to)
     if gradient is None or gradient.final is None:
         same = Sharded(node.raw_buffers, node.unit, place, node.groups, scale=node.scale)

@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
 from fsharp.functional.comm.protocol import Comm, CountingComm
-from fsharp.functional.comm.worker_threads import InFlight
+from fsharp.functional.comm.worker_threads import CollectiveOutcome
 from fsharp.functional.formats.format import Carried, Facts, Format
 
 Kind = Literal["gather", "reduce"]
@@ -219,8 +219,8 @@ class Transport(ABC):
         """Return the bytes of scratch for a reduce_scatter or an all_reduce. ``apart``: ``out`` has the dtype of ``x``."""
         return 0
 
-    def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
-        """Call ``on_flight`` with each later collective that runs in a thread of its own; None ends that."""
+    def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
+        """Call ``on_collective`` with each later collective that runs in a thread of its own; None ends that."""
 
 
 def encoded_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts: Facts) -> torch.Tensor:

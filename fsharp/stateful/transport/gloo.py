@@ -17,7 +17,7 @@ import torch
 
 from fsharp.functional.comm.process_group import Messages, ProcessGroupComm
 from fsharp.functional.comm.protocol import CountingComm
-from fsharp.functional.comm.worker_threads import InFlight, Outcome, Worker
+from fsharp.functional.comm.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
 
@@ -39,12 +39,12 @@ class GlooTransport(Transport):
 
     def __init__(self, comm: ProcessGroupComm, groups: ProcessGroups, counters: Sequence[CountingComm] = ()) -> None:
         super().__init__(comm, groups, counters)
-        self._on_flight: Callable[[InFlight], None] | None = None
+        self._on_collective: Callable[[CollectiveOutcome], None] | None = None
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
-    def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
-        """Call ``on_flight`` with each later collective; None ends that."""
-        self._on_flight = on_flight
+    def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
+        """Call ``on_collective`` with each later collective; None ends that."""
+        self._on_collective = on_collective
 
     def packs(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether parts of buffers are too small for messages of their own."""
@@ -78,7 +78,7 @@ class GlooTransport(Transport):
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
         second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
-        sums = InFlight(second.call)
+        sums = CollectiveOutcome(second.call)
         share = partial(self._swap, "share", [[results[mine]] * n], [results], mine, second, sums)
         return [self._reduce([parts], [results[mine]], mine, summands, first, share, sums)]
 
@@ -96,7 +96,7 @@ class GlooTransport(Transport):
         return self.comm.messages(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
 
     def _swap(
-        self, kind: str, send: Rows, receive: Rows, mine: int, messages: Messages, flight: InFlight | None = None
+        self, kind: str, send: Rows, receive: Rows, mine: int, messages: Messages, outcome: CollectiveOutcome | None = None
     ) -> Work:
         """Send other ranks their parts of each row in ``send``; receive each other rank's part into the rows of ``receive``."""
 
@@ -107,7 +107,7 @@ class GlooTransport(Transport):
                 posted += [messages.send(row[to], to) for row in send if row[to].numel()]
             return posted
 
-        return self._post_and_finish(kind, post, messages.wait, flight or InFlight(messages.call))
+        return self._post_and_finish(kind, post, messages.wait, outcome or CollectiveOutcome(messages.call))
 
     def _reduce(
         self,
@@ -117,13 +117,15 @@ class GlooTransport(Transport):
         summands: Sequence[Summand],
         messages: Messages,
         then: Callable[[], Any] = lambda: None,
-        second: InFlight | None = None,
+        second: CollectiveOutcome | None = None,
     ) -> Work:
         """Sum this rank's part of each row over ranks, into the row's ``out``. Then call ``then``, which begins ``second``."""
         n = len(rows[0])
         partners = list(_partners(mine, n))
         pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
-        chunks = [chunk for x, out in pairs for chunk in zip(_chunks(x), _chunks(out, like=x), strict=True)]
+        chunks = [
+            chunk for x, out in pairs for chunk in zip(_split_into_chunks(x), _split_into_chunks(out, like=x), strict=True)
+        ]
         width = max((len(chunk) for chunk, _ in chunks), default=0)
         memory = max([each.scratch for each in summands], key=len).view(rows[0][0].dtype)
         room = (n - 1) * width
@@ -136,7 +138,7 @@ class GlooTransport(Transport):
 
         def post() -> tuple[list[Any], list[list[Any]]]:
             received = [receive(k) for k in range(min(num_rooms, len(chunks)))]
-            sent = [messages.send(chunk, to) for to, _ in partners for parts in rows for chunk in _chunks(parts[to])]
+            sent = [messages.send(chunk, to) for to, _ in partners for parts in rows for chunk in _split_into_chunks(parts[to])]
             return sent, received
 
         def finish(posted: tuple[list[Any], list[list[Any]]]) -> Any:
@@ -152,13 +154,15 @@ class GlooTransport(Transport):
             messages.wait(sent)
             return then()
 
-        return self._post_and_finish("reduce", post, finish, InFlight(messages.call, second))
+        return self._post_and_finish("reduce", post, finish, CollectiveOutcome(messages.call, second))
 
-    def _post_and_finish(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], flight: InFlight) -> Work:
+    def _post_and_finish(
+        self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], outcome: CollectiveOutcome
+    ) -> Work:
         """Run a collective on two workers: one posts the messages, and hands them to another one, which completes them."""
         poster, finisher = self._crew["posts"], self._crew[kind]
-        if self._on_flight is not None and kind != "share":  # a second half, of which the first one tells
-            self._on_flight(flight)
+        if self._on_collective is not None and kind != "share":  # a second half, of which the first one tells
+            self._on_collective(outcome)
         poster.start()
         finisher.start()
 
@@ -166,10 +170,10 @@ class GlooTransport(Transport):
             posted = Outcome()
             posted.run(post)
             posted.land()
-            finisher.submit(lambda: finish(posted.take()), flight)
+            finisher.submit(lambda: finish(posted.take()), outcome)
 
         poster.submit(begin, Outcome())
-        return Work(then=flight.wait)
+        return Work(then=outcome.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Return the bytes of two chunks from each other rank, or of the whole part if it is no larger than a chunk."""
@@ -178,7 +182,7 @@ class GlooTransport(Transport):
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
 
-def _chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+def _split_into_chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Cut a tensor into chunks of ``_CHUNK`` bytes; with ``like``, into chunks with the numbers of elements of its chunks."""
     return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
 

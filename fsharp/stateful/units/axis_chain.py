@@ -65,7 +65,7 @@ class AxisChain:
         self.first, last = (self.sent[0], self.sent[-1]) if self.sent else (dtypes.accumulate, dtypes.accumulate)
         self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
 
-    def sizes(self) -> list[int]:
+    def output_sizes(self) -> list[int]:
         """Number of elements in the output of each stage."""
         result, size, whole = [], self.size, self.size
         for stage in self.stages:
@@ -80,13 +80,13 @@ class AxisChain:
 
     def calls(self) -> tuple[Call, ...]:
         """Return the collectives, with the bytes that each sends."""
-        stages = zip(self.stages, self.sizes(), strict=True)
+        stages = zip(self.stages, self.output_sizes(), strict=True)
         return tuple(calls_reducing(self.dtypes, [(*stage, out) for stage, out in stages]))
 
     def scratch_pieces(self) -> Pieces:
         """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
         result, size, accumulate = list[tuple[int, torch.dtype]](), self.size, self.dtypes.accumulate
-        for i, (stage, out, dtype) in enumerate(zip(self.stages, self.sizes(), self.sent, strict=True)):
+        for i, (stage, out, dtype) in enumerate(zip(self.stages, self.output_sizes(), self.sent, strict=True)):
             is_last = i == len(self.stages) - 1
             apart = dtype == accumulate and (self.has_target or not is_last)
             nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, dtype.itemsize, apart=apart)
@@ -100,7 +100,7 @@ class AxisChain:
     def coded(self) -> CodedBytes:
         """Return the encoded bytes on the way. :func:`reduce_along` codes those between two collectives."""
         found, last = [0, 0, 0], len(self.stages) - 1
-        for k, (stage, out) in enumerate(zip(self.stages, self.sizes(), strict=True)):
+        for k, (stage, out) in enumerate(zip(self.stages, self.output_sizes(), strict=True)):
             if stage.op == "all_to_all":
                 wire = self.dtypes.wire_along(stage.axis)
                 nbytes = stage.n * wire.size(out) * wire.dtype.itemsize

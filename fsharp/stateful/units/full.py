@@ -21,7 +21,7 @@ from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOut
 
 
-class LeafIndex:
+class LeafTable:
     """The positions of the leaves of a unit's subtree.
 
     Attributes:
@@ -57,7 +57,7 @@ class LeafIndex:
         for flat in flats.values():
             if not flat.is_contiguous():
                 raise TreeError(
-                    f"unit {self.unit.shown}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
+                    f"unit {self.unit.display_name}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
                     "Call .contiguous() on it."
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
@@ -76,10 +76,10 @@ class LeafIndex:
         return self.views(flats, [self.stored[i] for i in self.trainable]), gaps
 
 
-Stored = tuple[LeafIndex, Sequence[torch.Tensor]]
-"""The index of a unit, and the tensors of its stored leaves."""
-leaf_index = cache(LeafIndex)
-"""Return the index of a unit, which is made once."""
+Stored = tuple[LeafTable, Sequence[torch.Tensor]]
+"""The leaf table of a unit, and the tensors of its stored leaves."""
+leaf_table = cache(LeafTable)
+"""Return the leaf table of a unit, which is made once."""
 _version_of = attrgetter("_version")
 
 
@@ -105,7 +105,7 @@ class FullUnit:
     __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "has_classes", "index", "stored")
 
     def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[torch.Tensor] = ()) -> None:
-        self.index, self.flats, self.stored = leaf_index(unit), tuple(flats), stored or flats
+        self.index, self.flats, self.stored = leaf_table(unit), tuple(flats), stored or flats
         classed: dict[int, tuple[LeafClass, LeafPart]] = {}
         for g, cls in unit.leaf_classes.items():
             form, size = unit.groups[g].dtypes.stored, unit.groups[g].size
@@ -245,12 +245,12 @@ def nbytes_of(pieces: Pieces) -> int:
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return number of elements and dtype of each group's full buffer, as functions use it."""
     return [
-        (group.size, group.dtypes.compute) if i not in unit.leaf_classes else (planes_nbytes(unit, i), torch.uint8)
+        (group.size, group.dtypes.compute) if i not in unit.leaf_classes else (encoded_nbytes(unit, i), torch.uint8)
         for i, group in enumerate(unit.groups)
     ]
 
 
-def planes_nbytes(unit: UnitLayout, group: int) -> int:
+def encoded_nbytes(unit: UnitLayout, group: int) -> int:
     """Return the bytes of a full buffer's planes, the arrays that its format stores.
 
     Return 0 if the only plane is used where it was gathered.

@@ -52,7 +52,7 @@ class GradientBuffer:
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
         self._own = self.rest = self.route.resting()
-        self.final = RestingGradient(self.route.sizes(unit.strategy.optim), device) if self.route.is_finished else None
+        self.final = RestingGradient(self.route.buffer_sizes(unit.strategy.optim), device) if self.route.is_finished else None
         self.phase = GradientPhase.NONE
         self.num_added = self.found = 0
         self.block: OutgoingBlock | None = None
@@ -124,8 +124,8 @@ class GradientBuffer:
             gc.collect()
             if self.rest.is_held:
                 raise ScheduleError(
-                    f"a view of the gradient of unit {self.route.unit.shown} is held beyond its step, and the memory it is in "
-                    "is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
+                    f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, and the memory it "
+                    "is in is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
     def abandon(self, refuse: Callable[[], None]) -> None:
@@ -187,8 +187,8 @@ class GradientBuffer:
         rows = zip(self.route.leaves, grads, strict=True)
         where, kind = next((leaf, x.layout) for leaf, x in rows if x is not None and x.layout is not torch.strided)
         return TreeError(
-            f"unit {self.route.unit.shown}: the gradient of leaf {where.path!r} is {kind}, expected a dense one, as flat "
-            "buffers are. Pass sparse=False to the embedding."
+            f"unit {self.route.unit.display_name}: the gradient of leaf {where.path!r} is {kind}, expected a dense one, as "
+            "flat buffers are. Pass sparse=False to the embedding."
         )
 
     def encode(self, chains: Sequence[AxisChain], buffers: Sequence[torch.Tensor]) -> None:
@@ -269,7 +269,7 @@ class GradientBuffer:
         elif self.phase is GradientPhase.FINISHED:
             self._enter_phase(GradientPhase.RESTING)
 
-    def add(self, grads: Grads) -> None:
+    def add_flat(self, grads: Grads) -> None:
         """Add gradients that came on another way: flat buffers at rest; None stands for zero."""
         self.join()
         self.settle()

@@ -11,10 +11,10 @@ import torch
 
 from fsharp.functional.layout.sharded import is_sharded, map_units, units_of
 from fsharp.stateful.transport.streams import Key, Lanes
-from fsharp.stateful.units.pending import PendingBuffers
+from fsharp.stateful.units.pending import FutureBuffers
 
 
-class HostBuffers(PendingBuffers):
+class HostBuffers(FutureBuffers):
     """Tensors in host memory that are filled once ``move`` is over."""
 
     def __init__(self, raw: list[Any], move: "HostCopies") -> None:

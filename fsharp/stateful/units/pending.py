@@ -1,4 +1,4 @@
-"""PendingBuffers: buffers of a Sharded that are not filled yet. Any thread that reads them waits."""
+"""FutureBuffers: buffers of a Sharded that are not filled yet. Any thread that reads them waits."""
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -8,7 +8,7 @@ from fsharp.functional.layout.sharded import LazyBuffers, Sharded
 from fsharp.stateful.transport.streams import Lanes
 
 
-class PendingBuffers(LazyBuffers):
+class FutureBuffers(LazyBuffers):
     """Tensors that are filled once ``arrive`` has returned. The first reader calls it, once.
 
     If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
@@ -32,9 +32,9 @@ class PendingBuffers(LazyBuffers):
             self._joined.add(stream)
         return self.raw
 
-    def aliased(self, buffers: Sequence[Any]) -> "PendingBuffers":
-        """Return pending buffers of new tensors with the same memory."""
-        return PendingBuffers(buffers, self.wait, self._gathered_on)
+    def aliased(self, buffers: Sequence[Any]) -> "FutureBuffers":
+        """Return future buffers of new tensors with the same memory."""
+        return FutureBuffers(buffers, self.wait, self._gathered_on)
 
 
 def pending(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
@@ -42,9 +42,9 @@ def pending(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None
 
     Functions of pytrees treat the node like any other Sharded.
     """
-    return node.with_buffers(PendingBuffers(node.raw_buffers, arrive, lanes), scale=node.scale)
+    return node.with_buffers(FutureBuffers(node.raw_buffers, arrive, lanes), scale=node.scale)
 
 
 def is_pending(node: Sharded) -> bool:
     """Return whether a node's buffers may not be filled yet."""
-    return isinstance(node.lazy, PendingBuffers) and node.lazy._arrive is not None
+    return isinstance(node.lazy, FutureBuffers) and node.lazy._arrive is not None

@@ -8,7 +8,7 @@ import torch
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.units.unit_state import UnitState
 
-Signature = tuple[str | int, ...]
+MemoryKey = tuple[str | int, ...]
 _address_of = torch.Tensor.data_ptr
 
 
@@ -22,7 +22,7 @@ class UnitRegistry:
     def __init__(self, *, trivial: bool) -> None:
         self.trivial = trivial
         self.units: dict[str, UnitState] = {}
-        self._by_memory: dict[Signature, UnitState] = {}
+        self._by_memory: dict[MemoryKey, UnitState] = {}
 
     def begin_step(self) -> None:
         """Begin a step: forget the addresses of the previous step, which may be reused."""
@@ -41,19 +41,19 @@ class UnitRegistry:
         known = self.units.get(key)
         if known is None or (node.unit is not known.layout and node.unit != known.layout):
             return
-        if self._by_memory.setdefault(_signature(node), known) is known:
+        if self._by_memory.setdefault(_memory_key(node), known) is known:
             known.bind(node)
 
     def enter(self, unit: UnitState, node: Sharded, *, instead: Sharded | None = None) -> None:
         """Bind a node to a unit. The node ``instead`` is unbound, and gets another unit when it is used again."""
         if instead is not None:
-            self._by_memory.pop(_signature(instead), None)
-        self._by_memory[_signature(node)] = unit
+            self._by_memory.pop(_memory_key(instead), None)
+        self._by_memory[_memory_key(node)] = unit
         unit.bind(node)
 
     def find(self, node: Sharded) -> UnitState | None:
         """Return the unit of a node in this step; None if it has no unit yet."""
-        return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # as _signature, without a call
+        return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # as _memory_key, without a call
 
     def add(self, node: Sharded) -> UnitState:
         """Bind a node to a unit of an earlier step, or to a new unit, and return the unit."""
@@ -71,5 +71,5 @@ class UnitRegistry:
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
 
 
-def _signature(node: Sharded) -> Signature:
+def _memory_key(node: Sharded) -> MemoryKey:
     return node.unit.name, *map(_address_of, node.raw_buffers)

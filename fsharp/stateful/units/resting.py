@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.units.full import LeafIndex, Pieces, carve, nbytes_of
+from fsharp.stateful.units.full import LeafTable, Pieces, carve, nbytes_of
 
 
 class RestingGradient:
@@ -46,7 +46,7 @@ class RestingGradient:
                 self._tensors = carve(self._memory, self.sizes)
         return self._tensors
 
-    def leaves(self, index: LeafIndex, groups: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def leaves(self, index: LeafTable, groups: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
         if self._leaves is None:
             self._leaves = index.trained(dict(zip(groups, self.tensors, strict=True)))

@@ -9,7 +9,7 @@ from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective, Stages
-from fsharp.stateful.units.full import Pieces, carve, leaf_index, nbytes_of
+from fsharp.stateful.units.full import Pieces, carve, leaf_table, nbytes_of
 from fsharp.stateful.units.resting import RestingGradient
 
 Grads = Sequence[torch.Tensor | None]
@@ -46,7 +46,7 @@ class GradientRoute:
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.unit, self.device = unit, device
-        self.index = leaf_index(unit)
+        self.index = leaf_table(unit)
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
         each, once = _stages(unit, trivial=trivial)
         self.chains = [AxisChain(transport, unit, g, unit.groups[g].size, each) for g in unit.trainable]
@@ -55,16 +55,16 @@ class GradientRoute:
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
         self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
 
-    def sizes(self, place: Place) -> Pieces:
+    def buffer_sizes(self, place: Place) -> Pieces:
         """Return number of elements and dtype of each group's buffer in a place."""
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable]
 
     def resting(self, window: torch.Tensor | None = None) -> RestingGradient:
         """Return the buffers of the gradient at rest: in these bytes of the arena, or in memory of its own."""
-        return RestingGradient(self.sizes(self.unit.strategy.grads), self.device, window)
+        return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, window)
 
-    def outgoing_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
+    def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
         """Return the bytes of the block of a microbatch; 0 if leaves are added to the gradient at rest directly."""
         if not self.is_reduced and not (several_uses and several_microbatches):
             return 0
@@ -75,10 +75,10 @@ class GradientRoute:
         if not self.is_reduced:
             return [(chain.size, chain.dtypes.accumulate)]
         collected: Pieces = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
-        received: Pieces = [(chain.sizes()[-1], chain.dtypes.accumulate)] if chain.casts_last else []
+        received: Pieces = [(chain.output_sizes()[-1], chain.dtypes.accumulate)] if chain.casts_last else []
         return [*collected, (chain.size, chain.first), *chain.scratch_pieces(), *received]
 
-    def finishing_nbytes(self) -> int:
+    def finishing_block_nbytes(self) -> int:
         """Bytes of the block for the reduction to the optimizer's place."""
         return sum(map(nbytes_of, self._finishing_pieces()))
 
@@ -88,8 +88,8 @@ class GradientRoute:
             return [[] for _ in self.finishes]
         return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_pieces()] for chain in self.finishes]
 
-    def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
-        """Return views of a run of :meth:`outgoing_nbytes` bytes."""
+    def outgoing_block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
+        """Return views of a run of :meth:`outgoing_block_nbytes` bytes."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         received: list[torch.Tensor | None] = []
@@ -102,7 +102,7 @@ class GradientRoute:
         return OutgoingBlock(leaves, gaps, collected, sent, rows, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return views of a run of :meth:`finishing_nbytes` bytes: for each group the sent buffer and the scratch."""
+        """Return views of a run of :meth:`finishing_block_nbytes` bytes: for each group the sent buffer and the scratch."""
         return _carved(memory, self._finishing_pieces())
 
 

@@ -18,7 +18,7 @@ from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import AxisChain, CodedBytes
-from fsharp.stateful.units.full import FullUnit, full_nbytes, full_sizes, leaf_index, stored_sizes
+from fsharp.stateful.units.full import FullUnit, full_nbytes, full_sizes, leaf_table, stored_sizes
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
 
@@ -38,7 +38,7 @@ class UnitState:
 
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
         self.key, self.layout, self.trivial = key, layout, trivial
-        self.index = leaf_index(layout)
+        self.index = leaf_table(layout)
         sharded = [axis for axis in reversed(layout.strategy.order) if layout.strategy.params[axis] is Shard]
         self.axes = self._moving(sharded) if full_nbytes(layout) else ()
         self.update_axes = self._moving(layout.update_axes)
@@ -82,8 +82,8 @@ class UnitState:
         reduced, finished = _coded(route.chains), _coded(route.finishes)
         return replace(
             facts,
-            outgoing=route.outgoing_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
-            finishing=route.finishing_nbytes(),
+            outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
+            finishing=route.finishing_block_nbytes(),
             rest=0 if policy.keep_gradients else self.gradient.rest.nbytes,
             trainable=True,
             reduce=tuple(chain(*(each.calls() for each in route.chains))),

@@ -56,7 +56,7 @@ def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
 
     heard = Heard()
     ranks[1].watch.aborts.append(weakref.WeakMethod(heard.abort))
-    ranks[1].watch.listen(0.001)
+    ranks[1].watch.start_failure_monitor(0.001)
     ranks[0].watch.fail(ValueError("a batch of 0 tokens"), "train_step #3")
     assert aborted.wait(30), "nobody has told rank 1"
     assert notes == [["start", "dp", "end"]] * 2
@@ -74,7 +74,7 @@ def test_a_listener_ends_with_its_job_or_its_comm():
     watches = [Watch(f"comm {i}", RankStatuses(0, 2, board), board, 60.0) for i in range(2)]
     before = set(threading.enumerate())
     for watch in watches:
-        watch.listen(0.001)
+        watch.start_failure_monitor(0.001)
     threads = set(threading.enumerate()) - before
     watches.pop().is_over.set()
     del watch

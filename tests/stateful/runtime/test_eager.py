@@ -72,7 +72,7 @@ def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_of_the_memory_that_gradients_leave_from_there_is_one_block_at_a_time(strategy, monkeypatch):
     alive = []
-    make = GradientRoute.block
+    make = GradientRoute.outgoing_block
 
     def block(self, memory, **kwargs):
         assert not any(not storage.expired() and rank == threading.get_ident() for rank, storage in alive), (
@@ -81,6 +81,6 @@ def test_of_the_memory_that_gradients_leave_from_there_is_one_block_at_a_time(st
         alive.append((threading.get_ident(), StorageWeakRef(memory.untyped_storage())))
         return make(self, memory, **kwargs)
 
-    monkeypatch.setattr(GradientRoute, "block", block)
+    monkeypatch.setattr(GradientRoute, "outgoing_block", block)
     simulate(DP, lambda comm: emitted(comm, strategy)[0])
     assert len(alive) > 2 * DP.size

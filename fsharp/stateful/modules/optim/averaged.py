@@ -27,8 +27,8 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
     session.step.abandon_forwards("averaged()")
     state.follow_writes()
-    shown = _buffers(state.visible())
-    trees = [_buffers(tree) for tree in (state.train_state.params, state.train_state.main)]
+    shown = _buffers_by_key(state.visible())
+    trees = [_buffers_by_key(tree) for tree in (state.train_state.params, state.train_state.main)]
     targets = [buffers[key] for buffers in trees for key in buffers if key in shown]
     own = [target.detach().clone() for target in targets]
     session.is_averaged = True
@@ -41,7 +41,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
         session.is_averaged = False
 
 
-def _buffers(tree: Any) -> Buffers:
+def _buffers_by_key(tree: Any) -> Buffers:
     return {(node.name, g): b for node in units_of(tree) for g, b in zip(node.groups, node.buffers, strict=True)}
 
 

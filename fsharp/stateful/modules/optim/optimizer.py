@@ -117,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._defaults = defaults
         self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
         fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
-        fields |= _text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups()])
+        fields |= _text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._scope, optimizer, check_steps)
         self._scopes = together("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
         rows = zip(self.param_groups, self._cut(), strict=True)
@@ -320,10 +320,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # Leaf by leaf: those of one run share a step, and torch would count that once for each of them.
             mine = {path: copy.deepcopy(state) for path, state in self._states().items()}
             states = on_every_rank("state_dict()", mine, self._stateful(), self.session.scheduler)
-            return {"state": states, "param_groups": self._groups()}
+            return {"state": states, "param_groups": self._groups_with_paths()}
         for node in units_of(self.session.state.train_state.opt):
             node.rank = self.session.scheduler.rank
-        return {"state": self.session.state.train_state.opt, "param_groups": self._groups()}
+        return {"state": self.session.state.train_state.opt, "param_groups": self._groups_with_paths()}
 
     @api_boundary
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
@@ -339,9 +339,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is None:
             return self.state_dict()
         states = {path: self._fresh_state(path, self.param_groups) for path in self._stateful() if has(f"state.{path}")}
-        return {"state": states, "param_groups": self._groups()}
+        return {"state": states, "param_groups": self._groups_with_paths()}
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups_with_paths(self) -> list[dict[str, Any]]:
         return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
 
     def _stateful(self) -> dict[str, ShardedTensor]:
@@ -388,7 +388,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_dtensors(where, self.session)
             mine = {p.path for group in self.param_groups for p in group["params"] if p.is_trained}
             trained = None if self.inner is None else mine
-            check_groups(where, state_dict, self._groups(), options=self.defaults, trained=trained)
+            check_groups(where, state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self.inner is None:
                 return read_tree(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])

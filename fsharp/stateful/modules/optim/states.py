@@ -234,7 +234,7 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
         if is_sharded(node):
             axes = node.place.sharded + node.place.varying
             for g, buffer in zip(node.groups, node.buffers, strict=True):
-                replicas[f"state {i}, unit {node.unit.shown}, group {g}"] = buffer, axes
+                replicas[f"state {i}, unit {node.unit.display_name}, group {g}"] = buffer, axes
         else:
             replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(exact_text(node).encode())), ()
     copied = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)

@@ -272,7 +272,7 @@ def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
     """Return whether a module's ``to()`` leaves a part unchanged. Raise an error for another dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
-            f"a sharded module cannot be moved or cast: unit {part.unit.shown}, {part.path!r} is {part.dtype} on "
+            f"a sharded module cannot be moved or cast: unit {part.unit.display_name}, {part.path!r} is {part.dtype} on "
             f"{part.device}, asked for {applied.dtype} on {applied.device}. Do so before shard_module(), or pass precision."
         )
     return True
