@@ -106,7 +106,7 @@ def hide_frames(error: Exception) -> None:
             error.add_note(HINT)
 
 
-def formatted(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """Return the text of an error and its traceback, to send to other ranks.
 
     :data:`HINT` is left out, as the errors that other ranks raise with this text have the hint themselves.

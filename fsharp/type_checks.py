@@ -95,14 +95,14 @@ def check_fields(row: Any) -> None:
         raise OptionError(f"{type(row).__name__}(): {why}.")
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the ``repr`` of a value for an error message, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _wrong(name: str, value: Any, hint: Any) -> str:
-    return f"{name} is {shown(value)}, expected {in_words(hint)}"
+    return f"{name} is {short_repr(value)}, expected {in_words(hint)}"
 
 
 def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

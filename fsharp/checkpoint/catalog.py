@@ -188,12 +188,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     folder = full_path(path)
     storage = storage_of(folder)
     try:
-        return _opened(storage, folder)
+        return _open_complete(storage, folder)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{complete_sibling(folder)}") from error
 
 
-def _opened(storage: Storage, folder: str) -> Checkpoint:
+def _open_complete(storage: Storage, folder: str) -> Checkpoint:
     found = Checkpoint(folder)
     for file in found.facts.files:
         check_size(storage, f"{found.folder}/{file.name}", file.nbytes)
@@ -206,7 +206,7 @@ def complete_sibling(folder: str) -> str:
     for other in newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
         if other != name:
             try:
-                return f" {_opened(storage, f'{root}/{other}')!r} is complete."
+                return f" {_open_complete(storage, f'{root}/{other}')!r} is complete."
             except CheckpointError:
                 continue
     return ""
@@ -228,7 +228,7 @@ def problems_of(root: str) -> list[str]:
     found = []
     for path in _with_manifest(root):
         try:
-            _opened(storage_of(root), path)
+            _open_complete(storage_of(root), path)
         except CheckpointError as error:
             found.append(str(error))
     return found
@@ -262,7 +262,7 @@ def complete(folder: str) -> Iterator[Checkpoint]:
 def if_complete(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path; None, and a warning, if it is incomplete."""
     try:
-        return _opened(storage_of(path), path)
+        return _open_complete(storage_of(path), path)
     except CheckpointError as error:
         _log.warning("left out: %s", error)
         return None

@@ -27,7 +27,7 @@ from fsharp.checkpoint.entries import (
 from fsharp.checkpoint.falling_back import load_or_damage, set_aside
 from fsharp.checkpoint.formats.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
-from fsharp.checkpoint.matching import StoredNames, check_matches, shown, stored_names, without_ignored
+from fsharp.checkpoint.matching import StoredNames, check_matches, first_lines, stored_names, without_ignored
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, problem
@@ -195,9 +195,9 @@ def load_by(
         if isinstance(like, TrainState):
             _check_main_copies(found.path, left, wanted.entries)
         if passed and comm.rank == 0:
-            _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", shown(passed)))
+            _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", first_lines(passed)))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
-        tree = _prepared(template, manifest, stored, comm.device, donate=donate, kept=left)
+        tree = _tree_to_fill(template, manifest, stored, comm.device, donate=donate, kept=left)
         return found, tree, contents_of("load()", tree, comm), names, resting
 
     def fields(made: tuple[Checkpoint, Any, Contents, StoredNames, Any]) -> dict[str, str]:
@@ -266,7 +266,7 @@ def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]
             )
 
 
-def _prepared(
+def _tree_to_fill(
     template: Any,
     manifest: Manifest,
     stored: Callable[[str], str],

@@ -15,7 +15,7 @@ from fsharp.functional.layout.paths import chosen
 _SHOWN = 12
 
 
-def _stored(manifest: Manifest, name: str) -> str:
+def _stored_name(manifest: Manifest, name: str) -> str:
     """Return the name under which a tensor is stored: for a tied leaf the name of the stored leaf."""
     return manifest.aliases.get(name, name)
 
@@ -52,8 +52,10 @@ def stored_names(manifest: Manifest, wanted: Contents, stored: Callable[[str], s
         names[owner].append(alias)
     of, others = dict[str, str](), list[tuple[str, str, str]]()
     for owner, each in names.items():
-        there = {source: name for name in reversed(each) if (source := _stored(manifest, stored(name))) in manifest.tensors}
-        of[owner], *more = [*reversed(there)] or [_stored(manifest, stored(owner))]
+        there = {
+            source: name for name in reversed(each) if (source := _stored_name(manifest, stored(name))) in manifest.tensors
+        }
+        of[owner], *more = [*reversed(there)] or [_stored_name(manifest, stored(owner))]
         others += [(owner, there[source], source) for source in more]
     return StoredNames(of, others)
 
@@ -93,12 +95,12 @@ def check_matches(
             continue
         if record is None:
             kind = "a number or text in the checkpoint" if source in manifest.values else "not in the checkpoint"
-            rows.append((name, f"{kind}; expected {_described(entry.dtype, entry.shape)}"))
+            rows.append((name, f"{kind}; expected {_dtype_and_shape(entry.dtype, entry.shape)}"))
             continue
         is_right = record.dtype == entry.dtype or (cast and torch.can_cast(record.dtype, entry.dtype))
         if record.shape != entry.shape or not is_right:
-            stored_as = _described(record.dtype, record.shape)
-            rows.append((name, f"{stored_as} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
+            stored_as = _dtype_and_shape(record.dtype, record.shape)
+            rows.append((name, f"{stored_as} in the checkpoint; expected {_dtype_and_shape(entry.dtype, entry.shape)}"))
     for name, value in wanted.values.items():
         there = manifest.values.get(stored(name))
         if not is_new(name, stored(name)) and _kind(there) is not _kind(value):
@@ -115,13 +117,13 @@ def check_matches(
             "Build the tree as it was when it was saved; subtree= loads a part of it, rename= and ignore= are for other names, "
             "cast=True converts dtypes, strict=False keeps values of new leaves."
         )
-        raise TreeError(problem("load()", f"{path} is not of this tree: {len(rows)} differences.", shown(rows), remedy))
+        raise TreeError(problem("load()", f"{path} is not of this tree: {len(rows)} differences.", first_lines(rows), remedy))
     return kept, passed
 
 
-def shown(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def first_lines(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the first rows of an error message, and a row with the number of further rows."""
-    lines = _grouped(rows)
+    lines = _merge_alike_rows(rows)
     return lines[:_SHOWN] + ([("...", f"and {len(lines) - _SHOWN} more lines")] if len(lines) > _SHOWN else [])
 
 
@@ -132,11 +134,11 @@ def _kind(value: Value) -> type | None:
     return None if value is None else float
 
 
-def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def _dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype_name(dtype)}{list(shape)}"
 
 
-def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _merge_alike_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the rows with names that differ only in numbers, and that have the same text, merged into one row."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:

@@ -57,7 +57,7 @@ def plan(
     """
     _, axes, layouts = _layouts("plan", model, mesh, strategy, units, compute, main)
     if strategy:
-        return _one(layouts[strategy], optimizer_buffers, microbatches)
+        return _layout_text(layouts[strategy], optimizer_buffers, microbatches)
     head = ("strategy", "params", "main", "grads", "optimizer", "at rest", "sent a step", "collectives", "padding")
     rows: list[tuple[str, ...]] = [head]
     for name, layout in layouts.items():
@@ -72,7 +72,7 @@ def plan(
     return "\n".join([about, "", *columns(rows, right=set(range(1, len(head))))])
 
 
-def _one(layout: Layout, optimizer_buffers: int, microbatches: int) -> str:
+def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> str:
     kinds = _at_rest(layout, optimizer_buffers)
     rows = [("collective of a step", "axis", "bytes sent", "times", "bytes in all")]
     calls = step_traffic(layout, microbatches=microbatches)

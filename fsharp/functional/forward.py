@@ -10,7 +10,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
-from fsharp.functional.release import release_saved, unchanged, version_of, written_to
+from fsharp.functional.release import change_check, release_saved, version_of, written_to
 from fsharp.functional.remat import Remat, check_choice, recomputed
 from fsharp.functional.transforms import is_differentiated, is_transformed, refuse_proxy_tracing
 from fsharp.torch_compile import compiled_by_caller, nothing_compiled, uncompiled
@@ -89,7 +89,7 @@ def forward(
 def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm, remat: Remat) -> Any:
     sharded, ties = units
     # An engine checks for changes by itself, and its buffers may not be filled yet.
-    check = unchanged(units_of(units)) if not isinstance(comm, Engine) else lambda: None
+    check = change_check(units_of(units)) if not isinstance(comm, Engine) else lambda: None
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         check()
@@ -140,11 +140,11 @@ def dummy_forward(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[S
 
     Cost: the collectives of :func:`forward`. Gradient: ``x`` gets its gradient unchanged; the unit gets zeros.
     """
-    out: torch.Tensor = forward(_nothing, sharded, x, comm=comm, ties=ties)
+    out: torch.Tensor = forward(_pass_with_zero_gradients, sharded, x, comm=comm, ties=ties)
     return out
 
 
-def _nothing(tree: Any, x: torch.Tensor) -> torch.Tensor:
+def _pass_with_zero_gradients(tree: Any, x: torch.Tensor) -> torch.Tensor:
     leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.requires_grad]
     out: torch.Tensor = _ZeroGradients.apply(x, *leaves)
     return out

@@ -74,7 +74,7 @@ def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) 
 
 def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
     sources = [node.with_buffers([x.detach() for x in node.buffers]) for node in nodes]
-    check = unchanged(sources)
+    check = change_check(sources)
 
     def regather() -> list[torch.Tensor]:
         check()
@@ -84,7 +84,7 @@ def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.T
     return regather
 
 
-def unchanged(nodes: Sequence[Sharded]) -> Callable[[], None]:
+def change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
     """Return a function that raises a TreeError, which names the unit, if parameters were changed in place after this call."""
     versions = [[version_of(x) for x in node.buffers] for node in nodes]
 

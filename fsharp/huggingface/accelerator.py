@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
         """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does."""
         with self._without_sharded():
             folder = super().save_state(output_dir, safe_serialization, **options)
-        tree, comm = self._sharded()
+        tree, comm = self._sharded_tree_and_comm()
         if comm is not None:
             root = os.path.join(folder, FOLDER)
             save(root, tree, step=self.step, comm=comm)
@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """Load what :meth:`save_state` has saved, under any strategy and number of ranks."""
-        tree, comm = self._sharded()
+        tree, comm = self._sharded_tree_and_comm()
 
         def load_sharded(_: Any, folder: str) -> None:
             if comm is not None:
@@ -129,7 +129,7 @@ class Accelerator(accelerate.Accelerator):
             finally:
                 handle.remove()
 
-    def _sharded(self) -> tuple[dict[str, Any], Any]:
+    def _sharded_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
         """Return the sharded modules and optimizers as a tree, and the ranks of the first module; None if there is none."""
         models = [each for each in self._models if isinstance(each, ShardedModule)]
         optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]

@@ -176,7 +176,7 @@ class _Program:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._run = jax.jit(fn)
-        self._run_and_keep = jax.jit(self._keeping, static_argnums=0)
+        self._run_and_keep = jax.jit(self._run_with_residuals, static_argnums=0)
         self._pull_back = jax.jit(_in_torch_convention)
         self._derived: dict[Any, _Program] = {}
 
@@ -230,7 +230,7 @@ class _Program:
             _, vjp, _ = jax.vjp(of_wanted, *chosen, has_aux=True)
             return list(_in_torch_convention(vjp, list(arrays[len(wanted) :])))
 
-        return self._made("gradients", wanted, fn)
+        return self._derived_program("gradients", wanted, fn)
 
     def tangents(self, moved: tuple[bool, ...]) -> "_Program":
         """Return the program from arguments, and the tangents of those that ``moved`` flags, to the tangents of the results."""
@@ -239,21 +239,21 @@ class _Program:
             of_moved, chosen = self._of(moved, arrays)
             return jax.jvp(of_moved, chosen, list(arrays[len(moved) :]), has_aux=True)[1]
 
-        return self._made("tangents", moved, fn)
+        return self._derived_program("tangents", moved, fn)
 
     def batched(self, dims: tuple[int | None, ...]) -> "_Program":
         """Return this program mapped over a batch dim, as ``jax.vmap`` does.
 
         The batch dim of argument ``i`` is ``dims[i]``; None means that the argument has none. It is dim 0 of each result.
         """
-        return self._made("batched", dims, jax.vmap(self._fn, in_axes=dims))
+        return self._derived_program("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
-    def _made(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_Program":
+    def _derived_program(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_Program":
         if (kind, key) not in self._derived:
             self._derived[kind, key] = _Program(fn)
         return self._derived[kind, key]
 
-    def _keeping(self, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, _Residuals]:
+    def _run_with_residuals(self, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, _Residuals]:
         of_wanted, chosen = self._of(wanted, arrays)
         _, vjp, out = jax.vjp(of_wanted, *chosen, has_aux=True)
         leaves, structure = jax.tree.flatten(vjp)

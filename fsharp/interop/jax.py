@@ -137,7 +137,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     def one(device: Any, node: Any) -> Any:
         if not is_sharded(node):
             return node.item() if isinstance(node, jax.Array) and node.ndim == 0 else node
-        parts = [_local(node, i, mesh, device) for i in range(len(node.groups))]
+        parts = [_local_tensor(node, i, mesh, device) for i in range(len(node.groups))]
         return node.replace(parts if donate else list(map(torch.clone, parts)))
 
     if not donate:
@@ -150,7 +150,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     return trees if len(here) > 1 else trees[0]
 
 
-def _local(node: Sharded, i: int, mesh: Mesh, device: Any) -> torch.Tensor:
+def _local_tensor(node: Sharded, i: int, mesh: Mesh, device: Any) -> torch.Tensor:
     array = node.buffers[i]
     shape, sharding = _global(node, i, mesh)
     if array.shape != shape or not array.sharding.is_equivalent_to(sharding, len(shape)):

@@ -127,7 +127,7 @@ class Lifted:
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ShardedArray) and math.prod(value.shape) == size:
             return value.elements
-        array = _whole(value) if isinstance(value, ShardedArray) else _scalar(value)
+        array = _whole_array(value) if isinstance(value, ShardedArray) else _scalar(value)
         if jnp.ndim(array) == 0:
             return jnp.broadcast_to(array, (last - first,))
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
@@ -182,20 +182,20 @@ class Lifted:
             left, right = (self.elements(value, leaf, value.shape).astype(out.dtype) for value in values)
             return [self._over_ranks("reduce_sum", leaf, left * right, out, at)]
         if not part.axes:  # all of it is here
-            found = _bind(equation, [_whole(value) for value in values])
+            found = _bind(equation, [_whole_array(value) for value in values])
             return [ShardedArray(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
         known = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if not any(isinstance(value, ShardedArray) for value in known):
             is_unknown = any(value is UNKNOWN for value in known)
             return [UNKNOWN] * len(shapes) if is_unknown else self._without_leaves(equation, known)
-        raise self._refused(name, leaf)
+        raise self._cut_leaf_error(name, leaf)
 
     def _as_known_array(self, value: Any, at: Key) -> Any:
         """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return the value."""
         if not isinstance(value, ShardedArray) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
-            return _whole(value)
+            return _whole_array(value)
         if math.prod(value.shape) != 1 or not is_combinable("reduce_sum", value.elements.dtype):
             return value
         out = ShapeDtypeStruct(value.shape, value.elements.dtype)
@@ -232,7 +232,7 @@ class Lifted:
             return [Splat(result, shapes[0]) if shapes[0] else result]
         if uniform and name in ELEMENTWISE and all(jnp.ndim(_scalar(value)) == 0 for value in values):
             return [Splat(each, shape) for each, shape in zip(_bind(equation, map(_scalar, values)), shapes, strict=True)]
-        return _bind(equation, [_whole(value) for value in values])
+        return _bind(equation, [_whole_array(value) for value in values])
 
     def _over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: Key) -> Any:
         """Return a number that is reduced over all elements of a leaf, with the shape and dtype of ``out``."""
@@ -276,7 +276,7 @@ class Lifted:
         elif all(jnp.ndim(_scalar(case)) == 0 for case in cases):
             cases = [_scalar(case) for case in cases]
         else:
-            cases, shape = [_whole(case) for case in cases], None
+            cases, shape = [_whole_array(case) for case in cases], None
         result = cases[-1]
         for k in reversed(range(len(cases) - 1)):
             result = jnp.where(index <= k, cases[k], result)
@@ -284,7 +284,7 @@ class Lifted:
             return result
         return Splat(result, shape) if leaf is None else ShardedArray(leaf, result, shape)
 
-    def _refused(self, name: str, leaf: int) -> LayoutError:
+    def _cut_leaf_error(self, name: str, leaf: int) -> LayoutError:
         part = self.leaves[leaf]
         what = f"the transformation looks at rows, columns or neighbours of {part.path!r}, or loops over it, and not all ranks "
         what += "have all of it."
@@ -302,7 +302,7 @@ def _scalar(value: Any) -> Any:
     return value.scalar if isinstance(value, Splat) else value
 
 
-def _whole(value: Any) -> Any:
+def _whole_array(value: Any) -> Any:
     """Return the array itself, if this rank has all of it."""
     if isinstance(value, ShardedArray):
         return jnp.reshape(value.elements, value.shape)

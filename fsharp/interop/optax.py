@@ -119,7 +119,7 @@ class _ShardedTransformation:
                 raise _unknown(unknown[0])
             if missing := [name for name in program.traced.extra if name not in given]:
                 raise TreeError(f"update(): the transformation of optax needs {missing[0]}: fs.update(..., {missing[0]}=...).")
-            return program, _plain(program.traced, state), {name: given[name] for name in program.traced.extra}
+            return program, _arrays_outside_buffers(program.traced, state), {name: given[name] for name in program.traced.extra}
 
         def fields(found: tuple[Program, list[Any], dict[str, Any]]) -> dict[str, str]:
             program, plain, given = found
@@ -197,7 +197,7 @@ def _tensor_to_numpy(x: Any) -> Any:
     return x
 
 
-def _plain(traced: Traced, state: OptaxState) -> list[Any]:
+def _arrays_outside_buffers(traced: Traced, state: OptaxState) -> list[Any]:
     """Return the arrays of a state that are not in a tree of buffers, in optax's dtypes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, InBuffers))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}

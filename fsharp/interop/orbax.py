@@ -69,7 +69,7 @@ def from_orbax(
     }
 
     def load(names: set[str]) -> dict[str, Any]:
-        asked = [ocp.PLACEHOLDER if name not in names else _like(leaf) for name, leaf in leaves.items()]
+        asked = [ocp.PLACEHOLDER if name not in names else _empty_like(leaf) for name, leaf in leaves.items()]
         found = _call_orbax(source, lambda: ocp.load(source, jax.tree.unflatten(structure, asked)))
         return {name: leaf for name, leaf in zip(leaves, jax.tree.leaves(found), strict=True) if name in names}
 
@@ -146,7 +146,7 @@ def _dtype(folder: str, name: str, dtype: Any) -> torch.dtype:
     return found
 
 
-def _like(leaf: Any) -> Any:
+def _empty_like(leaf: Any) -> Any:
     return np.empty(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
 

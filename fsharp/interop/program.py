@@ -198,7 +198,7 @@ class Program:
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
         """Return the trees of buffers of a new state, and the arrays of the state that are in no tree."""
         flats, plain = self._run("init", [_arrays(params)], [], comm)
-        return [_like(params, each) for each in flats], plain
+        return [_tree_like(params, each) for each in flats], plain
 
     def update(
         self, grads: Any, buffers: Sequence[Any], params: Any, plain: Sequence[Any], extra: Sequence[Any], comm: Comm
@@ -208,7 +208,7 @@ class Program:
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_arrays(grads), _arrays(params), *map(_arrays, buffers)]
         (updates, *after), new = self._run("update", flats, [*plain, *extra], comm)
-        return _like(grads, updates), [_like(params, each) for each in after], new
+        return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
 
     def _run(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
         """Return the results of ``init`` or ``step``, run again after each round of reductions, until none is pending."""
@@ -228,7 +228,7 @@ class Program:
                 result = jax.block_until_ready(compiled(*args))
             if not pending:
                 return result
-            known |= _reduced(pending, result, comm)
+            known |= _reduce_pending(pending, result, comm)
 
     def _compute(
         self, kind: str, keys: Sequence[Key], pending: dict[Key, CrossRankReduction], flats: Any, plain: Any, reduced: Any
@@ -350,12 +350,12 @@ def _arrays(tree: Any) -> list[Any]:
     return [as_array(buffer) for node in units_of(tree) for buffer in node.buffers]
 
 
-def _like(tree: Any, arrays: Sequence[Any]) -> Any:
+def _tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
     rest = iter(arrays)
     return map_units(lambda node: node.replace([as_tensor(next(rest)).to(b.device) for b in node.buffers]), tree)
 
 
-def _reduced(pending: Mapping[Key, CrossRankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
+def _reduce_pending(pending: Mapping[Key, CrossRankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
     """Return the results of pending reductions over ranks, by one collective for all reductions along the same axes."""
     by_reduction: dict[CrossRankReduction, list[tuple[Key, Any]]] = {}
     for (key, reduction), value in zip(pending.items(), values, strict=True):

@@ -76,10 +76,10 @@ class _Hook:
         if self.is_own:
             told = f"{me} failed first, {told}"
             is_first = self._claim_first_failure(told)
-            _noted(error, told if is_first else told.replace(" first,", ","))
+            _add_note(error, told if is_first else told.replace(" first,", ","))
             self.ranks.fail(error, where)
             return
-        _noted(error, f"{me}, {told}")
+        _add_note(error, f"{me}, {told}")
         if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can
             self._claim_first_failure(f"{me}, {told}: {_error_text(error)}")
 
@@ -130,7 +130,7 @@ def _error_text(error: BaseException) -> str:
     return text[:_SHOWN]
 
 
-def _noted(error: BaseException, text: str) -> None:
+def _add_note(error: BaseException, text: str) -> None:
     with suppress(Exception):  # some errors cannot be written to
         error.add_note(text)
 

@@ -274,7 +274,7 @@ class Run:
         if is_preempted:
             self._exit()
         if kept.replicas is not None and _is_due(kept.refresh_every, before, self.step):
-            kept.refresh(self._kept(tree), step=self.step)
+            kept.refresh(self._tree_to_save(tree), step=self.step)
         return tree
 
     @api_boundary
@@ -309,9 +309,9 @@ class Run:
 
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
-            self._checkpoints.save(self._kept(tree), step=self.step)
+            self._checkpoints.save(self._tree_to_save(tree), step=self.step)
 
-    def _kept(self, tree: Any) -> Any:
+    def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
         self._checkpoints.check_leaves(tree)
         bad = None

@@ -191,14 +191,14 @@ def from_dcp(
         if name not in left and hasattr(each, "chunks"):
             entries[name] = _entry(source, name, each)
         elif name not in left:
-            value = _loaded(storage, source, metadata, name, None)
+            value = _load_object(storage, source, metadata, name, None)
             values |= _values(name, value)
             if name not in values:
                 objects[name] = structure_of(value)
     _check_size(storage, source, metadata, entries)
 
     def read(tensors: list[Tensor]) -> Iterator[torch.Tensor]:
-        return (_whole(storage, source, metadata, tensor) for tensor in tensors)
+        return (_assemble_tensor(storage, source, metadata, tensor) for tensor in tensors)
 
     return write_converted("from_dcp()", root, entries, values, read, step=step, config=config, objects=objects)
 
@@ -258,7 +258,7 @@ def _check_size(storage: Storage, folder: str, metadata: Any, entries: Mapping[s
         )
 
 
-def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
+def _load_object(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
     """Return the object that a file holds for a key, or the chunk of its tensor at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -279,7 +279,7 @@ def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: to
         raise CheckpointError(f"{folder}: {name!r} cannot be read: {what}. ignore= leaves it out.") from error
 
 
-def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torch.Tensor:
+def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torch.Tensor:
     """Return a tensor, put together from its chunks."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     missing = torch.ones(tensor.shape, dtype=torch.bool)
@@ -295,7 +295,7 @@ def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torc
                 f"{folder}: chunks of {tensor.name!r} do not tile it: {sizes} at {offsets} of {tensor.shape} overlaps another "
                 "chunk or the end."
             )
-        value = _loaded(storage, folder, metadata, tensor.name, chunk.offsets)
+        value = _load_object(storage, folder, metadata, tensor.name, chunk.offsets)
         if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (tensor.dtype, torch.Size(sizes)):
             got = f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(

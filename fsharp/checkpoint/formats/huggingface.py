@@ -30,7 +30,7 @@ class Described(NamedTuple):
 
 def is_folder(names: Collection[str]) -> bool:
     """Return whether a folder with files of these names is one of Hugging Face's."""
-    return any(map(any, _used(names)))
+    return any(map(any, _files_to_read(names)))
 
 
 def is_file(storage: Storage, path: str) -> bool:
@@ -43,7 +43,7 @@ def is_file(storage: Storage, path: str) -> bool:
     return True
 
 
-def _used(names: Collection[str]) -> tuple[list[str], list[str]]:
+def _files_to_read(names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return indices and files to read: those of safetensors if there are any."""
     for file, index in zip(_FILES, _INDICES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
@@ -62,14 +62,14 @@ def manifest_of(storage: Storage, path: str) -> Manifest:
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]
     if not is_file(storage, path):
-        folder, (indices, used) = path, _used(storage.names(path))
+        folder, (indices, used) = path, _files_to_read(storage.names(path))
     if len(indices) > 1:
         raise CheckpointError(f"{folder}: {len(indices)} indices, expected one: {', '.join(indices)}.")
     index = _index(storage, folder, indices[0]) if indices else None
     used = sorted(set(index.values())) if index is not None else used
     files, tensors, values, seen = list[FileRecord](), dict[str, TensorRecord](), dict[str, Any](), xxhash.xxh3_64()
     for number, name in enumerate(used):
-        file, found = _opened(storage, folder, name)
+        file, found = _describe_file(storage, folder, name)
         files.append(file)
         seen.update(found.header)
         for tensor, extent in found.tensors.items():
@@ -98,7 +98,7 @@ def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
         raise CheckpointError(f"{folder}/{name}: the index is damaged: {type(error).__name__} {error}.") from error
 
 
-def _opened(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Described]:
+def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Described]:
     """Return the record and the contents of a file."""
     path = storage.behind_links(folder, name)
     try:

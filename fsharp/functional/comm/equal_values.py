@@ -58,7 +58,7 @@ def check_same(
     rows = []
     for i, path in enumerate(shared):
         found = [each[8 * i : 8 * i + 8] for each in everyone]
-        different = _differing(found, comm.mesh, varying.get(path, ()))
+        different = _differing_ranks(found, comm.mesh, varying.get(path, ()))
         if different is not None:
             rows.append((path, different))
     if rows:
@@ -67,7 +67,7 @@ def check_same(
         raise AgreementError(problem(where, what, [*rows[:_SHOWN], *more], remedy))
 
 
-def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
+def _differing_ranks(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
     """Return, as text, the ranks whose digest differs from that of the first rank of their group; None if no digest differs."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}

@@ -77,7 +77,7 @@ def join(backend: str, timeout: timedelta | None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def joined(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
+def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
     """Join the job, if this process has not joined it yet, and return the DeviceMesh of all its processes."""
 
     def mesh_of_all() -> DeviceMesh:

@@ -118,7 +118,7 @@ class ProcessGroupComm:
         """Return the messages of a call in a group along an axis, or of all ranks for None."""
         return Messages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
-    def apart(self) -> "ProcessGroupComm":
+    def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
         other = copy.copy(self)
         other._start()
@@ -432,7 +432,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
     limit_s = _job_limit_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
-    return ProcessGroupComm(job_store.joined(mesh, kind, world_size, timeout, limit_s))
+    return ProcessGroupComm(job_store.join_job(mesh, kind, world_size, timeout, limit_s))
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
     found = {}
     for unit in units:
         if unit.has_feedback:
-            found[_key(unit)] = tuple([torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _expected(unit)])
+            found[_key(unit)] = tuple([torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _expected_tensors(unit)])
     return PerRank(found) if found else None
 
 
@@ -67,12 +67,12 @@ def own_residuals(
             f"{where}: gradients of unit {stochastic[0].display_name} are rounded stochastically, and no step says with which "
             "random numbers. Pass step=state.step."
         )
-    own = _own(where, residuals, [unit for unit in units if unit.has_feedback], donate=donate)
+    own = _residuals_to_overwrite(where, residuals, [unit for unit in units if unit.has_feedback], donate=donate)
     held = {} if own is None else own.value
     return own, {unit.name: _carried(unit, held.get(_key(unit), ()), step, rank) for unit in units}
 
 
-def _own(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
+def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
     """Return residuals of ``units`` for this call to overwrite: ``residuals`` with ``donate``, else a copy."""
     if residuals is None:
         if units:
@@ -85,7 +85,7 @@ def _own(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: boo
     if not isinstance(held, Mapping):
         raise TreeError(f"{where}: residuals are {type(residuals).__name__}, expected those of a TrainState.")
     for unit in units:
-        expected = [(dtype_name(dtype), (size,)) for _, size, dtype in _expected(unit)]
+        expected = [(dtype_name(dtype), (size,)) for _, size, dtype in _expected_tensors(unit)]
         mine = held.get(_key(unit), ())
         found = [(dtype_name(x.dtype), tuple(x.shape)) for x in mine]
         if found != expected:
@@ -97,7 +97,7 @@ def _own(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: boo
 
 def _carried(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int) -> dict[int, ByAxis]:
     found: dict[int, dict[str, Carried]] = {}
-    for (g, _, _), x in zip(_expected(unit), tensors, strict=True):
+    for (g, _, _), x in zip(_expected_tensors(unit), tensors, strict=True):
         sizes = unit.residual_sizes(g)
         found[g] = {axis: Carried(part) for axis, part in zip(sizes, x.detach().split(list(sizes.values())), strict=True)}
     if step is None or not unit.is_stochastic:
@@ -110,7 +110,7 @@ def _carried(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None
     return found  # type: ignore[return-value]
 
 
-def _expected(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
+def _expected_tensors(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
     """Return group, number of elements and dtype of each tensor of a unit's residuals."""
     groups = [g for g in unit.trainable if unit.residual_sizes(g)]
     return [(g, sum(unit.residual_sizes(g).values()), unit.groups[g].dtypes.accumulate) for g in groups]

@@ -20,7 +20,7 @@ from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.errors import AgreementError, CommError, problem
 from fsharp.functional.comm.settings_digests import differing_settings, settings_behind
-from fsharp.tracebacks import formatted
+from fsharp.tracebacks import traceback_text
 
 _log = logging.getLogger("fsharp")
 _KEPT_LABELS = 64
@@ -88,7 +88,7 @@ class WatchedCall:
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
-        late = self._watch.look(self)
+        late = self._watch.exchange_status(self)
         if waited_s > self._watch.limit_s:
             peer = "" if self.peer is None else f" for rank {self.peer}"
             raise self._watch.refuse(CommError, f"waited {self._watch.limit_s:g} s{peer} in {self.label!r}; {late}")
@@ -96,11 +96,11 @@ class WatchedCall:
             self._warned = True
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Add seconds for which the main thread has waited for the collective."""
         self._watch.ranks.waited_s += seconds
 
-    def lost(self, error: BaseException) -> Exception:
+    def connection_error(self, error: BaseException) -> Exception:
         """Return the error to raise when a connection fails.
 
         It says why the other rank has ended, if that rank has left a note.
@@ -108,7 +108,7 @@ class WatchedCall:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
-                late = self._watch.look(self, is_lost=True)
+                late = self._watch.exchange_status(self, is_lost=True)
             except (AgreementError, CommError) as known:
                 return known
             time.sleep(0.05)
@@ -169,7 +169,7 @@ class RankStatuses:
         """Write a last note, for ranks that will wait for this one: this rank ends, because of an error or without one."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
-            why += f", and it left with the error below.\n{formatted(error)[-_SHOWN_TRACEBACK:]}"
+            why += f", and it left with the error below.\n{traceback_text(error)[-_SHOWN_TRACEBACK:]}"
         if self.board is not None:
             self._write(RankStatus(0, "", 0, [], self.counts(), why))
 
@@ -183,14 +183,14 @@ class RankStatuses:
 
     def failure(self, error: BaseException, where: str, last: str) -> str:
         """Return the text that other ranks raise: this rank has failed, after which collective, with its traceback."""
-        trace = formatted(error)[-_SHOWN_TRACEBACK:]
+        trace = traceback_text(error)[-_SHOWN_TRACEBACK:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
     def counts(self) -> dict[str, int]:
         """Return by name of a watch how many calls this rank has begun."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
-    def begun(self, name: str, count: int, label: str) -> None:
+    def note_begun(self, name: str, count: int, label: str) -> None:
         """Note how many calls of a watch this rank has begun, and the label of the last one."""
         if threading.current_thread() is threading.main_thread():  # and not a save in the background
             self.last = label
@@ -259,11 +259,11 @@ class Watch:
 
     def end_if_failed(self) -> None:
         """End all collectives under way if another rank has failed."""
-        failed = self._failed() if self.error is None else None
+        failed = self._failure_text() if self.error is None else None
         if failed is not None:
             self._end(AgreementError(failed))
 
-    def _failed(self) -> str | None:
+    def _failure_text(self) -> str | None:
         """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
         own = self.board.read("failed") if self.board is not None else None
         return own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
@@ -281,11 +281,11 @@ class Watch:
         self.check()
         call = WatchedCall(self, label, self.count)
         self.count += 1
-        self.ranks.begun(self.name, self.count, label)
+        self.ranks.note_begun(self.name, self.count, label)
         self._labels.append(label)
         return call
 
-    def look(self, call: WatchedCall, *, is_lost: bool = False) -> str:
+    def exchange_status(self, call: WatchedCall, *, is_lost: bool = False) -> str:
         """Write a note, and read notes of other ranks. Return, as text, the ranks that have not begun the collective.
 
         ``is_lost`` says that the connection to ``call.peer`` has failed.
@@ -298,7 +298,7 @@ class Watch:
             raise self.error
         if self.board is None:
             return "others have not come"
-        failed = self._failed()
+        failed = self._failure_text()
         if failed is not None:
             raise self._end(AgreementError(failed))
         settings = settings_behind(list(self._labels)[-_SHOWN_LABELS:])
@@ -324,9 +324,9 @@ class Watch:
         return note is not None and note.counts.get(self.name, 0) > call.number
 
     def _compare(self, call: WatchedCall, rank: int, note: RankStatus) -> None:
-        mine = _numbered(self.count, list(self._labels))
+        mine = _labels_by_number(self.count, list(self._labels))
         if note.watch == self.name:
-            theirs = _numbered(note.counts[self.name], note.labels)
+            theirs = _labels_by_number(note.counts[self.name], note.labels)
             for number in sorted(mine.keys() & theirs.keys()):
                 if mine[number] != theirs[number]:
                     orders, known = (
@@ -341,7 +341,7 @@ class Watch:
             return
         before = self._blocked.get(rank)
         if before is not None and before.looks < note.looks and before[1:3] == note[1:3]:  # it still waits there
-            theirs = _numbered(note.counts[note.watch], note.labels)
+            theirs = _labels_by_number(note.counts[note.watch], note.labels)
             text = _difference_text(None, {self.ranks.rank: mine, rank: theirs})
             raise self.refuse(AgreementError, text, whole=True)
         if before is None or before[1:3] != note[1:3]:
@@ -391,7 +391,7 @@ def _left_text(call: WatchedCall, rank: int, note: RankStatus) -> str:
     return f"{text}\n{trace}" if trace else text
 
 
-def _numbered(count: int, labels: Sequence[str]) -> dict[int, str]:
+def _labels_by_number(count: int, labels: Sequence[str]) -> dict[int, str]:
     return dict(enumerate(labels, count - len(labels)))
 
 

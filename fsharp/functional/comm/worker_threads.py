@@ -140,7 +140,7 @@ class CollectiveOutcome(Outcome):
         while not self.is_done(_LOOK_EVERY_S):
             self.call.check()
         if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
-            self.call.waited(time.perf_counter() - since)
+            self.call.add_wait(time.perf_counter() - since)
         if self._error is not None:
-            raise self.call.lost(self._error) from self._error
+            raise self.call.connection_error(self._error) from self._error
         return self.take()

@@ -20,7 +20,7 @@ _PART = 16
 """Values, and bytes: a multiple in which parts are cut, so that bytes of several parts lie one behind the other."""
 
 
-def _scaled(
+def _scaled_format(
     name: str, dtype: torch.dtype, largest: float, scales_of: Callable[[Shape], int], to_codes: Codes, to_numbers: Codes
 ) -> Format:
     """Return a registered format.
@@ -87,7 +87,7 @@ def _int8_numbers(codes: torch.Tensor) -> torch.Tensor:
     return codes.float().masked_fill_(codes == -128, torch.nan)
 
 
-float8_e4m3_by_tensor = _scaled(
+float8_e4m3_by_tensor = _scaled_format(
     "float8_e4m3_by_tensor",
     torch.float8_e4m3fn,
     448.0,
@@ -100,7 +100,7 @@ float8_e4m3_by_tensor = _scaled(
 The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude of the tensor, whichever is larger.
 """
 
-float8_e5m2_by_tensor = _scaled(
+float8_e5m2_by_tensor = _scaled_format(
     "float8_e5m2_by_tensor",
     torch.float8_e5m2,
     57344.0,
@@ -114,7 +114,7 @@ Infinities stay infinities.
 The error is at most 1/8 of the value, or 1/7,000,000,000 of the largest magnitude of the tensor, whichever is larger.
 """
 
-int8_by_row = _scaled("int8_by_row", torch.int8, 127.0, _by_row, _int8_codes, _int8_numbers)
+int8_by_row = _scaled_format("int8_by_row", torch.int8, 127.0, _by_row, _int8_codes, _int8_numbers)
 """Integers from -127 to 127 with one scale for each row (index of dim 0): one byte for each value. For parameters.
 
 A tensor with fewer than two dims has one scale.

@@ -190,7 +190,7 @@ class _Hooks:
         inputs, metadata = found
         leaves, spec = _pytree.tree_flatten(metadata)
         is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        tensors = [_waited(x) for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = [_wait_for(x) for x in leaves if isinstance(x, torch.Tensor)]
         for x in (*inputs, *tensors):
             if type(x) is not torch.Tensor:
                 raise OptionError(f"{self._about(PRE)} returned a {type(x).__name__}, expected torch.Tensor.")
@@ -380,7 +380,7 @@ def _inner_name(parameter: Any, who: str = "a parameter") -> str:
     return str(inner[0])
 
 
-def _waited(x: torch.Tensor) -> torch.Tensor:
+def _wait_for(x: torch.Tensor) -> torch.Tensor:
     """Return the result of a functional collective, after waiting for it if needed."""
     wait = getattr(x, "wait", None)
     return wait() if wait is not None and type(x).__name__ == "AsyncCollectiveTensor" else x

@@ -70,7 +70,7 @@ def _hadamard(
     planes = tuple([Plane(plane.dtype, plane.per_block * times) for plane in format.planes])
 
     def rotated(values: torch.Tensor) -> torch.Tensor:
-        return _in_pieces(values, size, partial(_transformed, factor=1 / size))
+        return _in_pieces(values, size, partial(_hadamard_transform, factor=1 / size))
 
     def encode(values: torch.Tensor, *uniform: torch.Tensor) -> Sequence[torch.Tensor]:
         return to_planes(rotated(values), *uniform)
@@ -98,7 +98,7 @@ def _in_pieces(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], tor
     return out
 
 
-def _transformed(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
+def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
     """Return the Hadamard transform of each row times a factor. Sums are taken in an order that no number of rows changes."""
     columns = rows.t().float() * factor  # the transposed, so that each stage adds long runs
     columns = columns.contiguous()
@@ -114,7 +114,7 @@ def _transformed(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
 def _transformed_back(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row. Rounding errors do not make finite results infinite."""
     size = rows.shape[1]
-    found = _transformed(rows, factor=1 / size)
+    found = _hadamard_transform(rows, factor=1 / size)
     if not is_true_on_cpu((found.abs() <= LARGEST / size).all()):  # NaN is not
         found = torch.where(found.isfinite(), found.clamp(-LARGEST / size, LARGEST / size), found)
     return found * size

@@ -132,12 +132,12 @@ def _fill(out: torch.Tensor, key: int, first: int) -> None:
     state = torch.arange(first + 1, first + 1 + len(out), dtype=torch.int64, device=out.device)
     state.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
-    state.bitwise_xor_(_shifted(state, 31))
-    out.copy_(_shifted(state, 64 - _BITS)).add_(0.5).mul_(2.0**-_BITS)
+        state.bitwise_xor_(_shift_right(state, shift)).mul_(_signed(factor))
+    state.bitwise_xor_(_shift_right(state, 31))
+    out.copy_(_shift_right(state, 64 - _BITS)).add_(0.5).mul_(2.0**-_BITS)
 
 
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
     """Return integers of 64 bits, shifted right by ``by`` bits; the freed bits become zero, whatever the sign."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 

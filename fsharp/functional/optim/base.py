@@ -248,10 +248,10 @@ def chain(*transforms: Any) -> Transform:
         return params, (*new, last)
 
     config = {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}
-    return Transform(init, update, config, apply, named("chain", *(tx.name for tx in txs)), known_extra(*txs))
+    return Transform(init, update, config, apply, wrapper_name("chain", *(tx.name for tx in txs)), known_extra(*txs))
 
 
-def named(outer: str, *inner: str) -> str:
+def wrapper_name(outer: str, *inner: str) -> str:
     """Return the name of a wrapper of transformations; empty if one of them has no name."""
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 

@@ -9,7 +9,7 @@ from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Transform, as_transform, named
+from fsharp.functional.optim.base import Transform, as_transform, wrapper_name
 from fsharp.functional.optim.probe import are_close
 from fsharp.type_checks import options_checked
 
@@ -69,7 +69,7 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
         together(where, comm, lambda: _compare(where, expected, found))
         return updates, CheckedState(state.num_checked + 1, new)
 
-    name = named("check_elementwise", tx.name)
+    name = wrapper_name("check_elementwise", tx.name)
     return Transform(init, update, {"steps": steps, **tx.config}, name=name, extra=tx.extra)
 
 

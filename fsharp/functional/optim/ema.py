@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Inner, Transform, add_updates, around, as_transform, config_of, named
+from fsharp.functional.optim.base import Inner, Transform, add_updates, around, as_transform, config_of, wrapper_name
 from fsharp.type_checks import options_checked
 
 
@@ -74,7 +74,7 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
 
     update, apply = around(step)
     config = {"with_ema": decay, "inner": dict(inner.config)}
-    return Transform(init, update, config, apply, named("with_ema", inner.name), inner.extra)
+    return Transform(init, update, config, apply, wrapper_name("with_ema", inner.name), inner.extra)
 
 
 def _check_decay(where: str, decay: float) -> None:

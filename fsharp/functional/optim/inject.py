@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Inner, Transform, around, as_transform, config_of, named
+from fsharp.functional.optim.base import Inner, Transform, around, as_transform, config_of, wrapper_name
 from fsharp.type_checks import options_checked
 
 
@@ -107,7 +107,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         update, apply = around(step)
         first = build(start | scheduled(0))
         config = {"inject_hyperparams": dict(first.config), "schedules": config_of(**schedules)}
-        return Transform(init, update, config, apply, named("inject_hyperparams", first.name), first.extra)
+        return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra)
 
     return make
 

@@ -8,7 +8,7 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import chosen
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Inner, Transform, around, as_transform, known_extra, named, per_leaf
+from fsharp.functional.optim.base import Inner, Transform, around, as_transform, known_extra, per_leaf, wrapper_name
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -45,7 +45,7 @@ def partition(
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
     config = {label: dict(tx.config) for label, tx in txs.items()}
     kind = "partition" if param_labels is None else "partition by param_labels"  # with state for all leaves
-    name = named(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
+    name = wrapper_name(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
     extra = known_extra(*txs.values())
     if param_labels is not None:
         init, update = _partition_by_masks(txs, param_labels)
@@ -149,7 +149,7 @@ def masked(inner: Any, mask: Any) -> Transform:
         return _selected_or_zero(flags, out, grads, comm.rank), MaskedState(new)
 
     config = {"masked": exact_text(mask), "inner": dict(tx.config)}
-    return Transform(init, update, config, name=named("masked", tx.name), extra=tx.extra)
+    return Transform(init, update, config, name=wrapper_name("masked", tx.name), extra=tx.extra)
 
 
 def _selected_or_zero(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:

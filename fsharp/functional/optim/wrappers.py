@@ -12,7 +12,7 @@ from fsharp.functional.comm.agree import agree, largest, together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Inner, Transform, apply_transform, around, as_transform, named
+from fsharp.functional.optim.base import Inner, Transform, apply_transform, around, as_transform, wrapper_name
 from fsharp.type_checks import options_checked
 
 
@@ -181,7 +181,7 @@ def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any
         return step(grads, state, lambda seen, own: run(inner, seen, own, params), rest, comm, bool(donate))
 
     update, apply = around(either)
-    return Transform(init, update, config, apply, named(name, inner.name), inner.extra)
+    return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra)
 
 
 def without_updates(tx: Transform, paths: Container[str]) -> Transform:

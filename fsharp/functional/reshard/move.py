@@ -50,7 +50,7 @@ def move_slot(
             sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
             named = f"reshard {slot} {unit.name or '(root)'} {k}"
             # No name for the bytes: those of one round would live until those of the next are there.
-            _unpack(comm.all_to_all(_packed(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
+            _unpack(comm.all_to_all(_pack_pieces(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
         if donate:
             moved = Counter(
                 slot.held[unit.full_path(leaf)].node for group in slot.groups(unit) for leaf in unit.leaves_of(group)
@@ -77,7 +77,7 @@ def _target(new: list[torch.Tensor], piece: Piece) -> torch.Tensor:
     return new[piece.new_buffer][piece.to : piece.to + piece.numel]
 
 
-def _packed(
+def _pack_pieces(
     send: Sequence[Sequence[Piece]], old: list[list[torch.Tensor]], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> torch.Tensor:
     """Pack the pieces for all ranks into one buffer of bytes, in order of rank, with at most one more piece in memory."""

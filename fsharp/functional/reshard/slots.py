@@ -109,7 +109,7 @@ def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
             unit = tuple(node.name.split(".")) if node.name else ()
             root = roots[path] = path[: len(path) - len(unit)]
             if root + unit != path:
-                raise _misplaced("a unit is not where a tree of parameters has it.", path, node)
+                raise _misplaced_error("a unit is not where a tree of parameters has it.", path, node)
             above: list[Any] = [*accessor][: len(root)]
             name = ".".join(str(getattr(key, "field", None) or key.entry) for key in above) or "tree"
             rests, is_cast = kind, cast
@@ -120,13 +120,13 @@ def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
             facts[root] = name, rests, is_cast
     for path, own in roots.items():
         if any(path[:n] in found and path[:n] != own for n in range(len(path) + 1)):
-            raise _misplaced("something else is in a tree of parameters.", path)
+            raise _misplaced_error("something else is in a tree of parameters.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
     return [Slot(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
 
 
-def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
+def _misplaced_error(what: str, path: Path, node: Sharded | None = None) -> TreeError:
     facts = [("found at", repr(".".join(path)))] + ([] if node is None else [("unit", node.unit.display_name)])
     return TreeError(problem("reshard()", what, facts, "Pass the whole tree that was planned, or a state of such trees."))
 

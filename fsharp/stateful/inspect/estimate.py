@@ -362,7 +362,7 @@ class _Simulation:
                     if works_s <= both_s * self.host_speed
                     else works_s + both_s * (1 - self.host_speed)
                 )
-                later = partial(_delayed, since, works_s, self.sending_speed)
+                later = partial(_delayed_time, since, works_s, self.sending_speed)
                 before = {j: (later(began), later(ended)) for j, (began, ended) in before.items()}
                 flying = [i for i in flying if times[i][1] > since]
                 times |= {i: (later(times[i][0]), later(times[i][1])) for i in flying}
@@ -393,7 +393,7 @@ class _Simulation:
         return Timeline(self.schedule, tuple(spans), end), handed_on
 
 
-def _delayed(start: float, seconds: float, speed: float, at: float) -> float:
+def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
     """Return the delayed time of an event planned ``at`` a time, if work is slower for some seconds from ``start`` on."""
     ahead = at - start
     if ahead <= 0:

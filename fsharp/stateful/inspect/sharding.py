@@ -205,7 +205,7 @@ class TreeSharding:
     def __str__(self) -> str:
         size = self.layout.mesh.size
         cells = min(size, _MAX_CELLS)
-        named = list(self._named())
+        named = list(self._named_rows())
         rows = [(f"{'leaf':12}", "shape", "spec", "on a rank", f"ranks 0 to {size - 1:,}" if size > 1 else "rank 0")]
         for name, leaf in named[:_MAX_ROWS]:
             if leaf is None:
@@ -227,7 +227,7 @@ class TreeSharding:
             ]
         )
 
-    def _named(self) -> Iterator[tuple[str, LeafSharding | None]]:
+    def _named_rows(self) -> Iterator[tuple[str, LeafSharding | None]]:
         """Yield rows of the table: titles of units of several leaves, and leaves. One unit stands for all that equal it."""
         for title, alike in alike_units(self.layout.units):
             unit = alike[0]

@@ -65,7 +65,7 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """Fraction of the collectives' time in which the compute stream works; 1 if there are no collectives."""
-        working = union(piece for span in self.spans if _works(span) for piece in self.pieces(span))
+        working = union(piece for span in self.spans if _is_computing(span) for piece in self.pieces(span))
         total, hidden, kinds_that_send = 0.0, 0.0, senders()
         for stream in STREAMS:
             sent = [s for s in self.spans if s.stream == stream and s.kind in kinds_that_send]
@@ -162,7 +162,7 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def _works(span: TimeSpan) -> bool:
+def _is_computing(span: TimeSpan) -> bool:
     return span.stream == "compute" and span.kind != WAITING
 
 

@@ -62,7 +62,7 @@ class ParameterEntries:
                     "`fn, params = model.functional()`."
                 )
 
-    def replaced(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def replaced_values(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by path the values that a caller has put in place of full parameters."""
         found = {}
         for i, places, name in self._entries:
@@ -230,7 +230,7 @@ class ModuleCall:
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
         """Call the code with these leaves of full parameters, by unit. Return all tensors that leave the code."""
         calls, path, owner, passed = self.calls, self.path, self.owner, self._passed
-        before = owner.side_outputs.look(passed)
+        before = owner.side_outputs.find_tensors(passed)
         if calls.paused:
             rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(owner.entries, full, strict=True)]
             full = [[x.detach() if stored in calls.paused else x for stored, x in row] for row in rows]
@@ -250,7 +250,7 @@ class ModuleCall:
         self._given_away = found
         return reaching(found, [*self.flat, *parameters]) if owner.varies else found
 
-    def returning(self, found: Sequence[torch.Tensor]) -> Any:
+    def result_with(self, found: Sequence[torch.Tensor]) -> Any:
         """Return the result of the code, with the tensors in ``found`` in place of those that left the code."""
         if all(map(is_, found, self._given_away)):
             return self.out

@@ -165,7 +165,7 @@ class ShardedModule(nn.Module):
                 _refuse_hooks(parameters)
                 written = dict(full)
                 for entries in session.calls.entries.values() if write else ():
-                    written |= entries.replaced(full)
+                    written |= entries.replaced_values(full)
         finally:
             session.is_unsharded = False
         if write:

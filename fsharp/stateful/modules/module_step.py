@@ -218,7 +218,7 @@ class ModuleStep:
             self._units = self.scheduler.start_gradients(self.state.train_state.params)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def isolated_backwards(self) -> Iterator[None]:
         """Return a context in which backward passes call no hooks and add to no gradients.
 
         Their gradients are dropped at its end.

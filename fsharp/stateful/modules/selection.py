@@ -9,7 +9,7 @@ from torch import nn
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import innermost, matches
-from fsharp.type_checks import shown
+from fsharp.type_checks import short_repr
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
@@ -26,8 +26,8 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     for rule in rules:
         if not isinstance(rule, str) and (isinstance(rule, nn.Module) or not callable(rule)):
             raise OptionError(
-                f"shard_module(): units has {shown(rule)}, expected a class of modules, a pattern of paths, a predicate on "
-                "path and module, or a tuple or list of these."
+                f"shard_module(): units has {short_repr(rule)}, expected a class of modules, a pattern of paths, a predicate "
+                "on path and module, or a tuple or list of these."
             )
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()

@@ -128,10 +128,10 @@ class Session:
         units = nodes[0] if len(nodes) == 1 else nodes
         if source.comm is self.scheduler and self.scheduler.takes((units, ties)):
             compute = partial(call.compute, source)
-            return call.returning(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
+            return call.result_with(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
         compute = partial(call.compute_with_param_trees, source)
         release = not owner.has_inner
-        return call.returning(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
+        return call.result_with(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
     def record_load(self, what: str) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or ``"optimizer"``. Once both are loaded, labels begin anew.
@@ -223,7 +223,7 @@ class Session:
         sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.run is not None else []
         others = [x for x in inputs if not isinstance(x, ShardedParameter)]
         found: tuple[torch.Tensor | None, ...] = ()
-        with step.apart():
+        with step.isolated_backwards():
             if sinks or others:
                 found = torch.autograd.grad(
                     outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True

@@ -57,7 +57,7 @@ class CapturedStep:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
                 if optree.tree_leaves(state.main):
-                    state = state._replace(params=_copied(state.params, held))
+                    state = state._replace(params=_copied_params(state.params, held))
         finally:
             scheduler.lanes.forget()
         self._metrics: Metrics = metrics
@@ -86,7 +86,7 @@ class CapturedStep:
         return self._metrics
 
 
-def _copied(made: Any, held: list[Any]) -> Any:
+def _copied_params(made: Any, held: list[Any]) -> Any:
     """Return parameters in the memory ``held`` of the previous step. Parameters that a step has cast anew are copied there."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():

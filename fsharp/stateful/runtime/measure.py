@@ -59,15 +59,15 @@ def measure(
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
         contention = float(is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks)
     known: dict[str, Any] = {"synchronous_host": is_synchronous, "contention": contention}
-    alone, _ = _traced(SingleComm(device=comm.device), steps)
-    trace, schedule = _traced(comm, steps)
+    alone, _ = _trace_of_model(SingleComm(device=comm.device), steps)
+    trace, schedule = _trace_of_model(comm, steps)
     mine = Hardware.fit(trace, schedule, alone=alone, **known)
     everyones = [json.loads(text) for text in exchange(_text(mine), comm)]
     found = {name: _median([each[name] for each in everyones]) for name in _FIELDS}
     return Hardware(compute=compute, update_s=update_s, **known, **found)
 
 
-def _traced(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
+def _trace_of_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
     """Return the trace of steps of a small model, and their schedule."""
     params = {"layers": [torch.eye(width, device=comm.device) for width in _WIDTHS]}
     layout = plan(params, comm.mesh, zero3(*(axis for axis, _ in comm.mesh.axes)), units="layers.*")

@@ -370,7 +370,7 @@ def _numbered_apart(comm: Comm) -> Comm:
         other = copy.copy(comm)  # which counts into the same counter
         other.inner = _numbered_apart(comm.inner)
         return other
-    return comm.apart() if isinstance(comm, ProcessGroupComm) else comm
+    return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
 
 
 def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:

@@ -142,7 +142,7 @@ class Step:
             return None
         return use.copy.full if use.copy is not None else use.unit.at_rest()
 
-    def filled(self, use: UnitUse) -> UnshardedBuffer:
+    def filled_buffer(self, use: UnitUse) -> UnshardedBuffer:
         """Return the buffer of a use, whose backward needs it, filled."""
         if self.is_over:
             raise _too_late(use.unit.key)

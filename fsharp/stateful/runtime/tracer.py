@@ -28,7 +28,7 @@ from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
 from fsharp.stateful.units.host import HostCopies, Offload
-from fsharp.stateful.units.pending import pending
+from fsharp.stateful.units.pending import with_future_buffers
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
@@ -55,10 +55,10 @@ class HandedOutGradients:
             return Sharded([], node.unit, node.unit.strategy.grads, (), scale=scale)
         if gradient.phase is GradientPhase.NONE:
             gradient.settle()
-        tensors = gradient.rest.show()
+        tensors = gradient.rest.hand_out()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable, scale=scale)
-        return pending(result, gradient.join) if gradient.is_under_way else result
+        return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
     def check_unsent(self) -> None:
         """Raise an error if other gradients are reduced after some of these were sent with residuals."""
@@ -171,7 +171,7 @@ class Tracer(Engine):
             out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
-                    use.pack(out, first, partial(step.filled, use))
+                    use.pack(out, first, partial(step.filled_buffer, use))
         finally:
             for use in reversed(uses):
                 step.exit(use)
@@ -238,7 +238,9 @@ class Tracer(Engine):
         if residuals:
             _feed_back(units, {})
         position = iter(units)
-        return map_units(lambda node: _reduced(node, next(position).gradient if node.unit.trainable else None, to), tree)
+        return map_units(
+            lambda node: _reduced_gradient(node, next(position).gradient if node.unit.trainable else None, to), tree
+        )
 
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """Copy offloaded state from host memory to the device."""
@@ -247,11 +249,11 @@ class Tracer(Engine):
             return state
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
         self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)
-        (main, opt), moves = self._offload.move(state, self._staying(params, state[0]), to_host=False)
+        (main, opt), moves = self._offload.move(state, self._staying_trees(params, state[0]), to_host=False)
         self.current().fetch(moves)
         return main, opt
 
-    def _staying(self, params: Any, main: Any) -> Any:
+    def _staying_trees(self, params: Any, main: Any) -> Any:
         return (params, main) if self.main_stays else params
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
@@ -263,7 +265,7 @@ class Tracer(Engine):
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.moves:  # without a cycle that would keep its memory
-                node = pending(node, partial(self.executor.telling, update_gather.wait), lanes)
+                node = with_future_buffers(node, partial(self.executor.telling, update_gather.wait), lanes)
             if not donate:
                 unit.release()
             self.replaced(old, unit, node)
@@ -273,7 +275,7 @@ class Tracer(Engine):
         resting = map_units(lambda _: next(position), params)
         moves: Mapping[str, HostCopies] = {}
         if self._offload is not None:
-            state, moves = self._offload.move(state, self._staying(resting, state[0]), to_host=True)
+            state, moves = self._offload.move(state, self._staying_trees(resting, state[0]), to_host=True)
             self._offload = None
         step.update(update_gathers, moves)
         self.num_updates += 1
@@ -313,14 +315,14 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves:
     return map_units(lambda node: next(trees) if is_sharded(node) else node, sharded)
 
 
-def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
+def _reduced_gradient(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
     """Return a handed-out gradient at the optimizer's place."""
     place = resolve_place(node.unit, to)
     if gradient is None or gradient.final is None:
         same = Sharded(node.raw_buffers, node.unit, place, node.groups, scale=node.scale)
-        return pending(same, node.lazy.wait) if node.lazy is not None else same
-    result = Sharded(gradient.final.show(), node.unit, place, node.groups, scale=node.scale)
-    return pending(result, gradient.join) if gradient.is_under_way else result
+        return with_future_buffers(same, node.lazy.wait) if node.lazy is not None else same
+    result = Sharded(gradient.final.hand_out(), node.unit, place, node.groups, scale=node.scale)
+    return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
 
 def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:

@@ -30,8 +30,8 @@ def residency(
     ``carried`` are the bundles that the step before may have gathered.
     """
     events = program.events
-    in_use, staying = _in_use(events, bundles), _staying(events, bundles, frozenset(kept))
-    wanted = _wanted(events, policy, bundles, in_use, staying)
+    in_use, staying = _in_use(events, bundles), _staying_bundles(events, bundles, frozenset(kept))
+    wanted = _wanted_bundles(events, policy, bundles, in_use, staying)
     after = _after(events, wanted)
     held: dict[Bundle, None] = {}
     near: tuple[Bundle, ...] = ()  # bundles in use or ahead, at the event before
@@ -64,7 +64,7 @@ def residency(
     return result, tuple(carried) if events else ()
 
 
-def _staying(
+def _staying_bundles(
     events: Sequence[Event], bundles: Bundles, kept: Collection[int]
 ) -> list[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]]:
     """Return for each event the bundles that stay after it to the end of their backward, and the bundle that stops staying."""
@@ -82,7 +82,7 @@ def _staying(
     return result
 
 
-def _wanted(
+def _wanted_bundles(
     events: Sequence[Event],
     policy: SchedulePolicy,
     bundles: Bundles,
@@ -90,7 +90,7 @@ def _wanted(
     staying: Sequence[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]],
 ) -> list[tuple[Bundle, ...] | None]:
     """Return for each beginning of a use the bundles to hold gathered, except bundles that stay; None for other events."""
-    upcoming = _upcoming(events, bundles, policy.prefetch + 1 + max(map(len, in_use), default=0))
+    upcoming = _upcoming_bundles(events, bundles, policy.prefetch + 1 + max(map(len, in_use), default=0))
     wanted: list[tuple[Bundle, ...] | None] = []
     before: tuple[Bundle, ...] = ()
     ended: set[Bundle] = set()
@@ -150,7 +150,7 @@ def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[Bundle, ...
     return result
 
 
-def _upcoming(events: Sequence[Event], bundles: Bundles, most: int) -> list[tuple[Bundle, ...]]:
+def _upcoming_bundles(events: Sequence[Event], bundles: Bundles, most: int) -> list[tuple[Bundle, ...]]:
     """Return the first ``most`` different bundles that are entered after each event and before the next update."""
     result: list[tuple[Bundle, ...]] = []
     ahead: tuple[Bundle, ...] = ()

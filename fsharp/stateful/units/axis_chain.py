@@ -97,7 +97,7 @@ class AxisChain:
             size = out
         return result
 
-    def coded(self) -> CodedBytes:
+    def coded_bytes(self) -> CodedBytes:
         """Return the encoded bytes on the way. :func:`reduce_along` codes those between two collectives."""
         found, last = [0, 0, 0], len(self.stages) - 1
         for k, (stage, out) in enumerate(zip(self.stages, self.output_sizes(), strict=True)):

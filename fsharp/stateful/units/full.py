@@ -62,7 +62,7 @@ class LeafTable:
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
 
-    def trained(self, flats: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
         gaps = []
         for group, flat in flats.items():

@@ -80,7 +80,7 @@ class GradientBuffer:
         """Begin a new gradient, and disregard the old one. The schedule has memory for it at ``place``, after :meth:`open`."""
         if self.is_under_way:
             self.join()
-        if self.rest.shown:
+        if self.rest.handed_out:
             self.copy_out()
         if place is not None or self._own.is_held:  # what a step without a schedule has rested in is given back
             self._own.release()
@@ -116,10 +116,10 @@ class GradientBuffer:
 
     def copy_out(self) -> None:
         """Give tensors in the arena that callers hold memory of their own."""
-        if not self.rest.in_arena or not self.rest.shown:
+        if not self.rest.in_arena or not self.rest.handed_out:
             return
         if not self.rest.is_held:
-            self.rest.shown.clear()
+            self.rest.handed_out.clear()
         elif not self.rest.copy_out():
             gc.collect()
             if self.rest.is_held:

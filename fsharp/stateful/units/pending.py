@@ -37,7 +37,7 @@ class FutureBuffers(LazyBuffers):
         return FutureBuffers(buffers, self.wait, self._gathered_on)
 
 
-def pending(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
+def with_future_buffers(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
     """Return a node whose buffers are filled once ``arrive`` has returned; the first reader of a buffer calls ``arrive``.
 
     Functions of pytrees treat the node like any other Sharded.

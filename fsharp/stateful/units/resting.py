@@ -18,7 +18,7 @@ class RestingGradient:
 
     Attributes:
         nbytes: bytes of the flat buffers of all groups.
-        shown: the tensors that callers got and that were not copied out, each with the index of its buffer.
+        handed_out: the tensors that callers got and that were not copied out, each with the index of its buffer.
     """
 
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
@@ -31,7 +31,7 @@ class RestingGradient:
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None
-        self.shown: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
+        self.handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
         self._storage: Any = None  # the storage of the views; None if it is empty
         self._alone = 0
         self._leaves: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
@@ -49,10 +49,10 @@ class RestingGradient:
     def leaves(self, index: LeafTable, groups: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
         if self._leaves is None:
-            self._leaves = index.trained(dict(zip(groups, self.tensors, strict=True)))
+            self._leaves = index.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
         return self._leaves
 
-    def show(self) -> list[torch.Tensor]:
+    def hand_out(self) -> list[torch.Tensor]:
         """Return the buffers as tensors for a caller, and count them."""
         if self._views is None:
             with torch.inference_mode(False):
@@ -62,11 +62,11 @@ class RestingGradient:
             self._storage = next((tensor.untyped_storage() for tensor in self._views if len(tensor)), None)
             self._alone = self._holders()
         tensors = []
-        if self.shown:
-            self.shown = [(ref, i) for ref, i in self.shown if ref() is not None]
+        if self.handed_out:
+            self.handed_out = [(ref, i) for ref, i in self.handed_out if ref() is not None]
         for i, view in enumerate(self._views):
             tensors.append(view.data)
-            self.shown.append((weakref.ref(tensors[-1]), i))
+            self.handed_out.append((weakref.ref(tensors[-1]), i))
         return tensors
 
     def move_to(self, other: "RestingGradient") -> bool:
@@ -77,17 +77,17 @@ class RestingGradient:
         """
         held = [
             (tensor, i)
-            for ref, i in self.shown
+            for ref, i in self.handed_out
             if (tensor := ref()) is not None and tensor.numel() and tensor.data_ptr() == self.tensors[i].data_ptr()
         ]
         if self._views is not None and self._holders() - self._alone > len(held):
             return False
         torch._foreach_copy_(other.tensors, self.tensors)
-        there = other.show() if held else []
+        there = other.hand_out() if held else []
         for tensor, i in held:
             tensor.data = there[i]
-            other.shown.append((weakref.ref(tensor), i))
-        self.shown = []
+            other.handed_out.append((weakref.ref(tensor), i))
+        self.handed_out = []
         return True
 
     def copy_out(self) -> bool:
@@ -95,10 +95,10 @@ class RestingGradient:
 
         A view that a caller has made of such a tensor cannot be moved.
         """
-        for ref, _ in self.shown:
+        for ref, _ in self.handed_out:
             if (tensor := ref()) is not None:
                 tensor.data = tensor.data.clone()
-        self.shown = []
+        self.handed_out = []
         return not self.is_held
 
     def _holders(self) -> int:

@@ -98,7 +98,7 @@ class GradientRoute:
             collected.append(row.pop(0))
             sent.append(row.pop(0) if self.is_reduced and chain.casts_first and several_uses else collected[-1])
             received.append(row.pop() if self.is_reduced and chain.casts_last else None)
-        leaves, gaps = self.index.trained(dict(zip(self.unit.trainable, collected, strict=True)))
+        leaves, gaps = self.index.trained_leaves(dict(zip(self.unit.trainable, collected, strict=True)))
         return OutgoingBlock(leaves, gaps, collected, sent, rows, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -40,15 +40,15 @@ class UnitState:
         self.key, self.layout, self.trivial = key, layout, trivial
         self.index = leaf_table(layout)
         sharded = [axis for axis in reversed(layout.strategy.order) if layout.strategy.params[axis] is Shard]
-        self.axes = self._moving(sharded) if full_nbytes(layout) else ()
-        self.update_axes = self._moving(layout.update_axes)
+        self.axes = self._moving_axes(sharded) if full_nbytes(layout) else ()
+        self.update_axes = self._moving_axes(layout.update_axes)
         self.node: Sharded | None = None
         self.gradient: GradientBuffer | None = None
         self.host_nbytes = 0
         self.tree_label: str | None = None
         self._at_rest: tuple[Any, FullUnit] | None = None
 
-    def _moving(self, axes: Iterable[str]) -> tuple[str, ...]:
+    def _moving_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return the axes along which a collective is needed: those of more than one rank, or all if trivial ones count."""
         return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
@@ -79,7 +79,7 @@ class UnitState:
         if not trained or self.gradient is None:
             return facts
         route = self.gradient.route
-        reduced, finished = _coded(route.chains), _coded(route.finishes)
+        reduced, finished = _coded_bytes(route.chains), _coded_bytes(route.finishes)
         return replace(
             facts,
             outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
@@ -159,6 +159,6 @@ class UnitState:
         self.node = self.tree_label = self._at_rest = None
 
 
-def _coded(chains: Iterable[AxisChain]) -> CodedBytes:
+def _coded_bytes(chains: Iterable[AxisChain]) -> CodedBytes:
     """The encoded bytes of all groups of a unit."""
-    return CodedBytes(*map(sum, zip(*[each.coded() for each in chains], strict=True)))
+    return CodedBytes(*map(sum, zip(*[each.coded_bytes() for each in chains], strict=True)))

@@ -84,7 +84,7 @@ class Check:
         self.program = schedule.program
         self.facts = schedule.program.facts
 
-    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+    def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check the next op, whose record is ``spec``, against all earlier ops."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ class DerivedCheck(Check):
         self.makers = {name: [spec for spec in OPS.values() if spec.fills == name] for name in self.made_of}
         self.filled: dict[BufferKey, int] = {}  # the op that has filled a buffer
 
-    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+    def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Follow which buffers that are made of others are filled."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if each in self.made_of]:

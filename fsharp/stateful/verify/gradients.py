@@ -38,7 +38,7 @@ class GradientCheck(Check):
         self.waiting: dict[str, int] = {}  # by unit, the cast whose gradient has yet to be accumulated
         self.last = -1  # op of the reduce stream
 
-    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+    def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Follow each gradient from the end of its use's backward to the optimizer's place."""
         if spec.fills == OUTGOING:
             self._cast(i, op)

@@ -21,7 +21,7 @@ class StateCheck(Check):
         self.seen = 0  # events up to the last update
         self.computed = -1  # the last op of compute
 
-    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+    def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Follow the copies of state to the device and back."""
         if op.stream == "compute":
             self.computed = i
@@ -78,7 +78,7 @@ class MemoryCheck(Check):
         for unit, i in order.carried().items():
             self._own(i, (PARAMS, unit), order.ops[i].memory)
 
-    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+    def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Follow which op owns which bytes of the arena, and which ops read them."""
         self._see_reads(i, op, spec)
         self._see_memory(i, op, spec)
@@ -187,7 +187,7 @@ class Limits(Check):
                 self.in_use[unit] += by if is_use else 0
         self.seen = max(self.seen, at + 1)
 
-    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+    def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count the buffers that are in use after an op."""
         if spec.fills == PARAMS:
             self._advance(op.at)

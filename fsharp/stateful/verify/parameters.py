@@ -28,7 +28,7 @@ class ParameterCheck(Check):
         self.stale: set[str] = set()  # updated, not gathered
         self.updated = -1
 
-    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+    def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Follow which units' parameters are gathered, waited for, used and released."""
         if RESTING in (*spec.reads, spec.fills):
             self.readers[op.stream] = i

@@ -38,7 +38,7 @@ def verify(schedule: Schedule) -> None:
     for kind in (ParameterCheck, GradientCheck, DerivedCheck, StateCheck, MemoryCheck, Limits):
         check: Check = kind(schedule, order)
         for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
-            check.see(i, op, spec)
+            check.check_op(i, op, spec)
         check.end()
 
 

@@ -211,9 +211,9 @@ def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     waits = b.begin("p")
     waits.check()
     ahead = a.begin("p"), a.begin("q")
-    assert a.look(ahead[1]) == "ranks [2] have not come to it, while rank 1 waits in 'p'"
+    assert a.exchange_status(ahead[1]) == "ranks [2] have not come to it, while rank 1 waits in 'p'"
     waits.check()
-    assert a.look(ahead[0]) == "ranks [2] have not come to it"
+    assert a.exchange_status(ahead[0]) == "ranks [2] have not come to it"
 
 
 def test_a_rank_that_has_left_is_not_waited_for():
@@ -259,7 +259,7 @@ def test_a_rank_whose_messages_stop_in_a_collective_it_has_come_to_has_left():
     call.peer = 0
     a.ranks.leave(None)
     call.check()
-    assert "rank 0 has left the job" in str(call.lost(RuntimeError("closed")))
+    assert "rank 0 has left the job" in str(call.connection_error(RuntimeError("closed")))
 
 
 def test_a_store_that_does_not_answer_is_said_so_and_waited_for_once(monkeypatch):

@@ -64,7 +64,7 @@ def initial_values(
         "shard_module()", comm, lambda: _check_source(sync_from, comm, meta), lambda _: {**describe_units(layout.units), **how}
     )
     if sync_from is not None:
-        return _synced(module, layout, comm, sync_from)
+        return _synced_shards(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
     own = {unit.full_path(leaf): _parameter(module, unit, leaf) for unit, leaf in leaves}
     varying = {unit.full_path(leaf): unit.strategy.full.varying for unit, leaf in leaves}
@@ -104,7 +104,7 @@ def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
         )
 
 
-def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
+def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
     """Return shards of the parameters of rank ``source``, sent a unit at a time. Copy that rank's buffers too."""
     nodes = []
     for unit in layout.units:

@@ -120,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fields |= _text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._scope, optimizer, check_steps)
         self._scopes = together("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
-        rows = zip(self.param_groups, self._cut(), strict=True)
+        rows = zip(self.param_groups, self._cut_into_runs(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
         self.defaults = self.inner.defaults
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -153,7 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
         return scopes
 
-    def _cut(self) -> list[list[nn.Parameter]]:
+    def _cut_into_runs(self) -> list[list[nn.Parameter]]:
         """Cut buffers into runs by the labels of leaves. Return them as parameters, for each group of the inner optimizer."""
         tree, self._generation = self.session.state.visible(), self.session.state.generation
         rank = self.session.scheduler.rank
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Cut buffers into new runs by the labels of leaves, and join the states of the leaves of each run."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
-        for group, parameters in zip(self.inner.param_groups, self._cut(), strict=True):
+        for group, parameters in zip(self.inner.param_groups, self._cut_into_runs(), strict=True):
             group["params"] = parameters
         self.inner.state.clear()
         for run, parameter in self._each_run():

@@ -224,7 +224,7 @@ class ShardedTensor(torch.Tensor):
         if torch.is_grad_enabled():
             _refuse_autograd(name, rows, cut)
         if reduction is not None:
-            found = _reduced(name, [row[0] for row in rows], reduction)
+            found = _reduce_parts(name, [row[0] for row in rows], reduction)
             return found if name.startswith("_foreach_") else found[0]
         if cut:
             result = _elementwise(func, name, args, kwargs, rows)
@@ -307,7 +307,7 @@ def _full_in_backward(x: Any) -> Any:
     return type(x)(map(_full_in_backward, x)) if type(x) in (list, tuple) else x
 
 
-def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
+def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
     """Return the reduction of each tensor; parts are reduced over ranks too, by a collective for each axis."""
     found: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}

@@ -48,13 +48,13 @@ class Reduction(NamedTuple):
     finish: Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.int64
 
 
 def _sum(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
     of = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
-    return Reduction(lambda x: x.sum(dtype=_wide(of)), "sum", lambda total, _: total.to(of))
+    return Reduction(lambda x: x.sum(dtype=_wide_dtype(of)), "sum", lambda total, _: total.to(of))
 
 
 def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
@@ -65,7 +65,7 @@ def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
 
 
 def _extreme(of: torch.dtype, op: ReduceOp) -> Reduction:
-    wide = _wide(of)
+    wide = _wide_dtype(of)
     info = torch.finfo(wide) if wide.is_floating_point else torch.iinfo(wide)
     none = {"max": -math.inf, "min": math.inf}[op] if wide.is_floating_point else {"max": info.min, "min": info.max}[op]
 

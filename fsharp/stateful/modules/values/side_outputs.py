@@ -26,7 +26,7 @@ class SideOutputs:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
 
-    def look(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
+    def find_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the tensors in the modules and in containers among ``arguments``, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._places():
@@ -40,10 +40,10 @@ class SideOutputs:
 
         A tensor is new if it is not in ``before``.
         """
-        new = [x for i, x in self.look(arguments).items() if i not in before]
+        new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
         if views := views_of(parameters, new):
             self.replace(arguments, views, [cloned(x) for x in views], path)
-            new = [x for i, x in self.look(arguments).items() if i not in before]
+            new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
         return [x for x in new if x.grad_fn is not None]
 
     def replace(self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> None:
