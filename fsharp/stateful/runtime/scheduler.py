@@ -209,7 +209,8 @@ class Scheduler(PassingComm, Tracer):
             step = Step(self.executor, schedule, self.units, recorder)
             self._now.begin(scheduled, step, title)
             self.lanes.tell(recorder)
-            self.transport.observe_collectives(None if recorder is None else recorder.outcomes.append)
+            observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # a new list for each op
+            self.transport.observe_collectives(observer)
             if recorder is not None:
                 recorder.begin()
             if schedule is not None:
