@@ -81,7 +81,7 @@ class ParameterOps:
     def update(self, i: int, *, is_last: bool) -> None:
         """Emit the update, and the gathers of updated parameters.
 
-        At the end of a step (``is_last``) the waits for these gathers are left to the next step, and the next step's first
+        At the end of a step (``is_last``) the waits for these gathers are left to the next step. Then the next step's first
         units are gathered.
         """
         self.release(i, "update")

@@ -39,7 +39,7 @@ class ShardedTensor(torch.Tensor):
     elements. Functions of sharded tensors (called parts here) work as follows:
 
     - Elementwise functions, in place or not, return a part. Other arguments are numbers, tensors without dims, parts that are
-      cut alike, or a whole tensor that every rank has, of which each rank takes its own elements.
+      cut alike, or a whole tensor on every rank. Of a whole tensor each rank takes its own elements.
     - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call them: they use a
       small collective for each axis that cuts the tensor. If ranks along an axis have different parameters, the result is over
       the parameters of all ranks.
