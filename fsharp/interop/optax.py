@@ -123,7 +123,9 @@ class _ShardedTransformation:
 
         def fields(found: tuple[Program, list[Any], dict[str, Any]]) -> dict[str, str]:
             program, plain, given = found
-            paths = (path for path, slot in zip(program.traced.paths, program.traced.slots, strict=True) if slot is None)
+            paths = (
+                path for path, position in zip(program.traced.paths, program.traced.positions, strict=True) if position is None
+            )
             values = {name: exact_text(as_data(x)) for name, x in [*given.items(), *zip(paths, plain, strict=True)]}
             return {"transformation": program.traced.digest, **values}
 
@@ -202,9 +204,9 @@ def _arrays_outside_buffers(traced: Traced, state: OptaxState) -> list[Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, InBuffers))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}
     result = []
-    for path, slot, like in zip(traced.paths, traced.slots, traced.state, strict=True):
+    for path, position, like in zip(traced.paths, traced.positions, traced.state, strict=True):
         x = found.pop(path, None)
-        in_buffers = None if slot is None else InBuffers(slot[1])
+        in_buffers = None if position is None else InBuffers(position[1])
         if (x if isinstance(x, InBuffers) else None) != in_buffers or x is None:
             raise TreeError(
                 f"update(): {path} is {'missing' if x is None else x!r:.60}, expected {in_buffers or 'a number or an array'}. "
@@ -225,5 +227,5 @@ def _arrays_outside_buffers(traced: Traced, state: OptaxState) -> list[Any]:
 
 def _state(traced: Traced, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
     numbers = iter(plain)
-    leaves = [number_as_tensor(next(numbers)) if slot is None else InBuffers(slot[1]) for slot in traced.slots]
+    leaves = [number_as_tensor(next(numbers)) if position is None else InBuffers(position[1]) for position in traced.positions]
     return OptaxState(jax.tree.unflatten(traced.state_structure, leaves), tuple(buffers))

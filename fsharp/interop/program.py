@@ -65,8 +65,8 @@ class Traced:
 
     Attributes:
         state: shape and dtype of each array of the state, in JAX's order; ``paths`` has its path.
-        slots: for each array with a value for each element of a leaf, such as a moment, the number of the leaf and the number
-            of the tree of buffers that stores the array; None for other arrays.
+        positions: where each array of the state is stored. An array with a value for each element of a leaf, such as a moment,
+            has the number of the leaf, and of the tree of buffers that stores the array. All other arrays have None.
         unused: names of extra arguments that the update does not use.
 
     Raises:
@@ -104,7 +104,7 @@ class Traced:
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
         self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
-        self.slots, self.tree_dtypes = self._assign_slots(part_of_rank)
+        self.positions, self.tree_dtypes = self._assign_positions(part_of_rank)
 
     @cached_property
     def text(self) -> str:
@@ -137,8 +137,8 @@ class Traced:
         parts, places, dtypes = ([row[i] for row in found] for i in range(3))
         return RankPart(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
 
-    def _assign_slots(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
-        """Return ``slots``, and the dtype of each tree of buffers."""
+    def _assign_positions(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
+        """Return ``positions``, and the dtype of each tree of buffers."""
         parts, count, behind = part_of_rank.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 
@@ -169,14 +169,14 @@ class Traced:
             owners = found[0]
         taken: dict[tuple[int, Any], int] = {}
         trees: dict[tuple[Any, int], int] = {}
-        slots: list[tuple[int, int] | None] = []
+        positions: list[tuple[int, int] | None] = []
         for leaf, shape in zip(owners, self.state, strict=True):
             if leaf is None:
-                slots.append(None)
+                positions.append(None)
                 continue
             nth = taken[leaf, shape.dtype] = taken.get((leaf, shape.dtype), -1) + 1
-            slots.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
-        return slots, [dtype for dtype, _ in trees]
+            positions.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
+        return positions, [dtype for dtype, _ in trees]
 
     def in_stored_form(self, lifted: Lifted, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results of ``init`` or ``step`` as they are stored: see :meth:`Lifted.in_stored_form`."""
@@ -235,7 +235,7 @@ class Program:
     ) -> Any:
         traced, lifted = self.traced, Lifted(self._parts, dict(zip(keys, reduced, strict=True)))
         out = lifted.run(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
-        out = traced.in_stored_form(lifted, out, [slot and slot[0] for slot in traced.slots])
+        out = traced.in_stored_form(lifted, out, [position and position[0] for position in traced.positions])
         pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
         if lifted.pending:
             return [value for _, value in lifted.pending.values()]
@@ -251,8 +251,8 @@ class Program:
         if kind == "init":
             return [part(leaf, flats[0]) for leaf in everything]
         grads, params, *buffers = flats
-        numbers, slots = iter(plain), zip(self.traced.slots, self.traced.state, strict=True)
-        state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=like.shape) for x, like in slots]
+        numbers, rows = iter(plain), zip(self.traced.positions, self.traced.state, strict=True)
+        state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=like.shape) for x, like in rows]
         return [*(part(leaf, grads) for leaf in everything), *state, *(part(leaf, params) for leaf in everything), *numbers]
 
     def _results(self, kind: str, out: Sequence[Any], lifted: Lifted) -> Any:
@@ -260,12 +260,12 @@ class Program:
         state = out[len(updates) and len(self._parts) :]
         trees: list[dict[int, Any]] = [{} for _ in self.traced.tree_dtypes]
         plain = []
-        for value, slot, shape in zip(state, self.traced.slots, self.traced.state, strict=True):
-            if slot is None:
+        for value, position, shape in zip(state, self.traced.positions, self.traced.state, strict=True):
+            if position is None:
                 whole = jnp.full(value.shape, value.scalar) if hasattr(value, "scalar") else value
                 plain.append(whole if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key) else whole.astype(shape.dtype))
             else:
-                trees[slot[1]][slot[0]] = value
+                trees[position[1]][position[0]] = value
         dtypes = [None] * len(updates) + list(self.traced.tree_dtypes)
         return [self._flats(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 

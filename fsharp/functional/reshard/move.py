@@ -1,4 +1,4 @@
-"""Move the elements of one slot from old buffers to new ones, one unit and a bounded number of bytes at a time."""
+"""Move the elements of one state tree from old buffers to new ones, one unit and a bounded number of bytes at a time."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.pieces import Piece, Ranks, in_rounds, pieces
-from fsharp.functional.reshard.slots import Slot
+from fsharp.functional.reshard.state_trees import StateTree
 
 
-def move_slot(
-    slot: Slot, old: list[list[torch.Tensor]], layout: Layout, ranks: Ranks, comm: Comm, *, limit: int, donate: bool
+def move_state_tree(
+    state_tree: StateTree, old: list[list[torch.Tensor]], layout: Layout, ranks: Ranks, comm: Comm, *, limit: int, donate: bool
 ) -> list[Sharded]:
-    """Return a slot's nodes in a new layout, in order of its units; ranks outside of the new mesh get nodes without buffers.
+    """Return a state tree's nodes in a new layout, in order of the layout's units.
 
-    ``old`` are this rank's old buffers, by node; empty lists on a rank outside of the old mesh. A rank sends at most ``limit``
-    bytes to another at a time. With ``donate`` buffers are removed from ``old`` as soon as all of their leaves have moved.
+    A rank outside of the new mesh gets nodes without buffers. ``old`` has a list of this rank's old buffers for each node; the
+    lists are empty on a rank outside of the old mesh. A rank sends at most ``limit`` bytes to another rank at a time. With
+    ``donate`` buffers are removed from ``old`` as soon as all of their leaves have moved.
 
     Cost: see :func:`~fsharp.reshard`.
     """
@@ -28,45 +29,51 @@ def move_slot(
     device = next((buffer.device for buffers in old for buffer in buffers), comm.device)
 
     def rounds(unit: UnitLayout, source: int, target: int) -> list[list[Piece]]:
-        return [] if source == target else in_rounds(_pieces_between(slot, unit, ranks, source, target), limit)
+        return [] if source == target else in_rounds(_pieces_between(state_tree, unit, ranks, source, target), limit)
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
     # A rank has to take part in as many collectives as others need.
     most = torch.tensor([max(map(len, each)) for each in incoming], device=comm.device)
-    most = largest(most, comm, label=f"reshard {slot}")
-    left = Counter(held.node for held in slot.held.values())
+    most = largest(most, comm, label=f"reshard {state_tree}")
+    left = Counter(position.node for position in state_tree.positions.values())
     nodes = []
     for unit, arriving, num_rounds in zip(layout.units, incoming, most.tolist(), strict=True):
         new = [
-            torch.zeros(unit.local_size(group, slot.place(unit)), dtype=slot.dtype(unit, group), device=device)
-            for group in (slot.groups(unit) if me in ranks.new else ())
+            torch.zeros(unit.local_size(group, state_tree.place(unit)), dtype=state_tree.dtype(unit, group), device=device)
+            for group in (state_tree.groups(unit) if me in ranks.new else ())
         ]
-        for piece in _pieces_between(slot, unit, ranks, me, me):
+        for piece in _pieces_between(state_tree, unit, ranks, me, me):
             _target(new, piece).copy_(_source(old, piece))
         leaving = [rounds(unit, me, rank) for rank in everyone]
         for k in range(num_rounds):
             send, receive = ([each[k] if k < len(each) else [] for each in way] for way in (leaving, arriving))
-            dtypes = [slot.dtype(unit, group) for group in slot.groups(unit)]
+            dtypes = [state_tree.dtype(unit, group) for group in state_tree.groups(unit)]
             sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
-            named = f"reshard {slot} {unit.name or '(root)'} {k}"
+            named = f"reshard {state_tree} {unit.name or '(root)'} {k}"
             # No name for the bytes: those of one round would live until those of the next are there.
             _unpack(comm.all_to_all(_pack_pieces(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
         if donate:
             moved = Counter(
-                slot.held[unit.full_path(leaf)].node for group in slot.groups(unit) for leaf in unit.leaves_of(group)
+                state_tree.positions[unit.full_path(leaf)].node
+                for group in state_tree.groups(unit)
+                for leaf in unit.leaves_of(group)
             )
             left -= moved
             for node in moved.keys() - left.keys():
                 old[node].clear()
-        nodes.append(Sharded(new, unit, slot.place(unit), slot.groups(unit) if me in ranks.new else (), scale=slot.scale))
+        nodes.append(
+            Sharded(
+                new, unit, state_tree.place(unit), state_tree.groups(unit) if me in ranks.new else (), scale=state_tree.scale
+            )
+        )
     return nodes
 
 
-def _pieces_between(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
+def _pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
     """Return the pieces of ``unit`` that rank ``target`` of the Comm takes from rank ``source``, which may be ``target``."""
     if source not in ranks.old or target not in ranks.new:
         return []
-    return list(pieces(slot, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
+    return list(pieces(state_tree, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
 
 
 def _source(old: list[list[torch.Tensor]], piece: Piece) -> torch.Tensor:

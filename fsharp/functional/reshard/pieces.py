@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.reshard.slots import Slot
+from fsharp.functional.reshard.state_trees import StateTree
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     """A run of elements of one leaf that moves from one buffer to another.
 
     Attributes:
-        node: index of the old unit's node in the slot.
+        node: index of the old unit's node in the state tree.
         buffer: index of the buffer in the old node.
         start: index of the first element in the old buffer.
         new_buffer: index of the buffer in the new node.
@@ -63,25 +63,25 @@ class Piece(NamedTuple):
         return self.numel * self.itemsize
 
 
-def pieces(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> Iterator[Piece]:
+def pieces(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> Iterator[Piece]:
     """Yield the pieces of a new unit that rank ``target`` of the new mesh takes from rank ``source`` of the old mesh."""
     serves: dict[int, bool] = {}
-    for position, group in enumerate(slot.groups(unit)):
-        itemsize = slot.dtype(unit, group).itemsize
-        for span in unit.spans(group, slot.place(unit), target):
-            held = slot.held[unit.full_path(span.leaf)]
-            node = slot.nodes[held.node]
-            if held.node not in serves:
-                serves[held.node] = ranks.serves(source, target, node.place)
-            if not serves[held.node]:
+    for new_buffer, group in enumerate(state_tree.groups(unit)):
+        itemsize = state_tree.dtype(unit, group).itemsize
+        for span in unit.spans(group, state_tree.place(unit), target):
+            old = state_tree.positions[unit.full_path(span.leaf)]
+            node = state_tree.nodes[old.node]
+            if old.node not in serves:
+                serves[old.node] = ranks.serves(source, target, node.place)
+            if not serves[old.node]:
                 continue
-            old_group = node.groups[held.buffer]
+            old_group = node.groups[old.buffer]
             start = node.unit.local_start(old_group, node.place, source)
             stop = start + node.unit.local_size(old_group, node.place)
-            low, high = max(start, held.leaf.offset + span.first), min(stop, held.leaf.offset + span.last)
+            low, high = max(start, old.leaf.offset + span.first), min(stop, old.leaf.offset + span.last)
             if low < high:
-                to = span.start + low - held.leaf.offset - span.first
-                yield Piece(held.node, held.buffer, low - start, position, to, high - low, itemsize)
+                to = span.start + low - old.leaf.offset - span.first
+                yield Piece(old.node, old.buffer, low - start, new_buffer, to, high - low, itemsize)
 
 
 def in_rounds(todo: Iterable[Piece], limit: int) -> list[list[Piece]]:

@@ -17,10 +17,10 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, check_not_lent, decoded, is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.reshard.move import move_slot
+from fsharp.functional.reshard.move import move_state_tree
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.pieces import Ranks, pieces
-from fsharp.functional.reshard.slots import Kind, Slot, check_slot, find_slots, replace_slots
+from fsharp.functional.reshard.state_trees import Kind, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
 from fsharp.functional.stored import encode_blocks, encode_leaves
 from fsharp.type_checks import options_explained
@@ -90,8 +90,10 @@ def reshard(
     if any(has_tree) and not all(has_tree):
         tree = _share_outline(tree, has_tree, comm)
 
-    def check() -> tuple[list[Slot], Ranks]:
-        slots, where_from = _check_all(tree, layout, place, cast, [r for r, has in enumerate(has_tree) if has], ranks, comm)
+    def check() -> tuple[list[StateTree], Ranks]:
+        state_trees, where_from = _check_all(
+            tree, layout, place, cast, [r for r, has in enumerate(has_tree) if has], ranks, comm
+        )
         if buffer_nbytes < (least := _LARGEST_ITEM * (2 * comm.mesh.size - 1)):
             raise LayoutError(
                 f"reshard(): buffer_nbytes is {buffer_nbytes!r}, expected at least {least} for {comm.mesh.size} ranks."
@@ -99,38 +101,42 @@ def reshard(
         if donate and given is not None:
             check_not_lent(where, units_of(given))
         whole = [unit.name for unit in layout.units if unit.has_leaf_formats and layout.mesh != comm.mesh]
-        if whole and any(slot.kind == "params" for slot in slots):
+        if whole and any(state_tree.kind == "params" for state_tree in state_trees):
             raise LayoutError(
                 f"reshard(): unit {whole[0]!r} has a format that encodes whole leaves, on whose scales all ranks of the layout "
                 f"agree. Pass a Comm on the layout's mesh, {layout.mesh}; to other ranks go by a checkpoint."
             )
-        return slots, where_from
+        return state_trees, where_from
 
-    def fields(found: tuple[list[Slot], Ranks]) -> Mapping[str, str]:
-        slots, route = found
-        layouts = {tuple(node.unit for node in slot.nodes): slot for slot in slots}
-        old = {f"{name} of {slot}": text for units, slot in layouts.items() for name, text in describe_units(units).items()}
+    def fields(found: tuple[list[StateTree], Ranks]) -> Mapping[str, str]:
+        state_trees, route = found
+        layouts = {tuple(node.unit for node in state_tree.nodes): state_tree for state_tree in state_trees}
+        old = {
+            f"{name} of {state_tree}": text
+            for units, state_tree in layouts.items()
+            for name, text in describe_units(units).items()
+        }
         options = {"ranks": str(route.new), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
-        return {**describe_units(layout.units), **old, "tree": "\n".join(map(_facts_text, slots)), **options}
+        return {**describe_units(layout.units), **old, "tree": "\n".join(map(_facts_text, state_trees)), **options}
 
-    slots, route = together(where, comm, check, fields)
+    state_trees, route = together(where, comm, check, fields)
     with torch.no_grad():
-        buffers = [[list(node.buffers) if given is not None else [] for node in slot.nodes] for slot in slots]
+        buffers = [[list(node.buffers) if given is not None else [] for node in state_tree.nodes] for state_tree in state_trees]
         if donate and given is not None:
-            slots = [replace(slot, nodes=tuple(map(on_meta, slot.nodes))) for slot in slots]
+            state_trees = [replace(state_tree, nodes=tuple(map(on_meta, state_tree.nodes))) for state_tree in state_trees]
             for node in units_of(given):
                 node.drop()
         limit = buffer_nbytes // (2 * comm.mesh.size - 1)
         new = {}
-        for slot, held in zip(slots, buffers, strict=True):
-            nodes = move_slot(slot, held, layout, route, comm, limit=limit, donate=donate)
-            if slot.kind == "params":
-                nodes = _in_resting_format(slot, nodes, layout, comm)
-            new[slot.path] = optree.tree_unflatten(layout.spec, nodes)
-    for tree_of_slot in new.values():
-        name_trees(tree_of_slot, comm)
+        for state_tree, held in zip(state_trees, buffers, strict=True):
+            nodes = move_state_tree(state_tree, held, layout, route, comm, limit=limit, donate=donate)
+            if state_tree.kind == "params":
+                nodes = _in_resting_format(state_tree, nodes, layout, comm)
+            new[state_tree.path] = optree.tree_unflatten(layout.spec, nodes)
+    for new_tree in new.values():
+        name_trees(new_tree, comm)
     zeros = zero_residuals(layout.units, comm.device)
-    return _with_residuals(replace_slots(tree, new), zeros) if comm.rank in route.new else None
+    return _with_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new else None
 
 
 def _with_residuals(tree: Any, residuals: Any) -> Any:
@@ -142,8 +148,8 @@ def _with_residuals(tree: Any, residuals: Any) -> Any:
     return optree.tree_map(one, tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))
 
 
-def _in_resting_format(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
-    """Return the new nodes of a slot of parameters as the new layout stores them.
+def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
+    """Return the new nodes of a state tree of parameters as the new layout stores them.
 
     Parameters are encoded if the new layout has a format for them. If only the old layout had one, they are cast to the compute
     dtype.
@@ -153,8 +159,8 @@ def _in_resting_format(slot: Slot, nodes: list[Sharded], layout: Layout, comm: C
         new = unit.groups[group]
         if new.dtypes.format is not None:
             return buffer
-        held = slot.held[unit.full_path(unit.leaves_of(group)[0])]
-        old = slot.nodes[held.node].unit.groups[held.leaf.group].dtypes
+        position = state_tree.positions[unit.full_path(unit.leaves_of(group)[0])]
+        old = state_tree.nodes[position.node].unit.groups[position.leaf.group].dtypes
         return buffer if old.format is None else buffer.to(new.dtypes.compute)
 
     rows = [(node, zip(node.groups, node.buffers, strict=True)) for node in nodes]
@@ -191,36 +197,36 @@ def reshard_nbytes(
         TreeError: as in :func:`reshard`.
         LayoutError: as in :func:`reshard`.
     """
-    slots = find_slots(tree, place, cast=cast)
-    for slot in slots:
-        check_slot(slot, layout)
-    old_mesh = slots[0].nodes[0].unit.mesh
+    state_trees = find_state_trees(tree, place, cast=cast)
+    for state_tree in state_trees:
+        check_state_tree(state_tree, layout)
+    old_mesh = state_trees[0].nodes[0].unit.mesh
     route = Ranks(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
     if rank not in route.old:
         return 0
     return sum(
         piece.nbytes
-        for slot in slots
+        for state_tree in state_trees
         for unit in layout.units
         for target, to in enumerate(route.new)
         if to != rank
-        for piece in pieces(slot, unit, route, route.old.index(rank), target)
+        for piece in pieces(state_tree, unit, route, route.old.index(rank), target)
     )
 
 
 def _check_all(
     tree: Any, layout: Layout, place: Kind, cast: bool, old: list[int], ranks: Sequence[int] | None, comm: Comm
-) -> tuple[list[Slot], Ranks]:
+) -> tuple[list[StateTree], Ranks]:
     if not isinstance(layout, Layout):
         raise LayoutError(f"reshard(): layout is {layout!r:.60}, expected a Layout by plan().")
     if place not in ("params", "optim"):
         raise LayoutError(f"reshard(): place is {place!r}, expected 'params' or 'optim'.")
     if cast and place != "params":
         raise LayoutError("reshard(): cast=True is for place='params'; state keeps its dtypes.")
-    slots = find_slots(tree, place, cast=cast)
-    for slot in slots:
-        check_slot(slot, layout)
-    meshes = list(dict.fromkeys(node.unit.mesh for slot in slots for node in slot.nodes))
+    state_trees = find_state_trees(tree, place, cast=cast)
+    for state_tree in state_trees:
+        check_state_tree(state_tree, layout)
+    meshes = list(dict.fromkeys(node.unit.mesh for state_tree in state_trees for node in state_tree.nodes))
     new = tuple(range(layout.mesh.size)) if ranks is None else tuple(ranks)
     facts = [("ranks that passed a tree", old), ("its mesh", " and ".join(map(str, meshes))), ("comm", comm.mesh)]
     if len(meshes) > 1 or meshes[0].size != len(old):
@@ -230,14 +236,14 @@ def _check_all(
         facts = [("ranks", list(new)), ("new mesh", layout.mesh), ("comm", comm.mesh)]
         remedy = "Pass the ranks of comm that form the new mesh, in rising order."
         raise MeshError(problem("reshard()", "the ranks are not those of the new mesh.", facts, remedy))
-    return slots, Ranks(meshes[0], layout.mesh, tuple(old), new)
+    return state_trees, Ranks(meshes[0], layout.mesh, tuple(old), new)
 
 
-def _facts_text(slot: Slot) -> str:
-    """Return the facts of a slot, besides its units, that ranks compare."""
+def _facts_text(state_tree: StateTree) -> str:
+    """Return the facts of a state tree, besides its units, that ranks compare."""
     return "\n".join(
-        f"{slot} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"
-        for node in slot.nodes
+        f"{state_tree} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"
+        for node in state_tree.nodes
         for dtypes in [[buffer.dtype for buffer in node.raw_buffers]]
     )
 

@@ -1,4 +1,4 @@
-"""Slots: the subtrees of a state that hold parameters, or one value for each parameter, such as a moment."""
+"""State trees: the subtrees of a state that hold parameters, or one value for each parameter, such as a moment."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ Kind = Literal["params", "optim"]
 Path = tuple[str, ...]
 
 
-class Held(NamedTuple):
-    """Where a slot holds the elements of a leaf.
+class LeafPosition(NamedTuple):
+    """Where a state tree holds the elements of a leaf.
 
     Attributes:
-        node: index of the unit's node in the slot.
+        node: index of the unit's node in the state tree.
         buffer: index of the buffer in the node.
         leaf: the leaf, as the layout of its unit describes it.
     """
@@ -35,14 +35,14 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateTree:
     """A subtree of a state with one value for each parameter, as :class:`~fsharp.Sharded` nodes: parameters, or a moment.
 
     Attributes:
-        path: path of the slot in the state.
+        path: path of the state tree in the state.
         name: the path with names of fields, for messages.
-        kind: name of the place that the slot gets in the new layout.
-        nodes: nodes of the slot in the old layout, in tree order.
+        kind: name of the place that the state tree gets in the new layout.
+        nodes: nodes of the state tree in the old layout, in tree order.
         is_cast: whether buffers are cast to the compute dtype of the new layout.
     """
 
@@ -53,10 +53,10 @@ class Slot:
     is_cast: bool = False
 
     @cached_property
-    def held(self) -> dict[str, Held]:
-        """Where the slot holds each leaf, by path of the leaf; tied leaves are left out."""
+    def positions(self) -> dict[str, LeafPosition]:
+        """Where the state tree holds each leaf, by path of the leaf; tied leaves are left out."""
         return {
-            node.unit.full_path(leaf): Held(n, i, leaf)
+            node.unit.full_path(leaf): LeafPosition(n, i, leaf)
             for n, node in enumerate(self.nodes)
             for i, group in enumerate(node.groups)
             for leaf in node.unit.leaves_of(group)
@@ -64,19 +64,19 @@ class Slot:
 
     @property
     def scale(self) -> Literal["sum", "mean"] | None:
-        """Whether the slot holds sums or means of gradients over ranks; None for other values. See :class:`~fsharp.Sharded`."""
+        """Whether the tree holds sums or means of gradients over ranks; None for other values. See :class:`~fsharp.Sharded`."""
         return self.nodes[0].scale
 
     def groups(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves the slot holds."""
-        return tuple(g for g in unit.all_groups if unit.full_path(unit.leaves_of(g)[0]) in self.held)
+        """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves the state tree holds."""
+        return tuple(g for g in unit.all_groups if unit.full_path(unit.leaves_of(g)[0]) in self.positions)
 
     def place(self, unit: UnitLayout) -> Place:
-        """Return the place of the slot in ``unit``, a unit of the new layout."""
+        """Return the place of the state tree in ``unit``, a unit of the new layout."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
     def dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
-        """Return the dtype of the slot's buffer for a group of ``unit``, a unit of the new layout."""
+        """Return the dtype of the state tree's buffer for a group of ``unit``, a unit of the new layout."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
             return dtypes.compute if dtypes.format is None else dtypes.main  # from which it is encoded
@@ -84,15 +84,15 @@ class Slot:
 
     def source_dtype(self, path: str) -> torch.dtype:
         """Return the dtype of the old buffer that holds a leaf."""
-        held = self.held[path]
-        return self.nodes[held.node].raw_buffers[held.buffer].dtype  # type: ignore[no-any-return]
+        position = self.positions[path]
+        return self.nodes[position.node].raw_buffers[position.buffer].dtype  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         return self.name
 
 
-def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
-    """Return the slots of a tree, in tree order.
+def find_state_trees(tree: Any, kind: Kind, *, cast: bool = False) -> list[StateTree]:
+    """Return the state trees of a tree, in tree order.
 
     ``kind`` is the place in the new layout of nodes outside of a :class:`~fsharp.TrainState`. ``cast`` says whether these nodes
     are cast to the compute dtype of the new layout. Raises TreeError if there is no node, or one that is not at the path of its
@@ -123,7 +123,7 @@ def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
             raise _misplaced_error("something else is in a tree of parameters.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
-    return [Slot(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
+    return [StateTree(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
 
 
 def _misplaced_error(what: str, path: Path, node: Sharded | None = None) -> TreeError:
@@ -131,8 +131,8 @@ def _misplaced_error(what: str, path: Path, node: Sharded | None = None) -> Tree
     return TreeError(problem("reshard()", what, facts, "Pass the whole tree that was planned, or a state of such trees."))
 
 
-def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return ``tree`` with ``new[path]`` in place of the slot (subtree of Sharded nodes) at each path in ``new``.
+def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Return ``tree`` with ``new[path]`` in place of the state tree at each path in ``new``.
 
     All other leaves are unchanged. ``path`` is the path of ``tree`` itself.
     """
@@ -142,20 +142,20 @@ def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
         return tree
     children, metadata, entries, unflatten = optree.tree_flatten_one_level(tree)
     return unflatten(
-        metadata, [replace_slots(child, new, (*path, str(entry))) for child, entry in zip(children, entries, strict=True)]
+        metadata, [replace_state_trees(child, new, (*path, str(entry))) for child, entry in zip(children, entries, strict=True)]
     )
 
 
-def check_slot(slot: Slot, layout: Layout) -> None:
-    """Raise an error if a slot cannot be moved to ``layout``.
+def check_state_tree(state_tree: StateTree, layout: Layout) -> None:
+    """Raise an error if a state tree cannot be moved to ``layout``.
 
-    Raises TreeError for values that differ between ranks or are donated, and LayoutError, which names leaves, if the slot does
-    not fit the layout.
+    Raises TreeError for values that differ between ranks or are donated. Raises LayoutError, which names leaves, if the state
+    tree does not fit the layout.
     """
-    for node in slot.nodes:
-        _check_at_rest(slot, node)
-    old = {path: facts for node in slot.nodes for path, facts in _leaf_facts(slot, node.unit)}
-    new = {path: facts for unit in layout.units for path, facts in _leaf_facts(slot, unit)}
+    for node in state_tree.nodes:
+        _check_at_rest(state_tree, node)
+    old = {path: facts for node in state_tree.nodes for path, facts in _leaf_facts(state_tree, node.unit)}
+    new = {path: facts for unit in layout.units for path, facts in _leaf_facts(state_tree, unit)}
     rows = [(repr(path), "not in the new layout") for path in old.keys() - new.keys()]
     rows += [(repr(path), "not in the tree") for path in new.keys() - old.keys()]
     for path in old.keys() & new.keys():
@@ -167,20 +167,22 @@ def check_slot(slot: Slot, layout: Layout) -> None:
     for unit in layout.units if not rows else ():
         for group in unit.all_groups:
             paths = [unit.full_path(leaf) for leaf in unit.leaves_of(group)]
-            kinds = {slot.source_dtype(path) if path in slot.held else None: path for path in paths}
+            kinds = {state_tree.source_dtype(path) if path in state_tree.positions else None: path for path in paths}
             if len(kinds) > 1:
                 rows += [(repr(path), f"has {'no buffer' if d is None else dtype_name(d)}") for d, path in kinds.items()]
     if rows:
         more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
         remedy = f"{more}Plan the new layout with the same tree, ties, frozen leaves, labels and dtypes"
         cast = (
-            "; parameters by themselves take another compute dtype or format with cast=True." if slot.kind == "params" else "."
+            "; parameters by themselves take another compute dtype or format with cast=True."
+            if state_tree.kind == "params"
+            else "."
         )
-        raise LayoutError(problem("reshard()", f"{slot} does not fit the new layout.", sorted(rows)[:8], remedy + cast))
+        raise LayoutError(problem("reshard()", f"{state_tree} does not fit the new layout.", sorted(rows)[:8], remedy + cast))
 
 
-def _check_at_rest(slot: Slot, node: Sharded) -> None:
-    facts = [("in", slot), ("unit", node.unit.display_name), ("place", node.place)]
+def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
+    facts = [("in", state_tree), ("unit", node.unit.display_name), ("place", node.place)]
     if node.is_donated:
         raise TreeError(problem("reshard()", "a unit was donated (donate=True).", facts, "Use the returned state."))
     if node.place.partial or node.is_gathered or node.ledger is not None:
@@ -197,7 +199,7 @@ def _check_at_rest(slot: Slot, node: Sharded) -> None:
             raise TreeError(problem("reshard()", "a buffer has not one number for each element.", facts, remedy))
 
 
-def _leaf_facts(slot: Slot, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
+def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return the facts of each leaf that must be equal in the old and the new layout."""
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
@@ -205,10 +207,10 @@ def _leaf_facts(slot: Slot, unit: UnitLayout) -> Iterator[tuple[str, dict[str, A
         facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.varying)}
         if leaf.tied_to is None:
             group = unit.groups[leaf.group]
-            if not slot.is_cast:
+            if not state_tree.is_cast:
                 facts["compute dtype"] = dtype_name(group.dtypes.compute)
                 facts["format"] = group.dtypes.stored.name  # with one that is not plain there is a main copy
-            if slot.kind == "optim":
+            if state_tree.kind == "optim":
                 facts |= {"trained": group.trainable, "label": group.label}
                 facts |= {"main dtype": dtype_name(group.dtypes.main), "sum's dtype": dtype_name(group.dtypes.accumulate)}
         yield unit.full_path(leaf), facts
