@@ -215,9 +215,9 @@ def load_into_object(owner: Any, state: Any) -> Any:
 def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
     """Return a tree with a state in place of each object, to read a checkpoint into. Parts get new memory.
 
-    ``has`` says whether a checkpoint has something under a key path. Objects whose ``state_dict()`` grows with use, as that of
-    an optimizer does in its first step, have ``state_template(has)``. ``shape_of`` returns the shape of a tensor in the
-    checkpoint: the extra state of modules, which is 1-D, has that size.
+    ``has`` says whether a checkpoint has something under a key path. An object whose ``state_dict()`` grows in its first step,
+    such as an optimizer, has a method ``state_template(has)``. ``shape_of`` returns the shape of a tensor in the checkpoint:
+    the extra state of a module, which is 1-D, gets this shape.
     """
     copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with the tensor, which keeps its address from being reused
 
@@ -256,7 +256,7 @@ def is_node(leaf: Any) -> bool:
 def leaves_of(
     tree: Any, is_leaf: Callable[[Any], bool] = is_node, *, none_is_leaf: bool = False
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
-    """Yield for each leaf its keys, with fields of named tuples by name; its keys as plans have them; and the leaf."""
+    """Yield for each leaf: keys, with fields of named tuples by name; keys as :func:`~fsharp.plan` has them; and the leaf."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)

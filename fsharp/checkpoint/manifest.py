@@ -218,7 +218,7 @@ def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileR
 
 
 def as_json(value: Any) -> Any:
-    """Return a value after a round trip through JSON: keys are strings, tuples are lists. Raises if JSON cannot hold it."""
+    """Return a value after a round trip through JSON: keys become strings, tuples lists. Raises an error if JSON cannot."""
     return json.loads(json.dumps(value), object_pairs_hook=without_repeats)
 
 

@@ -35,7 +35,7 @@ class Need(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements that lie next to each other in a file: their first and last byte, their dtype, and their target."""
+    """Elements that lie next to each other in a file: begin and end in bytes behind the header, dtype, and target tensor."""
 
     begin: int
     end: int
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A range of a file to read at once, and the parts of runs in it: first and last byte after the header, and the run."""
+    """A range of a file to read at once. ``parts`` has, for each run in it, begin and end behind the header, and the run."""
 
     start: int
     nbytes: int
@@ -89,7 +89,7 @@ def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[t
 
 
 def check_size(storage: Readable, path: str, nbytes: int) -> None:
-    """Refuse, with a CheckpointError, a file that is missing or of another size."""
+    """Raise a CheckpointError if a file is missing or does not have ``nbytes`` bytes."""
     try:
         size = storage.nbytes(path)
     except FileNotFoundError as error:
@@ -229,7 +229,7 @@ class ShardFile:
 
 
 def table_nbytes(size: int) -> int:
-    """Return the size of the table of digests, from the size of elements and table together."""
+    """Return the bytes of a file's table of digests; ``size`` is the bytes of elements and table together."""
     blocks = size // (BLOCK_NBYTES + 8)
     return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
 

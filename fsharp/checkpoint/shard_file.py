@@ -39,7 +39,7 @@ DTYPES = DTYPES_OF_FORMAT | {
 
 
 class Tensor(NamedTuple):
-    """A run of elements of a tensor in a file. ``shape`` is 1-D, or that of the whole tensor."""
+    """A run of elements of a tensor in a file. ``shape`` is 1-D, or the shape of the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -76,7 +76,7 @@ def batches(items: Iterable[S], most: int) -> list[list[S]]:
 
 
 class Extent(NamedTuple):
-    """The place of a tensor in a file: its dtype, first and last byte behind the header, and its shape."""
+    """Where a tensor is in a file: its dtype, its begin and end in bytes behind the header, and its shape."""
 
     dtype: torch.dtype
     begin: int
@@ -126,8 +126,8 @@ def in_order(tensors: Sequence[Tensor]) -> list[int]:
 def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
     """Write a file; return the digest of its header and table.
 
-    ``header`` is a result of :func:`header_of`. ``data`` are its tensors in its order, contiguous and on the host; each may be
-    freed when the next one is read.
+    ``header`` is a result of :func:`header_of`. ``data`` yields the tensors of the header, in order, contiguous and on the
+    host. A tensor may be freed when the next one is asked for.
     """
     digests = _BlockDigests()
     write(memoryview(header))

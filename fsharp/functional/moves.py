@@ -225,7 +225,7 @@ def move_values(
     """Move one buffer from the place ``source`` to the place ``target``, neither of which holds partial sums.
 
     ``was_gathered`` says whether ``x`` is a gathered copy, and ``is_gathered`` whether the result is one. The gradient of a
-    gathered copy is a partial sum on each rank, that of a buffer at rest is the sum: see [Note: resting and gathered].
+    gathered copy is a summand on each rank; the gradient of a buffer at rest is the sum: see [Note: resting and gathered].
     """
     followed = x.requires_grad or (is_transformed() and x.is_floating_point())
     for axis in reversed(source.order):

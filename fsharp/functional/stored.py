@@ -26,7 +26,7 @@ from fsharp.functional.moves import gather
 def stored(tree: Any, comm: Comm) -> Any:
     """Turn values into parameters at rest: encode them in the format of their group, or cast them to the compute dtype.
 
-    Ranks agree on scales of whole leaves. Cost: that of :func:`encode_leaves`.
+    Ranks agree on scales of whole leaves. Cost: as :func:`encode_leaves`.
     """
 
     def cast(node: Sharded) -> Sharded:

@@ -44,7 +44,7 @@ def train_step(
             different numbers of tokens.
         tx: the optimizer: an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` returns.
         microbatches: number of equal parts into which this rank's batch is split along dim 0.
-        has_aux: ``loss_fn`` returns ``(loss, aux)``, and the step returns ``(state, (metrics, aux))``. ``aux`` is that of this
+        has_aux: ``loss_fn`` returns ``(loss, aux)``, and the step returns ``(state, (metrics, aux))``, with the ``aux`` of this
             rank, as :func:`value_and_grad` returns it.
         donate: allow the step to overwrite the memory of ``state``. The caller must not use ``state`` afterwards, nor tensors
             that share its memory.

@@ -50,7 +50,7 @@ class Trainer(transformers.Trainer):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Return the optimizer that the Trainer was given, or make that of ``args.optim`` as a ShardedOptimizer."""
+        """Return the optimizer that the Trainer was given, or make the optimizer of ``args.optim`` as a ShardedOptimizer."""
         trained = self.model if model is None else model
         if self.optimizer is None and isinstance(trained, ShardedModule):
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)

@@ -61,7 +61,10 @@ class LeafPart(NamedTuple):
 
 
 class ShardedArray(NamedTuple):
-    """This rank's ``elements``, 1-D, of an array that is cut like a leaf. For a whole leaf its size may differ."""
+    """This rank's ``elements``, 1-D, of an array that is cut like a leaf.
+
+    If the rank holds the whole leaf, the array may have another size than the leaf.
+    """
 
     leaf: int
     elements: Any

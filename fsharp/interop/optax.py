@@ -169,7 +169,7 @@ class _ShardedTransformation:
     def _trace(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool) -> Traced:
         """Trace the transformation, without ``value`` if it does not take that argument.
 
-        When the state is made, the extra arguments of updates are not known yet: zeros stand for those that are missing.
+        When the state is made, the extra arguments of updates are not known yet: zeros stand for missing arguments.
         """
         try:
             return Traced(self._tx, params, rank, extra)

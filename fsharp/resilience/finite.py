@@ -1,4 +1,4 @@
-"""Find losses and trees that are not finite before an update, with rank and leaf, equally on all ranks."""
+"""Find an infinity or NaN in a loss or a tree before an update, and say on which rank and in which leaf."""
 
 import cmath
 import json

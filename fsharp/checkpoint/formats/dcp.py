@@ -163,7 +163,7 @@ def from_dcp(
     Names are the keys of DCP, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; for values in lists
     and tuples the name ends in the index. Call this function in one process; it needs no process group.
 
-    Unpicklers read the metadata, tensors and objects. They know the classes of DCP and of plain tensors, and no others, so no
+    The metadata, tensors and objects are unpickled. The unpicklers know the classes of DCP and of plain tensors alone, so no
     code in the folder runs. No tensor larger than the folder's files is allocated.
 
     Args:
@@ -204,7 +204,7 @@ def from_dcp(
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of the classes of DCP's metadata, and no others."""
+    """An unpickler that knows the classes of DCP's metadata, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         """See pickle.Unpickler."""

@@ -34,7 +34,7 @@ def is_folder(names: Collection[str]) -> bool:
 
 
 def is_file(storage: Storage, path: str) -> bool:
-    """Return whether a path is that of a file, or of a link to one."""
+    """Return whether there is a file, or a link to a file, at a path."""
     folder, _, name = path.rpartition("/")
     try:
         storage.nbytes(f"{folder}/{storage.behind_links(folder, name)}")
@@ -44,7 +44,7 @@ def is_file(storage: Storage, path: str) -> bool:
 
 
 def _files_to_read(names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return indices and files to read: those of safetensors if there are any."""
+    """Return the names of indices and of files to read: those of safetensors if there are any, else those of ``torch.save``."""
     for file, index in zip(_FILES, _INDICES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
         if any(found):

@@ -87,8 +87,8 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
 def together(where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}) -> T:
     """Run ``check`` on every rank. If it raises on any rank, or ``fields`` of its results differ, all ranks raise an error.
 
-    A rank whose check raised raises that error; the others raise :class:`AgreementError` with its text, unless all
-    ranks failed, each with its own error.
+    A rank whose ``check`` raises an error raises this error. All other ranks raise an :class:`AgreementError` with the text of
+    this error. If ``check`` raises on all ranks, each rank raises its own error.
     """
     error: Exception | None = None
     result: T | None = None

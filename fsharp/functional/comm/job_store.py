@@ -69,7 +69,7 @@ def join(backend: str, timeout: timedelta | None) -> None:
 
     torchrun's attempts share a store, from which gloo would take addresses of processes that have ended. The caller has to
     limit the time of this function (:func:`within`): torch starts the limit again with each retry to reach the store's host.
-    Raises CommError if other processes have not joined within ``timeout``, which is that of ``init_process_group``.
+    ``timeout`` is the argument of ``init_process_group``. Raises CommError if other processes have not joined by then.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))

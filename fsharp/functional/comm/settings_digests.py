@@ -12,7 +12,7 @@ _texts: dict[str, str] = {}
 def settings_digest(text: str, before: str = "") -> str:
     """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`settings_behind`.
 
-    ``text`` has a field in each line as ``name=value``. The digest also depends on ``before``, that of earlier settings.
+    ``text`` has a field in each line as ``name=value``. The digest also depends on ``before``, the digest of earlier settings.
     """
     found = f"{zlib.crc32(text.encode(), int(before or '0', 16)):08x}"
     _texts.pop(found, None)

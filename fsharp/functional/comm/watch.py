@@ -61,9 +61,9 @@ class WatchedCall:
     """A collective in which this rank takes part.
 
     Attributes:
-        label: what it is for.
+        label: what the collective is for.
         number: number of earlier collectives; equal on all ranks.
-        tag: tag of its messages, 31 bits.
+        tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message is posted or waited for at present; None if there is none.
     """
 
@@ -117,7 +117,7 @@ class WatchedCall:
 
 
 class RankStatuses:
-    """The notes that the ranks of one or more Comms leave for each other.
+    """The notes (:class:`RankStatus`) that the ranks of one or more Comms leave for each other.
 
     Each rank has one note, which says for which collective the rank waits now.
 
@@ -161,7 +161,7 @@ class RankStatuses:
     def waits(self, rank: int) -> bool:
         """Return whether a rank has noted within two seconds that it waits.
 
-        Else it computes, has stopped, or is out of reach.
+        If it has not, the rank computes, has stopped, or is out of reach.
         """
         return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
 
@@ -191,7 +191,7 @@ class RankStatuses:
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
     def note_begun(self, name: str, count: int, label: str) -> None:
-        """Note how many calls of a watch this rank has begun, and the label of the last one."""
+        """Record how many calls of a watch this rank has begun, and the label of the last one."""
         if threading.current_thread() is threading.main_thread():  # and not a save in the background
             self.last = label
         self._begun.pop(name, None)
@@ -209,7 +209,7 @@ class RankStatus(NamedTuple):
     """A rank's note: for which collective the rank waits, or that it has left the job.
 
     Attributes:
-        looks: number of notes that the rank has written. The number grows while the rank waits.
+        looks: number of notes that the rank has written; grows while the rank waits.
         watch: name of the watch whose call the rank waits for.
         number: number of that call.
         labels: labels of the last calls of that watch, up to the last one begun.

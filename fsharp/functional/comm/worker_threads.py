@@ -125,7 +125,7 @@ class CollectiveOutcome(Outcome):
         return self.landed_s if self.second is None else self.second.over_s
 
     def land(self) -> None:
-        """Note the time, and wake the callers that wait: the collective is done, or has failed."""
+        """Record the time, and wake the callers that wait: the collective is done, or has failed."""
         self.landed_s = time.perf_counter()
         super().land()
 

@@ -168,7 +168,7 @@ def _to_floats(mantissa: int, least: int) -> Rounding:
 def _numbers_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """Return what ``codes.view(torch.float8_e4m3fn).float()`` returns of finite numbers, in a tenth of the time on a CPU.
 
-    A float16 has one bit more of exponent, whose bias is 8 larger, and the same order of bits.
+    A float16 has sign, exponent and mantissa in the same order, one bit more of exponent, and a bias that is larger by 8.
     """
     bits = codes.view(torch.int8).to(torch.int16) << 7 & ~0x4000  # the sign was extended by this bit
     return bits.view(torch.float16).float().mul_(256)
@@ -177,7 +177,8 @@ def _numbers_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
 def codes_of_e2m1(numbers: torch.Tensor) -> torch.Tensor:
     """Return the codes, below 16, of numbers rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their opposites.
 
-    A sum with ``2**22`` times the power of two below a number has no bits to spare but those of the code.
+    ``2**22`` times the power of two below a number is added to the number. The sum has room for the bits of the code alone, so
+    the addition rounds.
     """
     size = numbers.abs().clamp_(max=6.0)
     power = size.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
@@ -189,7 +190,10 @@ def codes_of_e2m1(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def numbers_of_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of codes below 16. A float16 has the same order of bits, and a bias that is 14 larger."""
+    """Return the numbers that codes below 16 stand for.
+
+    A float16 has sign, exponent and mantissa in the same order, and a bias of the exponent that is larger by 14.
+    """
     signed = codes.view(torch.int8) << 4  # the sign, and then the rest, are first in a byte
     bits = signed.to(torch.int16) << 5 & ~0x7000
     return bits.view(torch.float16).float().mul_(1 << 14)

@@ -5,7 +5,7 @@ Each value has a random number of its own. It depends on the seed, on what is en
 of the step, on the path of the leaf in the user's tree, and on the index of the element in the whole leaf. It does not depend
 on mesh, strategy, rank or path of execution. Thus runs have equal bits wherever blocks lie alike, and a resumed run has the
 bits of one that was not interrupted. All ranks round their summands of a gradient by the same random numbers, and so do all
-microbatches of a step: each summand is unbiased by itself. A gradient that is encoded once more, for the next axis, has others.
+microbatches of a step: each summand is unbiased by itself. A gradient encoded again, for the next axis, has new numbers.
 
 A random number has 16 bits: ``(k + 0.5) / 2**16``. So the expected decoded value differs from the value by at most ``2**-16``
 times the distance between the codes below and above.

@@ -59,7 +59,7 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
 def build(
     unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
 ) -> Sharded:
-    """Return a unit's buffers on one rank. Leaves are read one at a time, and only those of which the rank holds a part."""
+    """Return a unit's buffers on one rank. Reads one leaf at a time, and only leaves of which the rank holds a part."""
     if unit.has_leaf_formats and not main:
         raise TreeError(
             f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Make main "

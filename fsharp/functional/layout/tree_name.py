@@ -17,7 +17,7 @@ class TreeName:
         replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
         mapped: number of pytree mappings between that tree and these values.
         successors: number of trees that updates have made of these values.
-        numbers: by axes, the number of these values among those of the same text that were gathered along these axes.
+        numbers: for each set of axes, the number of earlier values with the same text that were gathered along these axes.
     """
 
     tree: str = ""

@@ -378,7 +378,8 @@ class UnitLayout:
     def values(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:
         """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
-        Decoded values have the dtype in which functions use them; with ``main`` that of the main copy, which loses nothing.
+        Decoded values have the dtype in which functions use them. With ``main`` they have the dtype of the main copy, in which
+        nothing is rounded.
 
         Raises:
             TreeError: the buffer has neither one number for each element nor what the format stores.

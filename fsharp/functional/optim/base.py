@@ -68,7 +68,7 @@ class Transform:
 
 
 def _extra_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the extra arguments that functions use; None if one of them takes any."""
+    """Return the names of the extra arguments that functions use; None if a function takes any names."""
     names = set[str]()
     for fn in functions:
         parameters = inspect.signature(fn).parameters.values()
@@ -79,13 +79,13 @@ def _extra_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def known_extra(*transforms: Transform) -> frozenset[str] | None:
-    """Return the names of the extra arguments that any of these transformations uses; None if one of them may use any."""
+    """Return the names of the extra arguments that some transformation uses; None if a transformation takes any names."""
     known = [tx.extra for tx in transforms if tx.extra is not None]
     return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 
 
 def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
-    """Refuse extra arguments of an update that the transformation does not use. ``value`` is passed to any."""
+    """Raise an error for extra arguments of an update that the transformation does not use, except for ``value``."""
     known = frozenset(extra) if tx.extra is None else tx.extra | {"value"}
     if unknown := sorted(extra.keys() - known):
         facts = [("got", f"{unknown[0]}={extra[unknown[0]]!r:.60}"), ("expected", " or ".join(sorted(known)))]

@@ -45,7 +45,7 @@ def _dtype(tree: Any) -> torch.dtype:
 
 
 def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
-    """Return the norm in float64, whose range is beyond that of the elements."""
+    """Return the norm in float64, in which squares of elements do not overflow."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     with telling_format_errors(comm, "global_norm()"):
         for node in units_of(tree):
