@@ -18,8 +18,8 @@ def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tupl
     """Call ``load`` on all ranks. Return its result and no damage; or None, and the damage that ranks have found.
 
     All ranks call this function, and either all get a result or all get the damage. ``load`` fails on all ranks if it fails on
-    one, and appends the damage that this rank finds to ``damage``, as values that JSON can hold. The error of ``load`` is
-    raised if no rank has found damage, or if a rank has failed for another reason.
+    one. It appends the damage that this rank finds to ``damage``, as values that JSON can hold. The error of ``load`` is raised
+    if no rank has found damage, or if a rank has failed for another reason.
 
     Cost: that of ``load``, and one exchange if ``load`` fails.
     """

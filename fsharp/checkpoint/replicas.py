@@ -120,8 +120,8 @@ class Replicas(Background):
         root: folder of checkpoints on disk, from which :meth:`restore` loads if they are newer.
 
     Raises:
-        CheckpointError: there are too few hosts for the copies, hosts have different numbers of ranks, or the folder is in use
-            or not shared by the ranks of a host. All ranks raise.
+        CheckpointError: there are too few hosts for the copies, or hosts have different numbers of ranks. Or the folder is in
+            use, or the ranks of a host do not share it. All ranks raise.
     """
 
     def __init__(
@@ -299,10 +299,10 @@ class Replicas(Background):
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
         """Return a tree like ``like`` with the values of the last save, under any strategy and number of ranks.
 
-        All ranks have to call this method. Values come from memory of hosts. If the newest checkpoint under ``root`` was saved
-        later, or more than ``copies`` hosts have lost their memory, values come from that checkpoint, and a warning says so. If
-        a copy is damaged, values come from another host's copy, or else from the previous save. Damaged files and checkpoints
-        are renamed to end in ``.damaged``, with a warning for each.
+        All ranks have to call this method. Values come from memory of hosts. Values come from the newest checkpoint under
+        ``root``, with a warning, if it was saved later, or if more than ``copies`` hosts have lost their memory. If a copy is
+        damaged, values come from another host's copy, or else from the previous save. Damaged files and checkpoints are renamed
+        to end in ``.damaged``, with a warning for each.
 
         Args:
             like: a tree with names, shapes, dtypes and places, as for :func:`~fsharp.checkpoint.load`.

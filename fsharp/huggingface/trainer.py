@@ -28,7 +28,7 @@ class Trainer(transformers.Trainer):
         trainer.train(resume_from_checkpoint=False)
 
     The optimizer of ``args.optim`` becomes a ShardedOptimizer. A checkpoint of the Trainer has the folder ``fsharp``, with
-    module and optimizer in the format of :func:`fsharp.checkpoint.save`, so a run can resume on another number of ranks or
+    module and optimizer in the format of :func:`fsharp.checkpoint.save`. So a run can resume on another number of ranks or
     under another strategy. ``save_model`` writes whole tensors, as for ``from_pretrained``; all ranks have to call it. A module
     that is not sharded is trained as by transformers. For a Trainer of another library:
     ``class DPOTrainer(Trainer, trl.DPOTrainer)``.

@@ -59,9 +59,9 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
         step counts, are unchanged.
 
     Raises:
-        TreeError: another number of trees than this process has ranks, units that are not the layout's, sums that rest partial,
-            buffers that do not begin on 64 bytes, which JAX would copy, or a dtype that it would change.
-        LayoutError: fewer devices than ranks, or none of them this process's.
+        TreeError: the number of trees is not the number of this process's ranks, or a unit is not of the layout or holds
+            partial sums. Or JAX would copy a buffer, as it does not begin on 64 bytes, or would change a dtype.
+        LayoutError: there are fewer devices than ranks, or no device of this process.
 
     Cost: none. JAX assumes that the memory is constant: while JAX has the arrays you must not write to the tensors, and
     :func:`~fsharp.update` refuses ``donate=True``. ``donate_argnums`` of ``jax.jit`` deletes the arrays, and on a CPU leaves

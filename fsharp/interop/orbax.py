@@ -101,8 +101,8 @@ def to_orbax(
             whose keys are 0, 1 and so on becomes a list.
 
     Raises:
-        CheckpointError: the folder exists, there is nothing to write, a tensor has no elements, which Orbax refuses, or has a
-            dtype that numpy has no name for, or the checkpoint is damaged.
+        CheckpointError: the folder exists, there is nothing to write, or the checkpoint is damaged. Or a tensor has no
+            elements, which Orbax refuses, or a dtype that numpy has no name for.
 
     Cost: reads the tensors that are written, and checks their digests. Memory: all of these tensors, which Orbax takes as one
     tree. Ranks that hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.

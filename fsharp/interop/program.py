@@ -65,8 +65,8 @@ class Traced:
 
     Attributes:
         state: shape and dtype of each array of the state, in JAX's order; ``paths`` has its path.
-        positions: where each array of the state is stored. An array with a value for each element of a leaf, such as a moment,
-            has the number of the leaf, and of the tree of buffers that stores the array. All other arrays have None.
+        positions: where each array of the state is stored. For an array with a value for each element of a leaf, such as a
+            moment: the number of the leaf, and of the tree of buffers that stores the array. For other arrays None.
         unused: names of extra arguments that the update does not use.
 
     Raises:

@@ -103,8 +103,8 @@ def _own_signals() -> Iterator[None]:
 def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]:
     """Return the rank that failed first, and its traceback or exit status.
 
-    An error of a rank's own comes first, then a process that ended without an error, then an error about another rank, and
-    at last a process that the agent has ended. The agent itself has only times in whole seconds.
+    Failures count in this order: an error of a rank's own, a process that ended without an error, an error about another rank,
+    and a process that the agent has ended. The agent itself has only times in whole seconds.
     """
 
     def noted(pattern: str) -> list[tuple[int, str]]:

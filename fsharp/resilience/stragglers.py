@@ -39,8 +39,8 @@ class StragglerDetector:
 
     Ranks wait for each other in every step, so a step takes equally long on all of them. The *own* time of a rank is its step
     time without waits for collectives: compute, data loading, Python. Every few steps ranks exchange the medians of their own
-    times. A rank is a straggler if its own time is more than ``ratio`` times the median of all ranks, and two standard errors
-    above it, in two exchanges in a row. Rank 0 then logs a warning. Own times of simulated ranks are not known.
+    times. A rank is a straggler if, in two exchanges in a row, its own time is more than ``ratio`` times the median of all
+    ranks, and two standard errors above the median. Rank 0 then logs a warning. Own times of simulated ranks are not known.
 
     Args:
         comm: the ranks.

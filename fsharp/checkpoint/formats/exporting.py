@@ -114,8 +114,8 @@ def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
 def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary folder to write to. At the end of this context it is renamed to ``path``, or removed after an error.
 
-    Raises CheckpointError if the folder at ``path`` is not empty, if an interrupted export has left its temporary folder, or
-    if the file system reports an error.
+    Raises CheckpointError if the folder at ``path`` is not empty, or an interrupted export has left its temporary folder.
+    Raises CheckpointError also for errors of the file system.
     """
     given = os.fspath(path).rstrip("/")
     folder = given if "://" in given else os.path.abspath(given)

@@ -56,8 +56,8 @@ def manifest_of(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
     Links, of which the cache of the Hub is made, are followed. There are no digests, so that damage is not seen. Raises
-    CheckpointError for a missing file or tensor of the index, a name that two files have, a damaged header, or something in a
-    file that is no tensor, number or text. Cost: reads the header of each file.
+    CheckpointError if a file or tensor of the index is missing, if two files have one tensor, or if a header is damaged. Raises
+    CheckpointError also if a file has something else than tensors, numbers and texts. Cost: reads the header of each file.
     """
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]

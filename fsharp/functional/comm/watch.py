@@ -1,10 +1,10 @@
 """Watch: find out that ranks are in different collectives, or that a rank has failed, stopped or died.
 
 Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Label and number are in the
-tag of its messages. If labels of two ranks differ, no message is received. A rank that has waited for half a second writes its
-last labels on a board that all ranks can read, and reads the labels of other ranks. If some label differs, all ranks raise an
-error with both orders of labels. If a rank has left the job, the others raise an error. If some ranks have not come yet, the
-rank waits on, up to a limit.
+tag of its messages. If labels of two ranks differ, no message is received. There is a board that all ranks can read. A rank
+that has waited for half a second writes its last labels on the board, and reads the labels of other ranks. If some label
+differs, all ranks raise an error with both orders of labels. If a rank has left the job, the others raise an error. If some
+ranks have not come yet, the rank waits on, up to a limit.
 """
 
 import json

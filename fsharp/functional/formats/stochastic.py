@@ -1,11 +1,12 @@
 """stochastic: a format that rounds each value up or down at random, so that the expected decoded value is the value.
 
 [Note: random numbers]
-Each value has a random number of its own. It depends on the seed, on what is encoded (a gradient or an update), on the number
-of the step, on the path of the leaf in the user's tree, and on the index of the element in the whole leaf. It does not depend
-on mesh, strategy, rank or path of execution. Thus runs have equal bits wherever blocks lie alike, and a resumed run has the
-bits of one that was not interrupted. All ranks round their summands of a gradient by the same random numbers, and so do all
-microbatches of a step: each summand is unbiased by itself. A gradient encoded again, for the next axis, has new numbers.
+Each value has a random number of its own. It depends on the seed, on what is encoded (a gradient or an update), and on the
+number of the step. It also depends on the path of the leaf in the user's tree, and on the index of the element in the whole
+leaf. It does not depend on mesh, strategy, rank or path of execution. Thus runs have equal bits wherever blocks lie alike, and
+a resumed run has the bits of one that was not interrupted. All ranks round their summands of a gradient by the same random
+numbers, and so do all microbatches of a step: each summand is unbiased by itself. A gradient encoded again, for the next axis,
+has new numbers.
 
 A random number has 16 bits: ``(k + 0.5) / 2**16``. So the expected decoded value differs from the value by at most ``2**-16``
 times the distance between the codes below and above.
@@ -30,9 +31,9 @@ _PIECE = 1 << 16
 def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     """Return a format that rounds stochastically where ``format`` rounds to the nearest code. For gradients and updates.
 
-    A value between two neighbouring codes becomes the upper one with a probability that makes the expected decoded value equal
-    to the value, and else the lower one. Values that a code stands for exactly stay as they are. So small gradients are not
-    rounded to zero for ever, without memory for residuals. The error of one value may be twice that of rounding to the nearest.
+    A value between two neighbouring codes becomes the upper or the lower code. The probability is such that the expected
+    decoded value equals the value. Values that a code stands for exactly stay as they are. So small gradients are not rounded
+    to zero for ever, without memory for residuals. The error of one value may be twice that of rounding to the nearest.
 
     >>> import fsharp as fs
     >>> fs.formats.stochastic(fs.formats.mxint4).name, fs.formats.stochastic(torch.bfloat16, seed=7).name
