@@ -255,7 +255,7 @@ def test_a_view_keeps_a_gradient_where_it_is_beside_an_empty_buffer_too():
     sizes, cpu = [(4, torch.float32), (0, torch.float32)], torch.device("cpu")
     arena = RestingGradient(sizes, cpu, torch.zeros(RestingGradient(sizes, cpu).nbytes, dtype=torch.uint8))
     own = RestingGradient(sizes, cpu)
-    shown = arena.show()
+    shown = arena.hand_out()
     view = shown[0][:2]
     assert not arena.move_to(own)
     del view
