@@ -83,7 +83,7 @@ class WatchedCall:
     def check(self) -> None:
         """Raise an error if the collective cannot end. Called twice a second while this rank waits for the collective.
 
-        Raises the errors of :meth:`Watch.look`, and a CommError if the limit has passed.
+        Raises the errors of :meth:`Watch.exchange_status`, and a CommError if the limit has passed.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
