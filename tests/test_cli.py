@@ -178,7 +178,7 @@ def test_plan_shows_the_collectives_of_a_strategy(capsys):
 def test_named_architectures_have_the_parameters_of_transformers_models(name, config, tmp_path):
     config = {"model_type": "llama", "vocab_size": 128256} | config if name.startswith("llama") else config
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = [sum(tensor.numel() for tensor in unique(find_model(each))) for each in (name, str(tmp_path))]
+    found = [sum(tensor.numel() for tensor in unique(find_model(each).params)) for each in (name, str(tmp_path))]
     assert found[0] == found[1]
 
 
@@ -214,7 +214,7 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
         capsys, "schedule", "gpt-2-xl", "--mesh", "dp=16", "--strategy", "zero2", "--ops", "--draw", tmp_path / "a.svg"
     )
     assert status == 0
-    tree = find_model("gpt-2-xl")
+    tree = find_model("gpt-2-xl").params
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
     layout = fs.plan(tree, fs.Mesh({"dp": 16}), fs.zero2("dp"), units="layers.*", precision=precision)
     hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=(), across=(), spanning=("dp",))
@@ -277,8 +277,55 @@ def test_predictions_say_what_they_expected(argv, status, words, capsys):
 
 def test_a_module_that_is_not_there(capsys):
     status, _, err = run(capsys, "plan", "no_such_package:model")
-    assert status == 1
+    assert status == 2
     assert "no_such_package" in err
+
+
+class Partly(torch.nn.Module):
+    """A frozen and a trained weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.trained = torch.nn.Linear(8, 2, bias=False)
+
+
+def no_parameters():
+    return torch.nn.ReLU()
+
+
+def needs_an_argument(size):
+    return torch.ones(size)
+
+
+def test_plan_keeps_no_state_for_frozen_parameters(capsys):
+    status, lines, _ = run(capsys, "plan", "tests.test_cli:Partly", "--mesh", "dp=1", "--strategy", "ddp")
+    assert status == 0
+    rows = {tuple(line.split()) for line in lines}
+    assert {("params", "160", "B"), ("main", "64", "B"), ("grads", "64", "B"), ("optimizer", "128", "B")} <= rows
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["tests.test_cli:no_parameters"], "has no parameters"),
+        (["tests.test_cli:needs_an_argument"], "cannot be made: TypeError"),
+        (["gpt-2", "--microbatches", "0"], "got 0 microbatches"),
+        (["gpt-2", "--optimizer-buffers", "-1"], "and -1 buffers"),
+    ],
+)
+def test_plan_refuses(argv, words, capsys):
+    status, lines, err = run(capsys, "plan", *argv)
+    assert (status, lines) == (2, [])
+    assert words in err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "architectures": ["Nope"]}', '{"model_type": "nope"}'])
+def test_plan_says_what_is_wrong_with_a_configuration(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    status, _, err = run(capsys, "plan", tmp_path)
+    assert status == 2
+    assert "Nope" in err or "cannot be made" in err
 
 
 def test_a_path_that_is_no_checkpoint(tmp_path, capsys):

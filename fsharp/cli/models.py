@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from fsharp.errors import OptionError, problem
+from fsharp.errors import FsharpError, OptionError, problem
 from fsharp.functional.make_functional import make_functional
 
 Shapes = dict[str, Any]
@@ -79,8 +79,15 @@ ARCHITECTURES: Mapping[str, Callable[[], Shapes]] = {
 DeepSeek-V3, without its multi-token prediction and its routing biases."""
 
 
-def find_model(model: str) -> Any:
-    """Return the parameters of a model as a tree of tensors on the meta device.
+class Model(NamedTuple):
+    """The parameters of a model, as a tree of tensors on the meta device, and the paths of those that are not trained."""
+
+    params: Any
+    frozen: tuple[str, ...] = ()
+
+
+def find_model(model: str) -> Model:
+    """Return the parameters of a model, on the meta device.
 
     Args:
         model: a name in :data:`ARCHITECTURES`; a configuration of Hugging Face, as a folder with a ``config.json`` or as the
@@ -88,12 +95,28 @@ def find_model(model: str) -> Any:
             one of these.
 
     Raises:
-        OptionError: there is no such model.
-        ImportError: the module, or transformers for a configuration, cannot be imported.
+        OptionError: there is no such model, it has no parameters, or it cannot be made; the message has the reason.
     """
     if model in ARCHITECTURES:
         shapes: Any = ARCHITECTURES[model]()
-        return optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple))
+        return Model(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
+    try:
+        found = _made(model)
+    except FsharpError:
+        raise
+    except Exception as error:  # of the user's code, or of transformers
+        raise OptionError(f"plan: {model!r} cannot be made: {type(error).__name__}: {error}") from error
+    leaves = list(found.parameters()) if isinstance(found, torch.nn.Module) else optree.tree_leaves(found)
+    if not any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in leaves):
+        raise OptionError(f"plan: {model!r} has no parameters.")
+    if not isinstance(found, torch.nn.Module):
+        return Model(found)
+    frozen = tuple([name for name, parameter in found.named_parameters() if not parameter.requires_grad])
+    return Model(make_functional(found)[1], frozen)
+
+
+def _made(model: str) -> Any:
+    """Return a module or a tree of tensors on the meta device."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
@@ -110,21 +133,19 @@ def find_model(model: str) -> Any:
             raise OptionError(f"plan: module {module!r} has no {name!r}.")
         found = getattr(found, part)
     with torch.device("meta"):
-        found = found if isinstance(found, torch.nn.Module) or not callable(found) else found()
-    return _tree_of(found)
+        return found if isinstance(found, torch.nn.Module) or not callable(found) else found()
 
 
 def _of_config(config: dict[str, Any]) -> Any:
     import transformers
 
-    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    [name] = config.get("architectures") or [""]
+    kind = getattr(transformers, name, None)
+    if name and kind is None:
+        raise OptionError(f"plan: transformers has no architecture {name!r}.")
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
-        return _tree_of(kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made))
-
-
-def _tree_of(model: Any) -> Any:
-    return make_functional(model)[1] if isinstance(model, torch.nn.Module) else model
+        return kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
 
 
 def repeated_units(paths: list[str]) -> list[str]:

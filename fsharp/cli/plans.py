@@ -44,9 +44,9 @@ def plan(
     Activations, and the full parameters of the units in use, come on top of the bytes at rest.
 
     Args:
-        model: a named architecture (gpt-2, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the path of a
-            Hugging Face config.json or of its folder; or module:path of an nn.Module, of a tree of tensors, or of a function
-            that returns one of these.
+        model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
+            path of a Hugging Face config.json or of its folder; or module:path of an nn.Module, of a tree of tensors, or of a
+            function that returns one of these.
         mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8.
         strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp: show its units and collectives. All are compared by default.
         units: pattern of the subtrees to gather one by one, such as layers.*; by default each repeated layer is a unit.
@@ -55,6 +55,8 @@ def plan(
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         microbatches: number of microbatches of a step.
     """
+    if microbatches < 1 or optimizer_buffers < 0:
+        raise OptionError(f"plan: got {microbatches} microbatches and {optimizer_buffers} buffers, expected at least 1 and 0.")
     _, axes, layouts = _layouts("plan", model, mesh, strategy, units, compute, main)
     if strategy:
         return _layout_text(layouts[strategy], optimizer_buffers, microbatches)
@@ -204,11 +206,12 @@ def _layouts(
     named = {make.__name__: make(*axes.names) for make in (*FLAT, *hybrid)}
     if strategy and strategy not in named:
         raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
-    tree = find_model(model)
+    tree, frozen = find_model(model)
     patterns = [units] if units else repeated_units(list(flatten(tree)[0])) or None
     dtypes = Precision(compute=dtype_of(f"{where}: compute", compute), main=dtype_of(f"{where}: main", main))
     chosen = [strategy] if strategy else list(named)
-    return tree, axes, {name: make_plan(tree, axes, named[name], units=patterns, precision=dtypes) for name in chosen}
+    options: dict[str, Any] = {"units": patterns, "frozen": frozen, "precision": dtypes}
+    return tree, axes, {name: make_plan(tree, axes, named[name], **options) for name in chosen}
 
 
 def _order_of_use(tree: Any, layout: Layout) -> list[str]:
@@ -239,6 +242,6 @@ def _hardware(layout: Layout, gpu: str, tokens: int, efficiency: float) -> Hardw
 
 def _mesh(where: str, text: str) -> Mesh:
     try:
-        return Mesh([(name, int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
+        return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
     except ValueError as error:
         raise OptionError(f"{where}: mesh is {text!r}, expected sizes of axes, such as dp=8 or outer=2,inner=8.") from error

@@ -7,12 +7,15 @@ import torch
 import transformers
 
 from fsharp.checkpoint import load, prune, save
+from fsharp.errors import CheckpointError, problem
 from fsharp.huggingface.accelerator import FOLDER, Accelerator
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
 _SCHEDULE = "scheduler.pt"
 """File in which transformers keeps the learning rate schedule."""
+_OPTIMIZER = "optimizer.pt"
+"""File in which transformers keeps an optimizer that is not sharded."""
 
 
 class Trainer(transformers.Trainer):
@@ -81,6 +84,10 @@ class Trainer(transformers.Trainer):
         elif checkpoint is not None and os.path.isdir(root := os.path.join(checkpoint, FOLDER)):
             load(root, self._tree(), comm=self.model.comm)
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
+        elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
+            what = f"{checkpoint!r} has the optimizer of a module that was not sharded, which cannot be loaded."
+            remedy = f"To begin with a new optimizer and schedule, remove {_OPTIMIZER} from it."
+            raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
 
     def _tree(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer.optimizer}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import CheckpointError
 from fsharp.testing import processes
 from tests.huggingface.test_accelerator import as_torchrun
 
@@ -60,12 +61,15 @@ def on_two_ranks(folder, comm):
     import transformers
 
     as_torchrun(comm)
-    found = {"DDP": train(transformers.Trainer, tiny_llama(), f"{folder}/plain")[0]}
+    found = {"DDP": train(transformers.Trainer, tiny_llama(), f"{folder}/plain", save_strategy="epoch")[0]}
     found["zero3"], trainer = sharded(fs.zero3("dp"), f"{folder}/a", save_strategy="epoch")
     trainer.save_model(f"{folder}/whole")
     first = f"{folder}/a/checkpoint-3"
     found["resumed"] = sharded(fs.zero3("dp"), f"{folder}/b", resume=first)[0]
     found["resumed, zero1"] = sharded(fs.zero1("dp"), f"{folder}/c", resume=first)[0]
+    with pytest.raises(CheckpointError) as error:
+        sharded(fs.zero3("dp"), f"{folder}/e", resume=f"{folder}/plain/checkpoint-3")
+    found["not sharded"] = str(error.value)
     return found
 
 
@@ -89,6 +93,12 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found):
     assert found["resumed"]["losses"][-3:] == found["zero3"]["losses"][3:]
     torch.testing.assert_close(found["resumed"]["state"], found["zero3"]["state"], rtol=0, atol=0)
     torch.testing.assert_close(found["resumed, zero1"]["state"], found["zero3"]["state"])
+
+
+def test_an_optimizer_that_was_not_sharded_is_refused(found):
+    """Not begun anew without a word."""
+    assert "has the optimizer of a module that was not sharded" in found["not sharded"]
+    assert "remove optimizer.pt" in found["not sharded"]
 
 
 def test_a_saved_model_is_loaded_by_from_pretrained(found, folder):

@@ -156,6 +156,12 @@ class Hardware:
                 raise ScheduleError(f"Hardware.preset(): {what} is {value!r}, expected more than 0 and at most 1.")
         if not 0 < tokens < math.inf:
             raise ScheduleError(f"Hardware.preset(): tokens is {tokens!r}, expected more than 0 and finite.")
+        named = [*within, *across, *spanning]
+        if missing := [axis for axis, size in layout.mesh.axes if size > 1 and axis not in named]:
+            what = f"axis {missing[0]!r} is in none of within, across and spanning."
+            facts = [("mesh", layout.mesh), ("named", ", ".join(map(repr, named)) or "no axis")]
+            remedy = f"If all ranks along the axis are on one host, pass within=({missing[0]!r},)."
+            raise ScheduleError(problem("Hardware.preset()", what, facts, remedy))
         used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
         forward = {unit: 2 * n * tokens / (efficiency * gpu.flops) for unit, n in used.items()}
         links = [
@@ -309,6 +315,10 @@ class _Simulation:
         self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
+        for unit, pair in times.items():
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(0 <= each < math.inf for each in pair)):
+                what = f"Hardware.compute of unit {unit!r} is {pair!r}, expected seconds (forward, backward) of at least 0."
+                raise ScheduleError(problem("predict()", what))
         facts = schedule.program.facts
         self.issues = []
         for run in issue_positions(self.ops):

@@ -151,6 +151,9 @@ def tune(
     if len(sizes) != 1:
         found = ", ".join(f"{name}: {layout.mesh}" for name, layout in layouts.items()) or "no layout"
         raise ScheduleError(problem("tune()", f"expected layouts for one number of ranks, got {found}."))
+    if not budget > 0 or optimizer_buffers < 0 or not policies:
+        got = f"a budget of {budget!r}, {optimizer_buffers!r} optimizer buffers and {len(policies)} policies"
+        raise ScheduleError(problem("tune()", f"got {got}, expected more than 0, at least 0, and at least one policy."))
     planned = {"order": order, "microbatches": microbatches, "optimizer_buffers": optimizer_buffers, "backend": backend}
     found_all = []
     for (name, layout), (how, policy) in product(layouts.items(), policies.items()):
@@ -186,6 +189,9 @@ def _candidate(
 ) -> Candidate:
     units = [unit.name or "(root)" for unit in layout.units]
     kept = assign("tune(activations=)", activations, units, default=0.0)
+    if wrong := [unit for unit, nbytes in kept.items() if not 0 <= nbytes < math.inf]:
+        what = f"activations of unit {wrong[0]!r} are {kept[wrong[0]]!r} bytes, expected a finite number of at least 0."
+        raise ScheduleError(problem("tune()", what))
     memory = {
         "params": layout.nbytes("params"),
         "main": layout.nbytes("main"),

@@ -173,3 +173,22 @@ def test_what_cannot_be_compared_is_refused():
         fs.tune(LAYOUTS, HARDWARE, budget=1e9, activations={"blocks.*": 1.0})
     with pytest.raises(ScheduleError, match=r"smallest +[\d.]+ KiB: zero3"):
         fs.tune(LAYOUTS, HARDWARE, budget=1e3)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"budget": float("nan")}, "got a budget of nan"),
+        ({"policies": {}}, "and 0 policies"),
+        ({"optimizer_buffers": -1}, "-1 optimizer buffers"),
+        ({"activations": {"layers.*": -1.0}}, "activations of unit 'layers.0' are -1.0 bytes"),
+        ({"activations": float("nan")}, "are nan bytes"),
+        ({"compute": {"**": (-1.0, 2.0)}}, r"compute of unit '.*' is \(-1.0, 2.0\)"),
+        ({"compute": {"**": (1.0, 2.0, 3.0)}}, "expected seconds"),
+        ({"compute": {"**": 1.0}}, "is 1.0, expected seconds"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(options, match):
+    hardware = replace(HARDWARE, compute=options.pop("compute", HARDWARE.compute))
+    with pytest.raises(ScheduleError, match=match):
+        fs.tune(LAYOUTS, hardware, **{"budget": 1e9, **options})
