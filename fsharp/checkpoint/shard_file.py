@@ -76,7 +76,7 @@ def batches(items: Iterable[S], most: int) -> list[list[S]]:
 
 
 class Extent(NamedTuple):
-    """Where a tensor is in a file: its dtype, its begin and end in bytes behind the header, and its shape."""
+    """The place of a tensor in a file: its dtype, its begin and end in bytes behind the header, and its shape."""
 
     dtype: torch.dtype
     begin: int

@@ -152,7 +152,7 @@ class _Record:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What the function ``vjp`` from ``jax.vjp`` holds: a pytree whose leaves are arrays.
+    """The arrays that the function ``vjp`` from ``jax.vjp`` keeps for the backward: leaves of a pytree.
 
     Attributes:
         arrays: the leaves that are not arguments of the call; None in place of a leaf that autograd keeps as a tensor.

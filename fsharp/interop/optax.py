@@ -37,7 +37,7 @@ class OptaxState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InBuffers:
-    """What stands in optax's state for an array whose elements are in a tree of buffers. A pytree node without leaves."""
+    """A placeholder in optax's state for an array whose elements are in a tree of buffers. A pytree node without leaves."""
 
     number: int
 

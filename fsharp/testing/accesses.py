@@ -39,7 +39,7 @@ def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _Effects(NamedTuple):
-    """What an operator does to its arguments, according to its schema."""
+    """The effects of an operator on its arguments, according to its schema."""
 
     touches: bool  # whether the operator reads or writes data: a view does not
     written: frozenset[str]  # names of the arguments that are written

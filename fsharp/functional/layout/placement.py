@@ -1,4 +1,4 @@
-r"""Where tensors rest: a placement for each mesh axis; a strategy has placements of parameters, gradients and optimizer state.
+r"""Placements of tensors on mesh axes. A strategy has a placement of parameters, of gradients and of optimizer state.
 
 The whole library reads these tables; nothing in it asks for a strategy by name.
 

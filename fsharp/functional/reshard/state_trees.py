@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 
 
 class LeafPosition(NamedTuple):
-    """Where a state tree holds the elements of a leaf.
+    """The place of a leaf's elements in a state tree.
 
     Attributes:
         node: index of the unit's node in the state tree.
@@ -54,7 +54,7 @@ class StateTree:
 
     @cached_property
     def positions(self) -> dict[str, LeafPosition]:
-        """Where the state tree holds each leaf, by path of the leaf; tied leaves are left out."""
+        """The position of each leaf in the state tree, by path of the leaf; tied leaves are left out."""
         return {
             node.unit.full_path(leaf): LeafPosition(n, i, leaf)
             for n, node in enumerate(self.nodes)

@@ -84,7 +84,7 @@ class ModuleState:
         self.record_versions()
 
     def follow_writes(self) -> bool:
-        """After writes to the optimizer's copies, update parameters at rest, by a collective.
+        """Copy values that were written to the optimizer's copies into the parameters at rest, by a collective.
 
         Return whether there were writes.
         """

@@ -68,7 +68,7 @@ class ModuleStep:
             yield self.params
 
     def follow_writes(self) -> None:
-        """After writes to the module's parameters, update parameters at rest, and gather them anew in the step under way."""
+        """Copy values written to the module's parameters to the parameters at rest, and gather these again in this step."""
         if self.state.follow_writes() and self.run is not None:
             self.run.leave()  # a schedule would use parameters that it has gathered before the write
 

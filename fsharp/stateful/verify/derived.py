@@ -1,4 +1,4 @@
-"""What :func:`~fsharp.stateful.verify.verify.verify` checks of buffers that are made of others, such as encoded gradients."""
+"""Checks of buffers that are made of other buffers, such as encoded gradients: a part of ``verify()``."""
 
 from fsharp.stateful.schedule.ops import BUFFERS, OPS, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
