@@ -15,7 +15,15 @@ from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 _SCHEDULE = "scheduler.pt"
 """File in which transformers keeps the learning rate schedule."""
 _OPTIMIZER = "optimizer.pt"
-"""File in which transformers keeps an optimizer that is not sharded."""
+"""File in which transformers keeps an optimizer that is not sharded. A sharded one has a ResumeWithThisTrainer there."""
+
+
+class ResumeWithThisTrainer:
+    """Content of the file of the optimizer, where the optimizer is sharded and in the folder ``fsharp``.
+
+    transformers' own Trainer loads the file by ``torch.load(weights_only=True)``, which raises an error that names this class.
+    Without the file, transformers' Trainer would begin a new optimizer, and say nothing.
+    """
 
 
 class Trainer(transformers.Trainer):
@@ -33,7 +41,10 @@ class Trainer(transformers.Trainer):
     The optimizer of ``args.optim`` becomes a ShardedOptimizer. A checkpoint of the Trainer has the folder ``fsharp``, with
     module and optimizer in the format of :func:`fsharp.checkpoint.save`. So a run can resume on another number of ranks or
     under another strategy. ``save_model`` writes whole tensors, as for ``from_pretrained``; all ranks have to call it. A module
-    that is not sharded is trained as by transformers. For a Trainer of another library:
+    that is not sharded is trained as by transformers. If transformers' own Trainer resumes from a checkpoint of a sharded module,
+    it raises an error.
+
+    ``save_model`` of a ``PeftModel`` writes the adapter, as PEFT does. For a Trainer of TRL:
     ``class DPOTrainer(Trainer, trl.DPOTrainer)``.
     """
 
@@ -76,12 +87,18 @@ class Trainer(transformers.Trainer):
         if self.args.should_save:
             prune(root, keep=1)
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULE))
+            torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what :meth:`_save_optimizer_and_scheduler` has written."""
+        root = os.path.join(checkpoint or "", FOLDER)
         if not isinstance(self.model, ShardedModule):
+            if checkpoint is not None and os.path.isdir(root):
+                what = f"{checkpoint!r} has the optimizer of a sharded module, and the model is not sharded."
+                remedy = 'Pass the model through fs.shard_module(model, strategy=fs.ddp("dp")).'
+                raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
             super()._load_optimizer_and_scheduler(checkpoint)
-        elif checkpoint is not None and os.path.isdir(root := os.path.join(checkpoint, FOLDER)):
+        elif checkpoint is not None and os.path.isdir(root):
             load(root, self._tree(), comm=self.model.comm)
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
         elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):

@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from pickle import UnpicklingError
 
 import pytest
 import torch
@@ -60,6 +61,8 @@ def sharded(strategy, folder, **options):
 def on_two_ranks(folder, comm):
     import transformers
 
+    from fsharp.huggingface.trainer import Trainer
+
     as_torchrun(comm)
     found = {"DDP": train(transformers.Trainer, tiny_llama(), f"{folder}/plain", save_strategy="epoch")[0]}
     found["zero3"], trainer = sharded(fs.zero3("dp"), f"{folder}/a", save_strategy="epoch")
@@ -70,6 +73,10 @@ def on_two_ranks(folder, comm):
     with pytest.raises(CheckpointError) as error:
         sharded(fs.zero3("dp"), f"{folder}/e", resume=f"{folder}/plain/checkpoint-3")
     found["not sharded"] = str(error.value)
+    for kind in (Trainer, transformers.Trainer):
+        with pytest.raises((CheckpointError, UnpicklingError)) as error:
+            train(kind, tiny_llama(), f"{folder}/f", resume=first)
+        found["sharded", kind.__module__] = str(error.value)
     return found
 
 
@@ -99,6 +106,13 @@ def test_an_optimizer_that_was_not_sharded_is_refused(found):
     """Not begun anew without a word."""
     assert "has the optimizer of a module that was not sharded" in found["not sharded"]
     assert "remove optimizer.pt" in found["not sharded"]
+
+
+def test_a_sharded_optimizer_is_refused_by_a_trainer_of_modules_that_are_not(found):
+    assert (
+        "has the optimizer of a sharded module, and the model is not sharded" in found["sharded", "fsharp.huggingface.trainer"]
+    )
+    assert "fsharp.huggingface.trainer.ResumeWithThisTrainer" in found["sharded", "transformers.trainer"]
 
 
 def test_a_saved_model_is_loaded_by_from_pretrained(found, folder):

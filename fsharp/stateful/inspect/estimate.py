@@ -103,7 +103,7 @@ class Hardware:
                 raise ScheduleError(f"Hardware(): {what}")
 
     @classmethod
-    @api_boundary
+    @options_checked
     def preset(
         cls,
         name: str,
@@ -147,6 +147,7 @@ class Hardware:
 
         Raises:
             ScheduleError: there is no such GPU, or a number is out of range.
+            OptionError: an argument has a wrong type.
         """
         gpu = GPUS.get(name)
         if gpu is None:

@@ -15,6 +15,7 @@ from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.packing import Atom, Element
 from fsharp.functional.layout.paths import Patterns, prefixes
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
@@ -53,7 +54,8 @@ def shard_module(
     key: int = 0,
     initialize: Callable[[nn.Module], None] | None = None,
     sync_from: int | None = None,
-    **plan_options: Any,
+    atoms: Atom | Mapping[str, Atom] | None = None,
+    labels: str | Mapping[str, str] | Callable[[str], str] = "default",
 ) -> ShardedModule:
     """Shard the parameters of a module in place, and return the module as a :class:`~fsharp.ShardedModule`.
 
@@ -96,7 +98,8 @@ def shard_module(
             For a model of transformers pass ``model._init_weights``.
         sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None
             means that ranks compare their parameters, and raise an error if they differ.
-        plan_options: ``atoms`` and ``labels``, as for :func:`~fsharp.plan`.
+        atoms: as for :func:`~fsharp.plan`; None means that of the parameters' classes, else elements.
+        labels: as for :func:`~fsharp.plan`.
 
     Returns:
         The module that was passed.
@@ -138,9 +141,8 @@ def shard_module(
                 "alone have: a module counts no steps. Pass the format itself, or train model.functional() by fs.train_step."
             )
         dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
-        options = dict(plan_options)
-        dtypes, atoms = own_formats(module, dtypes, options.pop("atoms", None), comm)
-        options |= {} if atoms is None else {"atoms": atoms}
+        dtypes, own_atoms = own_formats(module, dtypes, atoms, comm)
+        cut = Element() if own_atoms is None else own_atoms
         specs = specs_of(module, comm)
         whole: Any = parameter_tree("shard_module()", module)
         tree = optree.tree_map(local, whole)
@@ -151,7 +153,7 @@ def shard_module(
         around = set(prefixes(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
-        layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=dtypes, **options)
+        layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
         casts = casts_of(rules, chosen, [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves])
         return tree, layout, specs, chosen, groups, entries, casts
 

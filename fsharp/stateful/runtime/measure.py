@@ -2,13 +2,14 @@
 
 import json
 import os
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.agree import exchange
+from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.placement import zero3
@@ -43,21 +44,32 @@ def measure(
         comm: the ranks. All ranks call this function.
         compute: seconds of your model's units, as for :class:`Hardware`.
         update_s: seconds of your model's optimizer step, for all parameters on one rank.
-        contention: as for :class:`Hardware`. None means 1 on CPUs with fewer than two processors for each rank, and else 0. If
-            ``LOCAL_WORLD_SIZE`` is not set, all ranks count as ranks of this host.
+        contention: as for :class:`Hardware`. None means 1 if a rank is on a CPU host with fewer than two processors for
+            each rank, and else 0. If ``LOCAL_WORLD_SIZE`` is not set, all ranks count as ranks of this host.
         steps: number of steps that are measured.
 
     Raises:
         ScheduleError: ``steps`` is less than 1, or a number is out of range.
+        AgreementError: ranks pass different arguments. All ranks raise. Functions as ``compute`` are not compared.
 
     Cost: memory for 13 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
     """
-    if steps < 1:
-        raise ScheduleError(f"measure(): steps is {steps!r}, expected at least 1.")
     is_synchronous = comm.device.type == "cpu"
+
+    def checked() -> dict[str, str]:
+        if steps < 1:
+            raise ScheduleError(f"measure(): steps is {steps!r}, expected at least 1.")
+        Hardware(
+            compute=compute, bandwidth=1.0, update_s=update_s, contention=contention or 0.0, synchronous_host=is_synchronous
+        )
+        given = {"compute": compute, "update_s": update_s, "contention": contention, "steps": steps}
+        return {name: _as_text(value) for name, value in given.items()}
+
+    together("measure()", comm, checked, lambda given: given)
     if contention is None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
-        contention = float(is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks)
+        found_here = is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks
+        contention = max(float(text) for text in exchange(str(float(found_here)), comm))
     known: dict[str, Any] = {"synchronous_host": is_synchronous, "contention": contention}
     alone, _ = _trace_of_model(SingleComm(device=comm.device), steps)
     trace, schedule = _trace_of_model(comm, steps)
@@ -93,6 +105,17 @@ def _loss(params: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:
 
 def _layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x[:, : len(weight)] @ weight).square().mean()
+
+
+def _as_text(value: Any) -> str:
+    """Return an argument as text that is equal on all ranks if the argument is."""
+    if callable(value):
+        return "a function"
+    if isinstance(value, Mapping):
+        return "\n".join(f"{pattern}: {_as_text(each)}" for pattern, each in value.items())
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_as_text, value))
+    return "None" if value is None else repr(float(value))
 
 
 def _text(hardware: Hardware) -> str:

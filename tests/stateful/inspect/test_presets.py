@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import ScheduleError
+from fsharp.errors import OptionError, ScheduleError
 from fsharp.stateful.inspect.presets import GPUS
 
 WIDTH = 4096
@@ -47,9 +47,11 @@ def test_links_are_those_of_the_axis():
         ({"efficiency": 0.0}, "efficiency is 0.0, expected more than 0 and at most 1"),
         ({"link_efficiency": 1.5}, "link_efficiency is 1.5, expected more than 0"),
         ({"tokens": 0}, "tokens is 0, expected more than 0"),
+        ({"tokens": "x"}, "tokens is 'x', expected a number"),
+        ({"within": "dp"}, "within is 'dp', expected a Sequence of a str"),
     ],
 )
 def test_what_there_is_not_is_refused(options, message):
     given = {"name": "H100", "layout": layout_on({"dp": 8}, fs.zero3("dp")), "tokens": 1} | options
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises((ScheduleError, OptionError), match=message):
         fs.inspect.Hardware.preset(**given)

@@ -31,6 +31,32 @@ def test_one_rank_has_no_links():
     assert found.compute == (0.5, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("compute", [(0.5, 1.0), (0.5, 2.0)], "rank 1: 0.5, 2.0"),
+        ("compute", [{"a": (0.5, 1.0), "**": (1, 2)}, {"a": (0.5, 1.0), "**": (1, 3)}], r"rank 1: \*\*: 1.0, 3.0"),
+        ("update_s", [0.0, 0.25], "rank 1: 0.25"),
+        ("contention", [None, 0.25], "rank 0: None"),
+        ("steps", [1, 2], "rank 1: 2.0"),
+    ],
+)
+def test_ranks_with_different_arguments_are_refused(name, values, shown):
+    def run(comm):
+        with pytest.raises(fs.errors.AgreementError, match=rf"{name} .*{shown}"):
+            fs.inspect.measure(comm, **{"compute": (0.5, 1.0), "steps": 1, name: values[comm.rank]})
+
+    simulate(fs.Mesh({"dp": 2}), run)
+
+
+def test_a_bad_argument_on_one_rank_is_an_error_on_all():
+    def run(comm):
+        with pytest.raises(fs.errors.FsharpError, match=r"update_s is -1\.0, expected at least 0"):
+            fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1, update_s=-1.0 if comm.rank else 0.0)
+
+    simulate(fs.Mesh({"dp": 2}), run)
+
+
 def test_no_steps_are_refused():
     with pytest.raises(fs.errors.ScheduleError, match="steps is 0, expected at least 1"):
         fs.inspect.measure(fs.SingleComm(), compute=(0.5, 1.0), steps=0)
