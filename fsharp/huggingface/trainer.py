@@ -41,8 +41,8 @@ class Trainer(transformers.Trainer):
     The optimizer of ``args.optim`` becomes a ShardedOptimizer. A checkpoint of the Trainer has the folder ``fsharp``, with
     module and optimizer in the format of :func:`fsharp.checkpoint.save`. So a run can resume on another number of ranks or
     under another strategy. ``save_model`` writes whole tensors, as for ``from_pretrained``; all ranks have to call it. A module
-    that is not sharded is trained as by transformers. If transformers' own Trainer resumes from a checkpoint of a sharded module,
-    it raises an error.
+    that is not sharded is trained as by transformers. transformers' own Trainer cannot resume from a checkpoint of a sharded
+    module: it raises an error.
 
     ``save_model`` of a ``PeftModel`` writes the adapter, as PEFT does. For a Trainer of TRL:
     ``class DPOTrainer(Trainer, trl.DPOTrainer)``.
