@@ -31,12 +31,12 @@ def launch(part: str, nproc: int, argv: list[str]) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    from fsharp.resilience.launching import on_this_machine
+    from fsharp.resilience.launching import local_launch_config
 
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
         path = Path(folder, "result.json")
         try:
-            elastic_launch(on_this_machine(nproc), sys.executable)("-u", "-m", "benchmarks.worker", part, str(path), *argv)
+            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-m", "benchmarks.worker", part, str(path), *argv)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             message = failure.message

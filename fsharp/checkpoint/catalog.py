@@ -17,9 +17,9 @@ import xxhash
 
 from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
-from fsharp.checkpoint.reading import Need, Reader, check_size, verify_files
-from fsharp.checkpoint.shard_file import first_bytes
-from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_description, storage_of
+from fsharp.checkpoint.reading import Need, Reader, check_file_size, verify_files
+from fsharp.checkpoint.shard_file import first_header_bytes
+from fsharp.checkpoint.storage import REMOVED, Storage, absolute_path, read_index_file, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -31,7 +31,7 @@ _LEFT = re.compile(rf"\.step-\d{{10,}}-(?P<save_id>[0-9a-f]{{8,}})(\.partial|(\.
 _SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
-class Facts(NamedTuple):
+class CheckpointSummary(NamedTuple):
     """The fields of a manifest that describe its checkpoint as a whole; see Manifest."""
 
     step: int
@@ -40,7 +40,9 @@ class Facts(NamedTuple):
     files: tuple[FileRecord, ...]
 
 
-_known: dict[str, Facts] = {}  # by digest of a manifest's bytes: to parse many manifests again and again would take long
+_known: dict[
+    str, CheckpointSummary
+] = {}  # by digest of a manifest's bytes: to parse many manifests again and again would take long
 _MOST_KNOWN = 1000
 _TIMED_ID = 32  # digits of an id that has the time of its save
 
@@ -55,33 +57,33 @@ def new_save_id(root: str) -> str:
 
     The time is later than the times of all saves in ``root``, also if a clock goes back.
     """
-    names = newest_first(storage_of(root), root)
-    before = created_of(f"{root}/{names[0]}") if names else 0.0
-    return struct.pack(">d", later_than(before)).hex() + secrets.token_hex(8)
+    names = folder_names_newest_first(storage_of(root), root)
+    before = save_time_of(f"{root}/{names[0]}") if names else 0.0
+    return struct.pack(">d", save_time_after(before)).hex() + secrets.token_hex(8)
 
 
-def later_than(before: float) -> float:
+def save_time_after(before: float) -> float:
     """Return a time for a new save, in seconds since 1970, later than ``before``, also if a clock goes back."""
     return max(time.time(), math.nextafter(before, math.inf))
 
 
-def time_in(save_id: str) -> float | None:
+def time_in_save_id(save_id: str) -> float | None:
     """Return the time, in seconds since 1970, that is in an id of :func:`new_save_id`; None if the id has none."""
     created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID else math.nan
     return created if math.isfinite(created) else None
 
 
-def created_of(path: str) -> float:
+def save_time_of(path: str) -> float:
     """Return the time of a checkpoint's save, from its name, or else from its manifest; -inf if neither has it."""
     match = _FOLDER.fullmatch(path.rpartition("/")[2])
-    created = time_in(match["save_id"]) if match else None
+    created = time_in_save_id(match["save_id"]) if match else None
     try:
-        return Checkpoint(path).facts.created if created is None else created
+        return Checkpoint(path).summary.created if created is None else created
     except CheckpointError:
         return -math.inf
 
 
-def step_of(name: str) -> int:
+def step_in_folder_name(name: str) -> int:
     """Return the step in the name of a checkpoint's folder."""
     return int(name.split("-")[1])
 
@@ -97,18 +99,20 @@ class Checkpoint:
         """The manifest, read at the first access."""
         storage, path = storage_of(self.path), self.path
         try:
-            data = read_description(storage, path, NAME)
+            data = read_index_file(storage, path, NAME)
         except FileNotFoundError as error:
-            if huggingface.is_folder(storage.names(path)) or huggingface.is_file(storage, path):
-                return huggingface.manifest_of(storage, path)
-            hint = "".join(f" There are some in it, such as {path}/{name}." for name in newest_first(storage, path)[:1])
+            if huggingface.is_huggingface_folder(storage.names(path)) or huggingface.is_file(storage, path):
+                return huggingface.huggingface_manifest(storage, path)
+            hint = "".join(
+                f" There are some in it, such as {path}/{name}." for name in folder_names_newest_first(storage, path)[:1]
+            )
             raise CheckpointError(f"{path}: there is no checkpoint here.{hint}") from error
         return Manifest.from_json(f"{path}/{NAME}", data)
 
     @cached_property
     def folder(self) -> str:
         """The folder of this checkpoint's files: its path; for a single file of another library, the folder of the file."""
-        is_foreign = any(file.digest is None for file in self.facts.files)
+        is_foreign = any(file.digest is None for file in self.summary.files)
         is_file = is_foreign and huggingface.is_file(storage_of(self.path), self.path)
         return self.path.rpartition("/")[0] if is_file else self.path
 
@@ -118,16 +122,16 @@ class Checkpoint:
         return Reader(self.folder, self.manifest)
 
     @cached_property
-    def facts(self) -> Facts:
+    def summary(self) -> CheckpointSummary:
         """The fields that describe the checkpoint as a whole. A manifest that this process has read is not parsed again."""
         storage = storage_of(self.path)
         try:
-            key = xxhash.xxh3_128_hexdigest(read_description(storage, self.path, NAME))
+            key = xxhash.xxh3_128_hexdigest(read_index_file(storage, self.path, NAME))
         except FileNotFoundError:
             key = ""  # of others, or none
         found = _known.get(key)
         if found is None:
-            found = Facts(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
+            found = CheckpointSummary(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
             if len(_known) >= _MOST_KNOWN:  # a save in the background looks too
                 _known.clear()
             if key:
@@ -137,7 +141,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Number of the saved step."""
-        return self.facts.step
+        return self.summary.step
 
     @property
     def config(self) -> Any:
@@ -185,25 +189,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: there is no checkpoint, it is incomplete, or a file has a wrong size. The message names the step of a
             complete checkpoint in the same root.
     """
-    folder = full_path(path)
+    folder = absolute_path(path)
     storage = storage_of(folder)
     try:
         return _open_complete(storage, folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{complete_sibling(folder)}") from error
+        raise CheckpointError(f"{error}{complete_sibling_hint(folder)}") from error
 
 
 def _open_complete(storage: Storage, folder: str) -> Checkpoint:
     found = Checkpoint(folder)
-    for file in found.facts.files:
-        check_size(storage, f"{found.folder}/{file.name}", file.nbytes)
+    for file in found.summary.files:
+        check_file_size(storage, f"{found.folder}/{file.name}", file.nbytes)
     return found
 
 
-def complete_sibling(folder: str) -> str:
+def complete_sibling_hint(folder: str) -> str:
     """Return the end of an error message: the complete checkpoint beside an incomplete one."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
-    for other in newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
+    for other in folder_names_newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
         if other != name:
             try:
                 return f" {_open_complete(storage, f'{root}/{other}')!r} is complete."
@@ -212,10 +216,10 @@ def complete_sibling(folder: str) -> str:
     return ""
 
 
-def newest_first(storage: Storage, root: str) -> list[str]:
-    """Return names of folders of checkpoints, complete or not, the last saved one first: see :func:`created_of`."""
+def folder_names_newest_first(storage: Storage, root: str) -> list[str]:
+    """Return names of folders of checkpoints, complete or not, the last saved one first: see :func:`save_time_of`."""
     found = [name for name in storage.names(root) if _FOLDER.fullmatch(name)]
-    return sorted(found, key=lambda name: (created_of(f"{root}/{name}"), step_of(name), name), reverse=True)
+    return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
 
 
 def has_checkpoints(root: str) -> bool:
@@ -223,7 +227,7 @@ def has_checkpoints(root: str) -> bool:
     return any(_with_manifest(root))
 
 
-def problems_of(root: str) -> list[str]:
+def opening_errors(root: str) -> list[str]:
     """Return an error message for each checkpoint under ``root`` that cannot be opened. Ignores folders without a manifest."""
     found = []
     for path in _with_manifest(root):
@@ -236,7 +240,7 @@ def problems_of(root: str) -> list[str]:
 
 def _with_manifest(root: str) -> Iterator[str]:
     storage = storage_of(root)
-    for name in newest_first(storage, root):
+    for name in folder_names_newest_first(storage, root):
         if NAME in storage.names(f"{root}/{name}"):
             yield f"{root}/{name}"
 
@@ -249,17 +253,17 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     depend on clocks: each save notes a later time than all checkpoints that it finds. Incomplete checkpoints are left out, with
     a warning in the log.
     """
-    return list(complete(full_path(root)))
+    return list(iter_complete_checkpoints(absolute_path(root)))
 
 
-def complete(folder: str) -> Iterator[Checkpoint]:
+def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
     """Yield complete checkpoints, opened one after another: see :func:`checkpoints`."""
-    for name in newest_first(storage_of(folder), folder):
-        if (found := if_complete(f"{folder}/{name}")) is not None:
+    for name in folder_names_newest_first(storage_of(folder), folder):
+        if (found := open_if_complete(f"{folder}/{name}")) is not None:
             yield found
 
 
-def if_complete(path: str) -> Checkpoint | None:
+def open_if_complete(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path; None, and a warning, if it is incomplete."""
     try:
         return _open_complete(storage_of(path), path)
@@ -275,9 +279,9 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     Names of folders hold the time of the save, so older checkpoints are not opened. Interrupted saves, and checkpoints with
     missing or short files, are skipped, with a warning in the log. Tensors are not read; :func:`verify` and loading read them.
     """
-    folder = full_path(root)
+    folder = absolute_path(root)
     storage = storage_of(folder)
-    newest = next(complete(folder), None)
+    newest = next(iter_complete_checkpoints(folder), None)
     for name in storage.names(folder):
         match = _PARTIAL.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
@@ -288,7 +292,9 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
 def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint whose path is not in ``damaged``; None if there is none. See :func:`latest`."""
-    return next((each for each in complete(root) if each.path not in damaged), None) if damaged else latest(root)
+    return (
+        next((each for each in iter_complete_checkpoints(root) if each.path not in damaged), None) if damaged else latest(root)
+    )
 
 
 @options_checked
@@ -306,7 +312,7 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"verify(): {found.path} has no digests to compare with: another library has written it.")
     problems = verify_files(found.path, found.manifest)
     if problems:
-        raise CheckpointError("\n".join(problems[:20]) + complete_sibling(found.path))
+        raise CheckpointError("\n".join(problems[:20]) + complete_sibling_hint(found.path))
     return found
 
 
@@ -316,7 +322,7 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     A folder is removed if each file in it begins as the save with the folder's save id writes that file; files may be cut off
     anywhere. A folder with any other file in it stays, and a warning names the folder.
     """
-    folder = full_path(root)
+    folder = absolute_path(root)
     storage, gone = storage_of(folder), []
     for name in storage.names(folder):
         path, complete_name = f"{folder}/{name}", _FOLDER.fullmatch(name)
@@ -325,7 +331,7 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
             continue
         # In a file system an interrupted save leaves nothing under the final name: a manifest missing there was lost later.
         is_left = not complete_name or storage.staging_path(path) == path
-        if is_left and _is_of_save(storage, path, found["save_id"]):
+        if is_left and _files_belong_to_save(storage, path, found["save_id"]):
             storage.remove(path)
             gone.append(path)
         else:
@@ -336,13 +342,13 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     return gone
 
 
-def _is_of_save(storage: Storage, folder: str, save_id: str) -> bool:
+def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
     """Return whether each file in a folder begins as a save with this id writes that file; files may be cut off anywhere."""
     for name in storage.names(folder):
         if name == NAME:
             skipped, start = 0, FIRST_BYTES
         elif _SHARD.fullmatch(name):
-            skipped, start = 8, first_bytes({"save_id": save_id})  # behind the length of the header
+            skipped, start = 8, first_header_bytes({"save_id": save_id})  # behind the length of the header
         else:
             return False
         try:

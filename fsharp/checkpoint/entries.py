@@ -80,7 +80,7 @@ class Entry:
         piece: the elements that a rank holds, by rank.
         local: the elements of this rank, 1-D.
         is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
-        is_of_group: whether the value is one number for all leaves of a group, in the same memory.
+        is_group_scalar: whether the value is one number for all leaves of a group, in the same memory.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Entry:
     piece: Callable[[int], Piece]
     local: torch.Tensor
     is_replicated: bool = False
-    is_of_group: bool = False
+    is_group_scalar: bool = False
 
     def release(self) -> None:
         """Release the memory of the tensor."""
@@ -100,7 +100,7 @@ class Entry:
         """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
-    def written_by(self, rank: int) -> tuple[int, int]:
+    def run_written_by(self, rank: int) -> tuple[int, int]:
         """Return the first element and the end of the run that a rank writes: replicas share the work."""
         piece = self.piece(rank)
         size = piece.last - piece.first
@@ -143,18 +143,18 @@ class Contents:
 
 def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     """Return the contents of a tree that these ranks hold. Raises TreeError for a leaf that cannot be saved; names the leaf."""
-    found, parts, held = Contents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _Held]]()
-    for segments, entries, leaf in leaves_of(tree):
+    found, parts, held = Contents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _HeldLeaf]]()
+    for segments, entries, leaf in leaves_with_paths(tree):
         if is_sharded(leaf):
             _add_unit(where, found, segments, entries, leaf, comm)
         elif isinstance(leaf, PerRank):
-            for under, _, tensor in leaves_of(leaf.value):
+            for under, _, tensor in leaves_with_paths(leaf.value):
                 _add(where, found, _stacked(where, ".".join((*segments, *under)), tensor, comm))
         elif isinstance(leaf, ShardedTensor):
             name = ".".join(segments)
             owner = parts.setdefault(id(leaf), name)  # of a parameter with several names a module gives one
             if owner == name:
-                _add(where, found, _part(where, found, name, leaf, comm, held))
+                _add(where, found, _entry_of_part(where, found, name, leaf, comm, held))
             else:
                 found.aliases[name] = owner
         elif isinstance(leaf, torch.Tensor):
@@ -180,39 +180,43 @@ def renamed(where: str, name: str, rename: Callable[[str], str] | None) -> str:
     return new
 
 
-def is_object(leaf: Any) -> bool:
+def has_state_dict(leaf: Any) -> bool:
     """Return whether an object is saved as its ``state_dict()``."""
     return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
-def with_object_states(tree: Any) -> Any:
+def with_state_dicts(tree: Any) -> Any:
     """Return a tree in which the ``state_dict()`` of each object is in place of the object."""
-    return optree.tree_map(lambda leaf: plain_dicts(leaf.state_dict()) if is_object(leaf) else leaf, tree, is_leaf=is_node)
+    return optree.tree_map(
+        lambda leaf: counters_as_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_checkpoint_leaf
+    )
 
 
 def leaf_names(tree: Any) -> Iterator[str]:
     """Yield names of leaves. An object with ``state_template``, whose state grows in the first step, counts as a leaf."""
-    for path, _, leaf in leaves_of(tree):
-        is_known = is_object(leaf) and not hasattr(leaf, "state_template")
-        for under, _, _ in leaves_of(plain_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
+    for path, _, leaf in leaves_with_paths(tree):
+        is_known = has_state_dict(leaf) and not hasattr(leaf, "state_template")
+        for under, _, _ in leaves_with_paths(counters_as_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
             yield ".".join((*path, *under))
 
 
-def plain_dicts(state: Any) -> Any:
+def counters_as_dicts(state: Any) -> Any:
     """Return a state with a dict in place of each Counter, such as the milestones of torch's MultiStepLR."""
-    return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_node)
+    return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_checkpoint_leaf)
 
 
 def load_into_object(owner: Any, state: Any) -> Any:
     """Load the state in a tree into its object, and return the object."""
     if not hasattr(owner, "state_template"):  # a Counter has other keys before its first count
         was = owner.state_dict()
-        state = optree.tree_map(lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_node)
+        state = optree.tree_map(
+            lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_checkpoint_leaf
+        )
     owner.load_state_dict(state)
     return owner
 
 
-def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
+def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
     """Return a tree with a state in place of each object, to read a checkpoint into. Parts get new memory.
 
     ``has`` says whether a checkpoint has something under a key path. An object whose ``state_dict()`` grows in its first step,
@@ -227,34 +231,34 @@ def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str],
         return copies.setdefault(id(leaf), (leaf, leaf.clone()))[1]
 
     def one(segments: tuple[str, ...], leaf: Any) -> Any:
-        if not is_object(leaf):
+        if not has_state_dict(leaf):
             return own(leaf)
         prefix = ".".join((*segments, ""))
         make = getattr(leaf, "state_template", None)
         if make is None:
-            state = plain_dicts(leaf.state_dict())
+            state = counters_as_dicts(leaf.state_dict())
             if isinstance(leaf, torch.nn.Module):
-                state = {name: _sized(name, value, shape_of(prefix + name)) for name, value in state.items()}
-            return optree.tree_map(own, state, is_leaf=is_node)
+                state = {name: _resized_extra_state(name, value, shape_of(prefix + name)) for name, value in state.items()}
+            return optree.tree_map(own, state, is_leaf=is_checkpoint_leaf)
         return make(lambda name: has(prefix + name))
 
-    leaves = [one(segments, leaf) for segments, _, leaf in leaves_of(tree)]
-    return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_node), leaves)
+    leaves = [one(segments, leaf) for segments, _, leaf in leaves_with_paths(tree)]
+    return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf), leaves)
 
 
-def _sized(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
+def _resized_extra_state(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
     """Return an entry of a module's state dict. For extra state return memory of the size in the checkpoint."""
     is_extra = name.rpartition(".")[2] == "_extra_state" and isinstance(value, torch.Tensor) and value.dtype is torch.uint8
     return value.new_empty(shape) if is_extra and shape is not None and len(shape) == value.ndim == 1 else value
 
 
-def is_node(leaf: Any) -> bool:
-    """Return whether a node of a tree is a leaf for this module."""
+def is_checkpoint_leaf(leaf: Any) -> bool:
+    """Return whether a walk over the entries of a tree stops here: at a Sharded or ShardedTensor, a PerRank or a MadeBy."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
-def leaves_of(
-    tree: Any, is_leaf: Callable[[Any], bool] = is_node, *, none_is_leaf: bool = False
+def leaves_with_paths(
+    tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Yield for each leaf: keys, with fields of named tuples by name; keys as :func:`~fsharp.plan` has them; and the leaf."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
@@ -283,16 +287,19 @@ def _add_unit(
         return f"{root}.{below}" if root and below else root or below
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
-    held, pieces = dict(zip(node.groups, node.values(comm.rank, main=True), strict=True)), _held(unit, node.place, comm.rank)
+    held, pieces = (
+        dict(zip(node.groups, node.values(comm.rank, main=True), strict=True)),
+        _held_leaves(unit, node.place, comm.rank),
+    )
     sizes = {group: unit.local_size(group, node.place) for group in held}
-    one_number = {group: is_of_group(buffer, unit, group, node.place) for group, buffer in held.items()}
+    one_number = {group: is_group_scalar(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:
         if leaf.tied_to is not None:
             found.aliases[name(leaf.path)] = ".".join((*above, unit.stored_path(leaf)))
         elif leaf.group in held:
             buffer = held[leaf.group]
             if one_number[leaf.group]:
-                entry = replace(_replicated(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_of_group=True)
+                entry = replace(_replicated(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_group_scalar=True)
             elif buffer.dim() == 1 and len(buffer) == sizes[leaf.group]:
                 shape, piece, begin, size = pieces[leaf.path]
                 entry = Entry(name(leaf.path), buffer.dtype, shape, piece, buffer.detach()[begin : begin + size])
@@ -304,10 +311,10 @@ def _add_unit(
             _add(where, found, entry)
 
 
-def _part(
-    where: str, found: Contents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _Held]]"
+def _entry_of_part(
+    where: str, found: Contents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _HeldLeaf]]"
 ) -> Entry:
-    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches results of :func:`_held`."""
+    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches :func:`_held_leaves`."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
         raise TreeError(
@@ -315,7 +322,7 @@ def _part(
             f"{comm.mesh}. Pass the Comm of the module: comm=model.comm."
         )
     if (held := known.get((id(unit), place))) is None:
-        held = known[id(unit), place] = _held(unit, place, comm.rank)
+        held = known[id(unit), place] = _held_leaves(unit, place, comm.rank)
         found.layouts.append(f"unit {unit.display_name}: {_layout_text(unit, place)}")
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
@@ -324,7 +331,7 @@ def _part(
     return Entry(name, part.dtype, shape, piece, part.local.view(-1))
 
 
-def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
+def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
     """Return whether a buffer is one number for the whole group, such as a step count, which is saved for each leaf."""
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1
@@ -339,7 +346,7 @@ def _layout_text(unit: UnitLayout, place: Place) -> str:
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
-class _Held(NamedTuple):
+class _HeldLeaf(NamedTuple):
     """One leaf of a unit: its whole shape, the piece of each rank, and the range of this rank's piece in this rank's buffer."""
 
     shape: tuple[int, ...]
@@ -349,12 +356,12 @@ class _Held(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def _held(unit: UnitLayout, place: Place, rank: int) -> dict[str, _Held]:
-    """Return a :class:`_Held` for each leaf that a unit stores, by path; equal in every save."""
+def _held_leaves(unit: UnitLayout, place: Place, rank: int) -> dict[str, _HeldLeaf]:
+    """Return a :class:`_HeldLeaf` for each leaf that a unit stores, by path; equal in every save."""
     return {leaf.path: _held_of(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
 
 
-def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _Held:
+def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _HeldLeaf:
     mesh = unit.mesh
     varying = [axis for axis in mesh.names if axis in place.varying]
     copies = [axis for axis in mesh.names if axis not in place.sharded and axis not in varying]
@@ -369,7 +376,7 @@ def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _Held:
     start = unit.local_start(leaf.group, place, rank)
     begin = 0 if not size else mine.first % max(leaf.numel, 1) + leaf.offset - start
     shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
-    return _Held(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
+    return _HeldLeaf(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

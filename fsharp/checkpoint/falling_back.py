@@ -14,7 +14,7 @@ _log = logging.getLogger("fsharp")
 T = TypeVar("T")
 
 
-def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
+def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
     """Call ``load`` on all ranks. Return its result and no damage; or None, and the damage that ranks have found.
 
     All ranks call this function, and either all get a result or all get the damage. ``load`` fails on all ranks if it fails on
@@ -36,7 +36,7 @@ def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tupl
         return None, found
 
 
-def set_aside(damaged: Mapping[str, str], used: str, comm: Comm) -> None:
+def set_aside_damaged(damaged: Mapping[str, str], used: str, comm: Comm) -> None:
     """On rank 0 rename damaged checkpoints, given by path with their errors, and log a warning that ``used`` was loaded."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used)

@@ -6,30 +6,30 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, complete_sibling, newest_except, open_checkpoint, problems_of
+from fsharp.checkpoint.catalog import Checkpoint, complete_sibling_hint, newest_except, open_checkpoint, opening_errors
 from fsharp.checkpoint.entries import (
     Contents,
     Entry,
     PerRank,
     contents_of,
-    is_node,
-    is_object,
-    leaves_of,
+    has_state_dict,
+    is_checkpoint_leaf,
+    leaves_with_paths,
     load_into_object,
     renamed,
-    template_of,
+    tree_to_load_into,
 )
-from fsharp.checkpoint.falling_back import load_or_damage, set_aside
-from fsharp.checkpoint.formats.huggingface import is_folder
+from fsharp.checkpoint.falling_back import load_or_collect_damage, set_aside_damaged
+from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
-from fsharp.checkpoint.matching import StoredNames, check_matches, first_lines, stored_names, without_ignored
+from fsharp.checkpoint.matching import StoredNames, check_matches, first_error_rows, stored_names, without_ignored
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need
-from fsharp.checkpoint.storage import full_path, storage_of
+from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
@@ -114,23 +114,23 @@ def load(
 
 def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
     """Load as :func:`load` does; return the checkpoint that was loaded, and the tree."""
-    given, damaged = full_path(where), dict[str, str]()
+    given, damaged = absolute_path(where), dict[str, str]()
     while True:
-        (path, is_asked_for), damage = _chosen(given, comm, damaged), list[str]()
-        load_it = partial(load_one, path, like, damage, comm=comm, where=given, **options)
+        (path, is_asked_for), damage = _choose_checkpoint(given, comm, damaged), list[str]()
+        load_it = partial(load_checkpoint_at, path, like, damage, comm=comm, where=given, **options)
         if is_asked_for:
             return load_it()
-        loaded, texts = load_or_damage(load_it, damage, comm)
+        loaded, texts = load_or_collect_damage(load_it, damage, comm)
         if loaded is not None:
-            set_aside(damaged, path, comm)
+            set_aside_damaged(damaged, path, comm)
             return loaded
         damaged[path] = texts[0]
 
 
-def load_one(
+def load_checkpoint_at(
     path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
 ) -> tuple[Checkpoint, Any]:
-    """Load the checkpoint at ``path``, as :func:`load_by` does; append the damage that this rank finds to ``damage``."""
+    """Load the checkpoint at ``path``, as :func:`load_with_reader` does. Append damage that this rank finds to ``damage``."""
     seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
@@ -146,13 +146,13 @@ def load_one(
             found.reader.read(needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
             damage.append(str(error))
-            raise CheckpointError(f"{error}{complete_sibling(found.path)}") from error
+            raise CheckpointError(f"{error}{complete_sibling_hint(found.path)}") from error
 
-    tree = load_by(read, opened, like, comm=comm, **options)
+    tree = load_with_reader(read, opened, like, comm=comm, **options)
     return seen[0], tree
 
 
-def load_by(
+def load_with_reader(
     read: Callable[[Checkpoint, list[Need]], None],
     opened: Callable[[], Checkpoint],
     like: Any,
@@ -169,7 +169,7 @@ def load_by(
     """Load as :func:`load` does, from any source of bytes.
 
     ``read`` fills the tensors of this rank. All ranks call it at the same time, unless a rank has failed before. ``opened``
-    returns the checkpoint, of which only the manifest is used. ``where`` is the same on all ranks.
+    returns the checkpoint, of which only the manifest is used. ``where`` is a text that ranks compare, such as the given path.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -181,7 +181,7 @@ def load_by(
         found = opened()
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
-        resting = template_of(
+        resting = tree_to_load_into(
             like,
             lambda name: stored(name) in there,
             lambda name: manifest.tensors[key].shape if (key := stored(name)) in manifest.tensors else None,
@@ -191,11 +191,12 @@ def load_by(
         if donate:
             check_not_lent("load()", units_of(template))
         names = stored_names(manifest, wanted, stored)
-        left, passed = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
+        left, tolerated = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
         if isinstance(like, TrainState):
             _check_main_copies(found.path, left, wanted.entries)
-        if passed and comm.rank == 0:
-            _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", first_lines(passed)))
+        if tolerated and comm.rank == 0:
+            rows = first_error_rows(tolerated)
+            _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(tolerated)} differences.", rows))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
         tree = _tree_to_fill(template, manifest, stored, comm.device, donate=donate, kept=left)
         return found, tree, contents_of("load()", tree, comm), names, resting
@@ -215,24 +216,31 @@ def load_by(
                 buffer.zero_()  # nothing is read into padding
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
-        _read(found, into, names, comm.rank, read, kept)
+        _fill_tree(found, into, names, comm.rank, read, kept)
         return encode_blocks(tree, resting)
 
     tree = encode_leaves(together("load()", comm, fill), comm, resting)
     if donate:
         donate_nodes(units_of(like))
     name_trees(tree, comm)
-    if not any(is_object(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node)):
+    if not any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
         return tree
 
     def handed_back(leaf: Any, loaded: Any) -> Any:
-        return load_into_object(leaf, loaded) if is_object(leaf) else loaded
+        return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
 
-    return together("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_node))
+    return together("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
 
 
-def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the path of the checkpoint to load, and whether it is ``path`` itself instead of the newest one below.
+class _ChosenPath(NamedTuple):
+    """The path of the checkpoint to load. ``is_asked_for``: whether the caller gave this path, and not that of a root."""
+
+    path: str
+    is_asked_for: bool
+
+
+def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _ChosenPath:
+    """Return the path of the checkpoint to load: ``path`` itself, or the newest checkpoint below ``path``.
 
     Checkpoints in ``damaged`` are passed over. Rank 0 chooses, whatever path other ranks were given. Raises CheckpointError on
     all ranks if all checkpoints below ``path`` are damaged.
@@ -241,9 +249,9 @@ def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, boo
     if comm.rank == 0:
         try:
             names = storage_of(path).names(path)
-            is_one = NAME in names or is_folder(names)
+            is_one = NAME in names or is_huggingface_folder(names)
             newest = None if is_one else newest_except(path, damaged)
-            if newest is None and not is_one and (unreadable := [*damaged.values(), *problems_of(path)]):
+            if newest is None and not is_one and (unreadable := [*damaged.values(), *opening_errors(path)]):
                 raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))
             answer = {"path": path if newest is None else newest.path, "is_asked_for": newest is None}
         except (CheckpointError, OSError) as error:
@@ -251,7 +259,7 @@ def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, boo
     said = json.loads(exchange(json.dumps(answer), comm)[0])
     if "error" in said:
         raise CheckpointError(f"load(): {said['error']}")
-    return str(said["path"]), bool(said["is_asked_for"])
+    return _ChosenPath(str(said["path"]), bool(said["is_asked_for"]))
 
 
 def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]) -> None:
@@ -294,7 +302,7 @@ def _tree_to_fill(
         return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
     made: list[Any] = []
-    for segments, _, leaf in leaves_of(template):
+    for segments, _, leaf in leaves_with_paths(template):
         value = manifest.values.get(stored(".".join(segments)))
         if is_sharded(leaf):
             made.append(leaf.replace([fresh(buffer) for buffer in leaf.buffers]))
@@ -308,10 +316,10 @@ def _tree_to_fill(
             made.append(leaf)
         else:
             made.append(MadeBy(str(value)) if isinstance(leaf, MadeBy) else value)
-    return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_node), made)
+    return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_checkpoint_leaf), made)
 
 
-def _read(
+def _fill_tree(
     found: Checkpoint,
     into: Contents,
     names: StoredNames,
@@ -329,7 +337,7 @@ def _read(
         if name in kept:
             continue
         piece, target = entry.piece(rank), entry.local
-        if entry.is_of_group:
+        if entry.is_group_scalar:
             target = torch.empty_like(target)
             numbers.append((entry, target))
         needs.append(Need(names.by_tensor[name], piece.first, piece.last, target))

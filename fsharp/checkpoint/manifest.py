@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.entries import Value
-from fsharp.checkpoint.shard_file import DTYPES, parse_json, without_repeats
+from fsharp.checkpoint.shard_file import DTYPES, parse_json, refuse_repeated_names
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 
@@ -133,7 +133,7 @@ class Manifest:
                 raise CheckpointError(f"{where}: the manifest is damaged: its digest is not that of its text.")
             made = _from_body(body)
             for name, structure in made.objects.items():
-                object_of(name, structure, made.values.__getitem__)
+                rebuild_from_structure(name, structure, made.values.__getitem__)
         except CheckpointError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -147,7 +147,7 @@ class Manifest:
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
-    files = tuple(FileRecord(plain_file_name(f["name"]), _count(f["nbytes"]), _hex(f["xxh3_128"])) for f in body["files"])
+    files = tuple(FileRecord(checked_file_name(f["name"]), _count(f["nbytes"]), _hex(f["xxh3_128"])) for f in body["files"])
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is named twice")
     return Manifest(
@@ -160,7 +160,9 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         metric=None if body["metric"] is None else float.fromhex(body["metric"]["float"]),
         files=files,
         tensors={
-            name: TensorRecord(_dtype(t["dtype"]), plain_shape(t["shape"]), tuple(Chunk(*map(_count, c)) for c in t["chunks"]))
+            name: TensorRecord(
+                _dtype(t["dtype"]), checked_shape(t["shape"]), tuple(Chunk(*map(_count, c)) for c in t["chunks"])
+            )
             for name, t in body["tensors"].items()
         },
         aliases={name: str(owner) for name, owner in body["aliases"].items()},
@@ -183,7 +185,7 @@ def structure_of(value: Any) -> Any:
     return None if value is None else 0
 
 
-def object_of(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
+def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
     """Return the value called ``name``, put together again from its structure, a result of :func:`structure_of`.
 
     ``value`` returns the number, text or boolean at a dotted name: ``name``, followed by indices in lists and keys in dicts.
@@ -195,8 +197,8 @@ def object_of(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
     tagged: dict[str, Any] = {"list": structure} if isinstance(structure, list) else structure
     [(kind, parts)] = tagged.items()
     if kind == "dict":
-        return {key: object_of(f"{name}.{key}", each, value) for key, each in parts.items()}
-    made = [object_of(f"{name}.{i}", each, value) for i, each in enumerate(parts)]
+        return {key: rebuild_from_structure(f"{name}.{key}", each, value) for key, each in parts.items()}
+    made = [rebuild_from_structure(f"{name}.{i}", each, value) for i, each in enumerate(parts)]
     return tuple(made) if kind == "tuple" else made
 
 
@@ -217,9 +219,9 @@ def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileR
         raise CheckpointError(f"{where}: {name!r:.200} has two chunks in one file.")
 
 
-def as_json(value: Any) -> Any:
+def json_round_trip(value: Any) -> Any:
     """Return a value after a round trip through JSON: keys become strings, tuples lists. Raises an error if JSON cannot."""
-    return json.loads(json.dumps(value), object_pairs_hook=without_repeats)
+    return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 
 def _digest(body: Any) -> str:
@@ -232,7 +234,7 @@ def _count(value: Any) -> int:
     return value
 
 
-def plain_shape(sizes: Any) -> tuple[int, ...]:
+def checked_shape(sizes: Any) -> tuple[int, ...]:
     """Return sizes as the shape of a tensor. Raises ValueError if they cannot be a shape."""
     shape = tuple(map(_count, sizes))
     if len(shape) > _MOST_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
@@ -246,7 +248,7 @@ def _time(value: Any) -> float:
     return float(value)
 
 
-def plain_file_name(value: Any) -> str:
+def checked_file_name(value: Any) -> str:
     """Return the name of a file in the same folder. Raises ValueError for anything else."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise ValueError(f"{value!r:.80} is no plain file name")

@@ -60,6 +60,13 @@ def stored_names(manifest: Manifest, wanted: Contents, stored: Callable[[str], s
     return StoredNames(of, others)
 
 
+class ToleratedDifferences(NamedTuple):
+    """Names of the leaves whose given values are kept, and the differences that are no error, as rows of a warning."""
+
+    kept: set[str]
+    warning_rows: list[tuple[str, str]]
+
+
 def check_matches(
     path: str,
     manifest: Manifest,
@@ -70,12 +77,8 @@ def check_matches(
     *,
     cast: bool,
     strict: bool,
-) -> tuple[set[str], list[tuple[str, str]]]:
-    """Raise one error for all differences between a tree and a checkpoint.
-
-    Returns the names of leaves whose given values are kept, and the differences that were passed over, as rows of a warning.
-    Both are empty if ``strict`` is True.
-    """
+) -> ToleratedDifferences:
+    """Raise one error for all differences between a tree and a checkpoint. Return the tolerated ones: none if ``strict``."""
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 
     def is_new(name: str, source: str) -> bool:
@@ -103,7 +106,7 @@ def check_matches(
             rows.append((name, f"{stored_as} in the checkpoint; expected {_dtype_and_shape(entry.dtype, entry.shape)}"))
     for name, value in wanted.values.items():
         there = manifest.values.get(stored(name))
-        if not is_new(name, stored(name)) and _kind(there) is not _kind(value):
+        if not is_new(name, stored(name)) and _value_kind(there) is not _value_kind(value):
             kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
             rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
     expected = {stored(name) for name in (*wanted.entries, *wanted.values, *wanted.aliases)}
@@ -117,17 +120,19 @@ def check_matches(
             "Build the tree as it was when it was saved; subtree= loads a part of it, rename= and ignore= are for other names, "
             "cast=True converts dtypes, strict=False keeps values of new leaves."
         )
-        raise TreeError(problem("load()", f"{path} is not of this tree: {len(rows)} differences.", first_lines(rows), remedy))
-    return kept, passed
+        raise TreeError(
+            problem("load()", f"{path} is not of this tree: {len(rows)} differences.", first_error_rows(rows), remedy)
+        )
+    return ToleratedDifferences(kept, passed)
 
 
-def first_lines(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the first rows of an error message, and a row with the number of further rows."""
     lines = _merge_alike_rows(rows)
     return lines[:_SHOWN] + ([("...", f"and {len(lines) - _SHOWN} more lines")] if len(lines) > _SHOWN else [])
 
 
-def _kind(value: Value) -> type | None:
+def _value_kind(value: Value) -> type | None:
     """Return the kind of a value. All numbers are one kind: a learning rate of 1 is 0.9 after a step."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str

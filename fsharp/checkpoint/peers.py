@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, newest_first
-from fsharp.checkpoint.manifest import NAME, Manifest, plain_file_name
-from fsharp.checkpoint.reading import Need, ShardFile, check_size, parts_by_file, table_nbytes
-from fsharp.checkpoint.saving import file_name
-from fsharp.checkpoint.shard_file import batches, bytes_of, header_nbytes
+from fsharp.checkpoint.catalog import Checkpoint, folder_names_newest_first
+from fsharp.checkpoint.manifest import NAME, Manifest, checked_file_name
+from fsharp.checkpoint.reading import Need, ShardFileReader, check_file_size, digest_table_nbytes, needs_by_file
+from fsharp.checkpoint.saving import shard_file_name
+from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_nbytes
 from fsharp.checkpoint.storage import LocalFiles
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import exchange, together
@@ -35,7 +35,7 @@ class DamagedCopy(CheckpointError):
 
 
 @contextmanager
-def _blamed(rank: int, file: str) -> Iterator[None]:
+def _damage_blamed_on(rank: int, file: str) -> Iterator[None]:
     """Turn a CheckpointError that is raised in this context into a :class:`DamagedCopy` of ``file`` on the host of ``rank``."""
     try:
         yield
@@ -62,11 +62,11 @@ class HeldSave:
     hosts: dict[int, dict[int, int]]
 
     @property
-    def missing(self) -> list[int]:
+    def missing_files(self) -> list[int]:
         """Numbers of the files that no host has."""
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
-    def holder(self, file: int | None, rank: int, domain_size: int) -> int:
+    def rank_to_fetch_from(self, file: int | None, rank: int, domain_size: int) -> int:
         """Return the rank from which ``rank`` fetches a file, or the manifest. Fetches spread over all holders."""
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
@@ -77,25 +77,28 @@ Copy = tuple[str, int, str]
 
 
 def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Copy] = ()) -> list[HeldSave]:
-    """Return all saves of which at least one host holds a file; the same on all ranks.
+    """Return all saves in memory of hosts of which at least one host holds a file; the same on all ranks.
 
-    Copies in ``damaged`` do not count. Files and manifests of the wrong size do not count either, and are logged.
+    ``domain_size`` consecutive ranks share a host, and so a folder. Copies in ``damaged`` do not count. Files and manifests of
+    the wrong size do not count either, and are logged.
     """
-    mine = together("restore()", comm, lambda: held_here(folder) if comm.rank % domain_size == 0 else [])
+    mine = together("restore()", comm, lambda: describe_saves_held_here(folder) if comm.rank % domain_size == 0 else [])
     found: dict[str, HeldSave] = {}
     for first, text in enumerate(exchange(json.dumps(mine), comm)):
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
             save = found.setdefault(name, HeldSave(name, step, created, num_files, manifest_nbytes, {}))
             if (name, first, NAME) not in damaged:
                 there = {int(number): size for number, size in heads.items()}
-                save.hosts[first] = {no: size for no, size in there.items() if (name, first, file_name(no)) not in damaged}
+                save.hosts[first] = {
+                    no: size for no, size in there.items() if (name, first, shard_file_name(no)) not in damaged
+                }
     return list(found.values())
 
 
-def held_here(folder: str) -> list[list[Any]]:
+def describe_saves_held_here(folder: str) -> list[list[Any]]:
     """Return name, step, time, number of files, size of the manifest and sizes of headers by file of each save in a folder."""
     saves = []
-    for name in newest_first(_files, folder):
+    for name in folder_names_newest_first(_files, folder):
         path = f"{folder}/{name}"
         try:
             manifest = Checkpoint(path).manifest
@@ -107,7 +110,7 @@ def held_here(folder: str) -> list[list[Any]]:
             if record.name in there:
                 file, first = f"{path}/{record.name}", bytearray(8)
                 try:
-                    check_size(_files, file, record.nbytes)
+                    check_file_size(_files, file, record.nbytes)
                     _files.read(file, 0, memoryview(first))
                     heads[number] = header_nbytes(file, bytes(first), record.nbytes)
                 except CheckpointError as error:
@@ -116,7 +119,7 @@ def held_here(folder: str) -> list[list[Any]]:
     return saves
 
 
-class Deferred:
+class DeferredError:
     """Keeps the first error of a rank, which still takes part in an exchange, so that no other rank waits for it."""
 
     def __init__(self) -> None:
@@ -161,7 +164,7 @@ class ReadRequest(NamedTuple):
     take: Callable[[torch.Tensor], None]
 
 
-def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[ReadRequest]:
+def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> list[ReadRequest]:
     """Return the requests that fill ``into`` with the bytes of ``file`` from byte ``start`` on."""
     view = memoryview(into)
 
@@ -176,7 +179,7 @@ def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[R
     return [one(first) for first in range(0, len(into), PIECE_NBYTES)]
 
 
-def fetch(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: Deferred) -> None:
+def fetch_from_hosts(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
     """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call it.
 
     ``folder`` is the folder of the save on this host. ``deferred`` keeps the error of a failure to read or to take bytes; the
@@ -188,19 +191,22 @@ def fetch(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: Defe
     n = comm.mesh.size
     if n == 1:
         return
-    asked = [batches([each for each in wanted if each.holder == (comm.rank - shift) % n], PIECE_NBYTES) for shift in range(n)]
+    asked = [
+        batches_by_nbytes([each for each in wanted if each.holder == (comm.rank - shift) % n], PIECE_NBYTES)
+        for shift in range(n)
+    ]
     rounds = comm.all_reduce(torch.tensor([*map(len, asked)]), AXIS, op="max", label="restore() rounds")
     outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
-        requests = json.loads(_exchanged_text(json.dumps(mine), comm, -shift))
+        requests = json.loads(_shift_text(json.dumps(mine), comm, -shift))
         wanted_here = [ReadRequest(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests]
-        theirs = batches(wanted_here, PIECE_NBYTES)
+        theirs = batches_by_nbytes(wanted_here, PIECE_NBYTES)
         for i in range(int(rounds[shift])):
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
                 part = outgoing[end : end + each.nbytes]
-                deferred.run(_read_asked, comm.rank, folder, each, bytes_of(part))
+                deferred.run(_read_requested, comm.rank, folder, each, bytes_of(part))
                 end += each.nbytes
                 send = outgoing[:end]
             batch = asked[shift][i] if i < len(asked[shift]) else []
@@ -211,13 +217,13 @@ def fetch(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: Defe
                 end += each.nbytes
 
 
-def _read_asked(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
+def _read_requested(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
     """Read the bytes that another rank has requested from ``rank``, only from a file of the save."""
-    with _blamed(rank, plain_file_name(asked.file)):
+    with _damage_blamed_on(rank, checked_file_name(asked.file)):
         _files.read(f"{folder}/{asked.file}", asked.start, into)
 
 
-def _exchanged_text(text: str, comm: Comm, shift: int) -> str:
+def _shift_text(text: str, comm: Comm, shift: int) -> str:
     """Send a text to rank ``r + shift``, and return the text of rank ``r - shift``."""
     body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
@@ -226,7 +232,7 @@ def _exchanged_text(text: str, comm: Comm, shift: int) -> str:
     return bytes(bytes_of(theirs)).decode()
 
 
-class _Fetched:
+class _FetchedHeaders:
     """A Readable of the first and last bytes of files on other hosts: headers and tables of digests, by path."""
 
     def __init__(self) -> None:
@@ -248,13 +254,13 @@ class _Fetched:
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
     """Return the manifest of a save, fetched from another host if this host has no file of it. All ranks call it."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
-    deferred, data = Deferred(), bytearray(0 if has_it else save.manifest_nbytes)
-    holder = save.holder(None, comm.rank, domain_size)
-    fetch(folder, _wanted_whole(holder, NAME, 0, data), comm, deferred)
+    deferred, data = DeferredError(), bytearray(0 if has_it else save.manifest_nbytes)
+    holder = save.rank_to_fetch_from(None, comm.rank, domain_size)
+    fetch_from_hosts(folder, _requests_to_fill(holder, NAME, 0, data), comm, deferred)
 
     def made() -> Manifest:
         deferred.raise_()
-        with _blamed(comm.rank if has_it else holder, NAME):
+        with _damage_blamed_on(comm.rank if has_it else holder, NAME):
             return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{NAME}", bytes(data))
 
     return together("restore()", comm, made)
@@ -271,38 +277,38 @@ def read_from_hosts(
     Cost: what this rank needs and its host does not have is sent, rounded to blocks, with headers and tables of digests.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
-    parts, deferred, fetched = parts_by_file(manifest, needs), Deferred(), _Fetched()
-    away = {number: save.holder(number, comm.rank, domain_size) for number in parts if number not in here}
+    parts, deferred, fetched = needs_by_file(manifest, needs), DeferredError(), _FetchedHeaders()
+    away = {number: save.rank_to_fetch_from(number, comm.rank, domain_size) for number in parts if number not in here}
 
     def ask_heads() -> list[ReadRequest]:
         asked = []
         for number, holder in away.items():
             record, length = manifest.files[number], save.hosts[holder - holder % domain_size][number]
-            head, table = bytearray(length), bytearray(table_nbytes(record.nbytes - length))
+            head, table = bytearray(length), bytearray(digest_table_nbytes(record.nbytes - length))
             fetched.parts[f"{_file_path(folder, holder)}/{record.name}"] = record.nbytes, head, table
-            asked += _wanted_whole(holder, record.name, 0, head)
-            asked += _wanted_whole(holder, record.name, record.nbytes - len(table), table)
+            asked += _requests_to_fill(holder, record.name, 0, head)
+            asked += _requests_to_fill(holder, record.name, record.nbytes - len(table), table)
         return asked
 
     def ask_windows() -> list[ReadRequest]:
         asked = []
         for number, holder in away.items():
             record = manifest.files[number]
-            with _blamed(holder, record.name):
-                file = ShardFile(fetched, _file_path(folder, holder), record, number, manifest.save_id)
-                windows = file.windows(file.runs(manifest, parts[number]), PIECE_NBYTES)
+            with _damage_blamed_on(holder, record.name):
+                file = ShardFileReader(fetched, _file_path(folder, holder), record, number, manifest.save_id)
+                windows = file.windows(file.runs_of(manifest, parts[number]), PIECE_NBYTES)
             for window in windows:
-                take = _blamed(holder, record.name)(partial(file.take, window))
+                take = _damage_blamed_on(holder, record.name)(partial(file.fill_targets, window))
                 asked.append(ReadRequest(holder, record.name, window.start, window.nbytes, take))
         return asked
 
-    fetch(folder, deferred.run(ask_heads) or [], comm, deferred)
-    fetch(folder, deferred.run(ask_windows) or [], comm, deferred)
+    fetch_from_hosts(folder, deferred.run(ask_heads) or [], comm, deferred)
+    fetch_from_hosts(folder, deferred.run(ask_windows) or [], comm, deferred)
     deferred.raise_()
     for number in parts.keys() & here.keys():
-        with _blamed(comm.rank, manifest.files[number].name):
-            file = ShardFile(_files, folder, manifest.files[number], number, manifest.save_id)
-            file.read(file.runs(manifest, parts[number]), PIECE_NBYTES)
+        with _damage_blamed_on(comm.rank, manifest.files[number].name):
+            file = ShardFileReader(_files, folder, manifest.files[number], number, manifest.save_id)
+            file.read(file.runs_of(manifest, parts[number]), PIECE_NBYTES)
 
 
 def _file_path(folder: str, holder: int) -> str:

@@ -12,7 +12,7 @@ from fsharp.checkpoint.shard_file import (
     BLOCK_NBYTES,
     DTYPES_OF_FORMAT,
     TABLE,
-    Extent,
+    TensorExtent,
     block_digests,
     bytes_of,
     file_digest,
@@ -34,7 +34,7 @@ class Need(NamedTuple):
     target: torch.Tensor
 
 
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """Elements that lie next to each other in a file: begin and end in bytes behind the header, dtype, and target tensor."""
 
     begin: int
@@ -43,12 +43,12 @@ class Run(NamedTuple):
     target: torch.Tensor
 
 
-class Window(NamedTuple):
+class ReadWindow(NamedTuple):
     """A range of a file to read at once. ``parts`` has, for each run in it, begin and end behind the header, and the run."""
 
     start: int
     nbytes: int
-    parts: list[tuple[int, int, Run]]
+    parts: list[tuple[int, int, FileRun]]
 
 
 class Reader:
@@ -59,7 +59,7 @@ class Reader:
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
-        self._files: dict[int, ShardFile] = {}
+        self._files: dict[int, ShardFileReader] = {}
 
     @torch.no_grad()
     def read(self, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
@@ -67,17 +67,17 @@ class Reader:
 
         Raises CheckpointError for bytes that are missing or damaged; names file, tensors and the rank that wrote them.
         """
-        for number, parts in parts_by_file(self._manifest, needs).items():
+        for number, parts in needs_by_file(self._manifest, needs).items():
             file = self._files.get(number)
             if file is None:
                 record = self._manifest.files[number]
-                file = ShardFile(self._storage, self._folder, record, number, self._manifest.save_id)
+                file = ShardFileReader(self._storage, self._folder, record, number, self._manifest.save_id)
                 self._files[number] = file
-            file.read(file.runs(self._manifest, parts), buffer_nbytes)
+            file.read(file.runs_of(self._manifest, parts), buffer_nbytes)
 
 
-def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
-    """Return, by number of a file, the parts of needs that are in the file."""
+def needs_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
+    """Return, by number of a file, the chunks in this file that have needed elements, each with the Need of these elements."""
     found: dict[int, list[tuple[Chunk, Need]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
@@ -88,7 +88,7 @@ def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[t
     return dict(sorted(found.items()))
 
 
-def check_size(storage: Readable, path: str, nbytes: int) -> None:
+def check_file_size(storage: Readable, path: str, nbytes: int) -> None:
     """Raise a CheckpointError if a file is missing or does not have ``nbytes`` bytes."""
     try:
         size = storage.nbytes(path)
@@ -98,7 +98,7 @@ def check_size(storage: Readable, path: str, nbytes: int) -> None:
         raise CheckpointError(f"{path}: {size:,} bytes, expected {nbytes:,}.")
 
 
-class ShardFile:
+class ShardFileReader:
     """A file of a checkpoint, of which parts are read: file ``number``, which the rank of this number wrote.
 
     Raises CheckpointError if its size, header or table of digests are not those of the manifest.
@@ -106,7 +106,7 @@ class ShardFile:
 
     def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
-        check_size(storage, self.path, size := record.nbytes)
+        check_file_size(storage, self.path, size := record.nbytes)
         if record.digest is None:
             described = describe_file(storage, self.path)
             self._data, self._table, self._extents = described.start, b"", described.tensors
@@ -115,19 +115,19 @@ class ShardFile:
         length = header_nbytes(self.path, self._fetch(0, min(8, size)), size)
         header = self._fetch(0, length)
         # The digest covers header and table, which is last: it is compared before either is believed.
-        end = size - table_nbytes(size - length)
+        end = size - digest_table_nbytes(size - length)
         table = self._fetch(end, size - end)
         if file_digest(header, table) != record.digest:
             raise CheckpointError(f"{self.path}, written by rank {number}: its header or its table of digests is damaged.")
         found, metadata = parse_header(self.path, header, size)
         if metadata.get("save_id") != save_id:
             raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r:.80}, expected {save_id!r}.")
-        if found.get(TABLE) != Extent(torch.uint8, end - length, size - length, (size - end,)):
+        if found.get(TABLE) != TensorExtent(torch.uint8, end - length, size - length, (size - end,)):
             raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
         self._data, self._table, self._extents = length, table, found
         self._end = size - length - len(table)
 
-    def begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
+    def chunk_begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
         """Return where a chunk of a tensor begins, in bytes behind the header of the file.
 
         Raises CheckpointError if the file has no chunk of the tensor, or one of another size or dtype.
@@ -141,13 +141,13 @@ class ShardFile:
             raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r:.200}, expected {size}.")
         return found.begin
 
-    def runs(self, manifest: Manifest, parts: Iterable[tuple[Chunk, Need]]) -> list[Run]:
-        """Return where parts are in the file, in order of their first byte. Raises CheckpointError as :meth:`begin` does."""
+    def runs_of(self, manifest: Manifest, parts: Iterable[tuple[Chunk, Need]]) -> list[FileRun]:
+        """Return where parts are in the file, in order of their first byte. Raises the errors of :meth:`chunk_begin`."""
         found = []
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
-            begin = self.begin(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
-            found.append(Run(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
+            begin = self.chunk_begin(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
+            found.append(FileRun(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
         return sorted(found, key=lambda run: run.begin)
 
     def _fetch(self, start: int, size: int) -> bytes:
@@ -155,40 +155,40 @@ class ShardFile:
         self._storage.read(self.path, start, memoryview(data))
         return bytes(data)
 
-    def read(self, runs: Sequence[Run], buffer_nbytes: int) -> None:
+    def read(self, runs: Sequence[FileRun], buffer_nbytes: int) -> None:
         """Fill targets with runs of the file, which are in order of their first byte and do not overlap."""
         windows = self.windows(runs, buffer_nbytes)
         whole = torch.empty(max((window.nbytes for window in windows), default=0), dtype=torch.uint8, device="cpu")
         for window in windows:
             buffer = whole[: window.nbytes]
             self._storage.read(self.path, window.start, bytes_of(buffer))
-            self.take(window, buffer)
+            self.fill_targets(window, buffer)
 
-    def windows(self, runs: Sequence[Run], buffer_nbytes: int) -> list[Window]:
+    def windows(self, runs: Sequence[FileRun], buffer_nbytes: int) -> list[ReadWindow]:
         """Return the windows to read for runs, which are in order of their first byte and do not overlap.
 
         A window has whole blocks, and at most ``buffer_nbytes``, or one block if that is more.
         """
         block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
-        found, start, stop = list[Window](), 0, 0
+        found, start, stop = list[ReadWindow](), 0, 0
         for run in runs:
             begin = run.begin
             while begin < run.end:
                 low = begin // block * block
                 if not found or block == 1 or not start <= low <= stop or begin >= start + most:
                     start = stop = low
-                    found.append(Window(self._data + start, 0, []))
+                    found.append(ReadWindow(self._data + start, 0, []))
                 last = min(run.end, start + most)
                 found[-1].parts.append((begin, last, run))
                 stop, begin = max(stop, -(-last // block) * block), last
                 found[-1] = found[-1]._replace(nbytes=min(stop, self._end) - start)
         return found
 
-    def take(self, window: Window, buffer: torch.Tensor) -> None:
+    def fill_targets(self, window: ReadWindow, buffer: torch.Tensor) -> None:
         """Fill targets with the bytes of a window. Raises CheckpointError if they are damaged."""
         start = window.start - self._data
-        if self._table and (wrong := self._wrong(start, bytes_of(buffer))):
-            raise CheckpointError(self.damage(wrong))
+        if self._table and (wrong := self._damaged_blocks_in(start, bytes_of(buffer))):
+            raise CheckpointError(self.damage_text(wrong))
         for begin, stop, run in window.parts:
             data = buffer[begin - start : stop - start]
             if data.storage_offset() % run.dtype.itemsize:
@@ -196,17 +196,17 @@ class ShardFile:
             first, last = ((x - run.begin) // run.dtype.itemsize for x in (begin, stop))
             run.target[first:last].copy_(data.view(run.dtype))
 
-    def _wrong(self, start: int, view: memoryview) -> list[int]:
+    def _damaged_blocks_in(self, start: int, view: memoryview) -> list[int]:
         """Return the first byte of each block whose digest differs from the table."""
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
             return []
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
-    def damage(self, blocks: Sequence[int]) -> str:
+    def damage_text(self, blocks: Sequence[int]) -> str:
         """Return text that names the damaged tensors and bytes, given the first bytes of damaged blocks in order."""
 
-        def is_damaged(extent: Extent) -> bool:
+        def is_damaged(extent: TensorExtent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)
             return first < len(blocks) and blocks[first] < extent.end
 
@@ -217,18 +217,18 @@ class ShardFile:
             f"first at byte {self._data + blocks[0]:,}, in {shown}: they are not what was written."
         )
 
-    def damaged_blocks(self) -> list[int]:
+    def find_damaged_blocks(self) -> list[int]:
         """Read the whole file, and return the first byte of each block whose digest differs from the table."""
         wrong = []
         buffer = bytearray(1 << 20)
         for start in range(0, self._end, len(buffer)):
             view = memoryview(buffer)[: min(len(buffer), self._end - start)]
             self._storage.read(self.path, self._data + start, view)
-            wrong += self._wrong(start, view)
+            wrong += self._damaged_blocks_in(start, view)
         return wrong
 
 
-def table_nbytes(size: int) -> int:
+def digest_table_nbytes(size: int) -> int:
     """Return the bytes of a file's table of digests; ``size`` is the bytes of elements and table together."""
     blocks = size // (BLOCK_NBYTES + 8)
     return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
@@ -243,11 +243,11 @@ def verify_files(folder: str, manifest: Manifest) -> list[str]:
             chunks[chunk.file].append((name, chunk))
     for number in range(len(manifest.files)):
         try:
-            file = ShardFile(storage, folder, manifest.files[number], number, manifest.save_id)
+            file = ShardFileReader(storage, folder, manifest.files[number], number, manifest.save_id)
             for name, chunk in chunks[number]:
-                file.begin(name, manifest.tensors[name].dtype, chunk)
-            if wrong := file.damaged_blocks():
-                problems.append(file.damage(wrong))
+                file.chunk_begin(name, manifest.tensors[name].dtype, chunk)
+            if wrong := file.find_damaged_blocks():
+                problems.append(file.damage_text(wrong))
         except CheckpointError as error:
             problems.append(str(error))
     return problems

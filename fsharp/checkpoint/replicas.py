@@ -15,40 +15,40 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fsharp.checkpoint.catalog import Checkpoint, later_than, newest_except, newest_first, remove_incomplete
-from fsharp.checkpoint.entries import Contents, contents_of, with_object_states
-from fsharp.checkpoint.falling_back import load_or_damage, set_aside, try_set_aside
-from fsharp.checkpoint.loading import load_by, load_one
+from fsharp.checkpoint.catalog import Checkpoint, folder_names_newest_first, newest_except, remove_incomplete, save_time_after
+from fsharp.checkpoint.entries import Contents, contents_of, with_state_dicts
+from fsharp.checkpoint.falling_back import load_or_collect_damage, set_aside_damaged, try_set_aside
+from fsharp.checkpoint.loading import load_checkpoint_at, load_with_reader
 from fsharp.checkpoint.manifest import NAME, FileRecord
 from fsharp.checkpoint.peers import (
     PIECE_NBYTES,
     Copy,
     DamagedCopy,
-    Deferred,
+    DeferredError,
     HeldSave,
+    describe_saves_held_here,
     fetch_manifest,
-    held_here,
     held_saves,
     read_from_hosts,
     shift_over_ranks,
 )
 from fsharp.checkpoint.reading import Need
-from fsharp.checkpoint.saver import Background
+from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.checkpoint.saving import (
     Snapshot,
-    abandon,
-    check_room,
-    check_written,
-    manifest_of,
-    metadata_of,
-    naming_path,
-    publish,
+    check_free_space,
+    header_metadata,
+    manifest_of_snapshot,
+    name_path_in_errors,
+    remove_staged,
     snapshot,
-    tensors_of,
-    write_shards,
+    tensors_written_by,
+    verify_written_file,
+    write_manifest_and_publish,
+    write_shard_file,
 )
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
-from fsharp.checkpoint.storage import Claim, LocalFiles, full_path
+from fsharp.checkpoint.storage import FolderClaim, LocalFiles, absolute_path
 from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
 from fsharp.functional.comm.agree import exchange, gather_bytes, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -85,7 +85,7 @@ class _OnDisk(NamedTuple):
 
 
 @options_checked
-class Replicas(Background):
+class Replicas(BackgroundSaver):
     """Keep the training state in memory of hosts, with copies of each rank's part on other hosts.
 
     ::
@@ -133,7 +133,7 @@ class Replicas(Background):
         domain_size: int | None = None,
         root: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._folder, self._copies, self._root = os.path.abspath(folder), copies, None if root is None else full_path(root)
+        self._folder, self._copies, self._root = os.path.abspath(folder), copies, None if root is None else absolute_path(root)
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if domain_size is None else domain_size
         inner = innermost(comm)
         self._domain_size, self._created, self._claim = size, 0.0, None
@@ -146,13 +146,13 @@ class Replicas(Background):
                 raise CheckpointError(f"Replicas(): {os.fspath(folder)!r} is a URL, expected a folder in this host's memory.")
             _check_sizes(comm.mesh.size, copies, size)
             if comm.rank % size == 0:
-                self._claim = naming_path(self._folder, lambda: Claim(self._folder, token))
+                self._claim = name_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
-                self._created = max((created for _, _, created, *_ in held_here(self._folder)), default=0.0)
+                self._created = max((created for _, _, created, *_ in describe_saves_held_here(self._folder)), default=0.0)
 
         def check_shared() -> None:
             first = comm.rank // size * size
-            if self._claim is None and Claim.token(self._folder, _TOKEN_NBYTES) != tokens[first]:
+            if self._claim is None and FolderClaim.read_token(self._folder, _TOKEN_NBYTES) != tokens[first]:
                 raise CheckpointError(
                     f"Replicas(): rank {comm.rank} does not see {self._folder} of rank {first}: they are on different hosts, "
                     f"or were given different folders. domain_size is {size}."
@@ -164,7 +164,7 @@ class Replicas(Background):
             )
             tokens = gather_bytes(token, comm)
             self._run, self._numbers = tokens[0], count()
-            together("Replicas()", comm, lambda: naming_path(self._folder, check_shared))
+            together("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_shared))
             own = inner.on_host(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
             self._close_claim()
@@ -178,17 +178,17 @@ class Replicas(Background):
     @api_boundary
     def predict(self, tree: Any) -> RefreshNbytes:
         """Return the exact bytes that a refresh of a tree sends and keeps, from layouts alone, without ranks."""
-        return self._nbytes_of(contents_of("predict()", with_object_states(tree), self._comm))
+        return self._nbytes_of(contents_of("predict()", with_state_dicts(tree), self._comm))
 
     def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
         rank = self._comm.rank
-        written = {of: [each for _, each in tensors_of(contents, of)] for of in {rank, *self._held_by_host}}
-        sizes = {of: file_nbytes(tensors, metadata_of("0" * 16, of)) for of, tensors in written.items()}
+        written = {of: [each for _, each in tensors_written_by(contents, of)] for of in {rank, *self._ranks_on_host}}
+        sizes = {of: file_nbytes(tensors, header_metadata("0" * 16, of)) for of, tensors in written.items()}
         copied = sum(tensor.nbytes for tensor in written[rank])
-        return RefreshNbytes(self._copies * sizes[rank], sum(sizes[of] for of in self._held_by_host), copied)
+        return RefreshNbytes(self._copies * sizes[rank], sum(sizes[of] for of in self._ranks_on_host), copied)
 
     @property
-    def _held_by_host(self) -> list[int]:
+    def _ranks_on_host(self) -> list[int]:
         """The ranks whose files are on this host."""
         first, n = self._comm.rank // self._domain_size * self._domain_size, self._comm.mesh.size
         own = range(first, first + self._domain_size)
@@ -239,51 +239,53 @@ class Replicas(Background):
 
         def stage() -> None:
             if self._claim is not None:
-                check_room(self._folder, self._nbytes_of(shot.contents).held)
-                naming_path(shot.folder, lambda: _files.stage(shot.folder))
+                check_free_space(self._folder, self._nbytes_of(shot.contents).held)
+                name_path_in_errors(shot.folder, lambda: _files.stage(shot.folder))
 
         def commit() -> None:
             if self._claim is not None:
-                here = [records[rank] for rank in self._held_by_host]
-                manifest = manifest_of(shot, records, self._comm.mesh, created)
-                naming_path(shot.folder, lambda: publish(shot, staged, here, manifest, rank=own.rank))
+                here = [records[rank] for rank in self._ranks_on_host]
+                manifest = manifest_of_snapshot(shot, records, self._comm.mesh, created)
+                name_path_in_errors(
+                    shot.folder, lambda: write_manifest_and_publish(shot, staged, here, manifest, rank=own.rank)
+                )
 
         def remove_others() -> None:
-            for name in newest_first(_files, self._folder) if self._claim is not None else ():
+            for name in folder_names_newest_first(_files, self._folder) if self._claim is not None else ():
                 path = f"{self._folder}/{name}"
                 if path != shot.folder and NAME in _files.names(path):  # every published save has a manifest
                     _files.remove(path)
 
         try:
             together("refresh()", own, stage)
-            records = write_shards(shot, staged, own, "refresh()")
+            records = write_shard_file(shot, staged, own, "refresh()")
             self._send_copies(shot, staged, records)
-            now = struct.pack("<d", later_than(self._created))
+            now = struct.pack("<d", save_time_after(self._created))
             created = self._created = max(struct.unpack("<d", each)[0] for each in gather_bytes(now, own))
             together("refresh()", own, commit)
             together("refresh()", own, remove_others)
         except BaseException:
             if self._claim is not None:
-                abandon(shot.folder)  # published, it has another name
+                remove_staged(shot.folder)  # published, it has another name
             raise
 
     def _send_copies(self, shot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
-        own, deferred = self._own, Deferred()
+        own, deferred = self._own, DeferredError()
         for j in range(1, self._copies + 1):
             shift = j * self._domain_size
             source = (own.rank - shift) % own.mesh.size
             mine, theirs = records[own.rank], records[source]
             outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
             with ExitStack() as stack:
-                out = deferred.run(stack.enter_context, _files.writing(f"{staged}/{theirs.name}"))
+                out = deferred.run(stack.enter_context, _files.append_to_new_file(f"{staged}/{theirs.name}"))
                 for start in range(0, max(record.nbytes for record in records), PIECE_NBYTES):
                     send, due = outgoing[: max(mine.nbytes - start, 0)], max(min(theirs.nbytes - start, PIECE_NBYTES), 0)
                     deferred.run(_files.read, f"{staged}/{mine.name}", start, bytes_of(send))
                     receive = shift_over_ranks(send, due, shift, own, label=f"refresh() of step {shot.step}")
                     deferred.run(out, bytes_of(receive))
                 deferred.run(stack.close)
-            deferred.run(check_written, staged, theirs, source, shot.save_id)
-        together("refresh()", own, lambda: naming_path(staged, deferred.raise_))
+            deferred.run(verify_written_file, staged, theirs, source, shot.save_id)
+        together("refresh()", own, lambda: name_path_in_errors(staged, deferred.raise_))
 
     @api_boundary
     def latest(self) -> int | None:
@@ -292,7 +294,7 @@ class Replicas(Background):
         Raises:
             CheckpointError: every save in memory of hosts has lost files, and there is no checkpoint on disk.
         """
-        found = self._newest()
+        found = self._find_newest()
         return None if found is None else found.step
 
     @api_boundary
@@ -331,12 +333,12 @@ class Replicas(Background):
         """
         on_disk, copies = dict[str, str](), dict[Copy, str]()
         while True:
-            found, damage = self._newest(on_disk, copies), list[Any]()
+            found, damage = self._find_newest(on_disk, copies), list[Any]()
             if found is None:
                 nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
                 raise CheckpointError("\n".join([nothing, *on_disk.values()]))
             how = {"subtree": subtree, "cast": cast, "donate": donate}
-            loaded, said = load_or_damage(partial(self._load, found, like, damage, **how), damage, self._comm)
+            loaded, said = load_or_collect_damage(partial(self._load, found, like, damage, **how), damage, self._comm)
             if loaded is not None:
                 where = "on hosts" if isinstance(found, HeldSave) else "on disk"
                 self._set_aside(on_disk, copies, f"what was saved of step {found.step} {where}")
@@ -349,7 +351,7 @@ class Replicas(Background):
     def _load(self, found: "HeldSave | _OnDisk", like: Any, damage: list[Any], **how: Any) -> tuple[Checkpoint, Any]:
         """Load a save from hosts or from disk; append the damage that this rank finds in it to ``damage``."""
         if not isinstance(found, HeldSave):
-            return load_one(found.path, like, damage, comm=self._comm, where=found.path, **how)
+            return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **how)
         folder, own = f"{self._folder}/{found.name}", self._own
         held = Checkpoint(folder)
 
@@ -358,7 +360,7 @@ class Replicas(Background):
 
         try:
             vars(held)["manifest"] = fetch_manifest(folder, found, own, self._domain_size)  # this host need not have the folder
-            return held, load_by(read, lambda: held, like, comm=self._comm, where=found.name, **how)
+            return held, load_with_reader(read, lambda: held, like, comm=self._comm, where=found.name, **how)
         except FsharpError as error:
             own_error = error.__cause__ if isinstance(error, AgreementError) else error
             if isinstance(own_error, DamagedCopy):
@@ -367,26 +369,28 @@ class Replicas(Background):
 
     def _set_aside(self, on_disk: Mapping[str, str], copies: Mapping[Copy, str], used: str) -> None:
         """Rename damaged checkpoints on disk, and damaged copies on hosts, with a warning for each."""
-        set_aside(on_disk, used, self._comm)
+        set_aside_damaged(on_disk, used, self._comm)
         for (save, first, file), text in copies.items():
             if first == self._comm.rank:
                 path = f"{self._folder}/{save}/{file}"
                 what = try_set_aside(path)
                 _log.warning("%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used)
 
-    def _newest(self, on_disk: Collection[str] = (), copies: Mapping[Copy, str] | None = None) -> HeldSave | _OnDisk | None:
+    def _find_newest(
+        self, on_disk: Collection[str] = (), copies: Mapping[Copy, str] | None = None
+    ) -> HeldSave | _OnDisk | None:
         """Return the newest complete save that is not known to be damaged; the same on all ranks."""
         self.wait()
         copies = copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
         held = sorted(saves, key=lambda save: save.created, reverse=True)
-        whole, disk = next((save for save in held if not save.missing), None), self._on_disk(on_disk)
+        whole, disk = next((save for save in held if not save.missing_files), None), self._on_disk(on_disk)
         found = disk if whole is None or (disk is not None and disk.created > whole.created) else whole
         since = -math.inf if found is None else found.created
         lost = [
-            (f"step {save.step}", f"files of ranks {save.missing[:8]} of {save.num_files} are on no host")
+            (f"step {save.step}", f"files of ranks {save.missing_files[:8]} of {save.num_files} are on no host")
             for save in held
-            if save.missing and save.created > since
+            if save.missing_files and save.created > since
         ]
         if lost and found is None:
             lost += [("damaged", text) for text in copies.values()]
@@ -405,7 +409,7 @@ class Replicas(Background):
             return None
         root = self._root
         found = together("restore()", self._comm, lambda: newest_except(root, damaged) if self._comm.rank == 0 else None)
-        facts = [] if found is None else [found.path, found.step, found.facts.created]
+        facts = [] if found is None else [found.path, found.step, found.summary.created]
         said = json.loads(exchange(json.dumps(facts), self._comm)[0])
         return _OnDisk(*said) if said else None
 

@@ -6,8 +6,8 @@ from collections import Counter
 from heapq import nsmallest
 from typing import NamedTuple
 
-from fsharp.checkpoint.catalog import created_of, if_complete, newest_first, step_of
-from fsharp.checkpoint.storage import full_path, storage_of
+from fsharp.checkpoint.catalog import folder_names_newest_first, open_if_complete, save_time_of, step_in_folder_name
+from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.type_checks import options_checked
 
@@ -39,7 +39,7 @@ def prune(
     """
     retention = Retention(keep, best, keep_steps, keep_hours)
     retention.check("prune()")
-    return retention.prune(full_path(root))
+    return retention.prune(absolute_path(root))
 
 
 class Retention(NamedTuple):
@@ -66,15 +66,15 @@ class Retention(NamedTuple):
         """Return the interval of steps and the interval of hours to which a checkpoint belongs."""
         found = set()
         if self.keep_steps is not None:
-            found.add(("steps", math.ceil(step_of(name) / self.keep_steps)))
+            found.add(("steps", math.ceil(step_in_folder_name(name) / self.keep_steps)))
         if self.keep_hours is not None:
-            created = created_of(f"{root}/{name}")
+            created = save_time_of(f"{root}/{name}")
             found.add(("hours", math.floor(created / (self.keep_hours * _HOUR_S)) if math.isfinite(created) else 0))
         return found
 
     def prune(self, root: str) -> list[str]:
         """Remove checkpoints: see :func:`prune`."""
-        names = newest_first(storage_of(root), root)
+        names = folder_names_newest_first(storage_of(root), root)
         periods = {name: self._periods(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
         stay, gone, seen = self._best_of(root, names), list[str](), set[tuple[str, int]]()
@@ -86,7 +86,7 @@ class Retention(NamedTuple):
                 continue
             if num_newest >= self.keep and new and all(sizes[period] == 1 for period in new):
                 continue  # nothing is to be decided: it stays, complete or not
-            if if_complete(path) is None:
+            if open_if_complete(path) is None:
                 continue
             if num_newest < self.keep or new:
                 num_newest += 1
@@ -99,7 +99,7 @@ class Retention(NamedTuple):
 
     def _best_of(self, root: str, names: list[str]) -> set[str]:
         metrics = dict[str, float]()
-        for each in filter(None, (if_complete(f"{root}/{name}") for name in names)) if self.best else ():
-            if (metric := each.facts.metric) is not None and not math.isnan(metric):
+        for each in filter(None, (open_if_complete(f"{root}/{name}") for name in names)) if self.best else ():
+            if (metric := each.summary.metric) is not None and not math.isnan(metric):
                 metrics[each.path] = metric
         return set(nsmallest(self.best, metrics, key=metrics.__getitem__))

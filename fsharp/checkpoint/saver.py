@@ -13,11 +13,18 @@ from typing import Any, Self
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, created_of, folder_name, if_complete, newest_first, remove_incomplete
+from fsharp.checkpoint.catalog import (
+    Checkpoint,
+    folder_name,
+    folder_names_newest_first,
+    open_if_complete,
+    remove_incomplete,
+    save_time_of,
+)
 from fsharp.checkpoint.retention import Retention
-from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, naming_path, write_snapshot
-from fsharp.checkpoint.shard_file import Tensor
-from fsharp.checkpoint.storage import full_path, storage_of
+from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, name_path_in_errors, write_snapshot
+from fsharp.checkpoint.shard_file import StoredTensor
+from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
@@ -26,11 +33,11 @@ from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-_busy: "set[Background]" = set()  # Savers with a save under way, kept alive so that their errors are reported
+_busy: "set[BackgroundSaver]" = set()  # Savers with a save under way, kept alive so that their errors are reported
 os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along
 
 
-class Background:
+class BackgroundSaver:
     """Base class of Saver and Replicas: values are copied to host memory, and a thread does the rest during training.
 
     ``own`` is a Comm of the same ranks for the thread alone. With ``in_thread=False`` there is no thread: each call returns
@@ -42,7 +49,7 @@ class Background:
         self._worker = Worker(name) if in_thread else None
         self._under_way: Outcome | None = None
         self._staged: list[torch.Tensor] = []
-        self._staged_as: list[Tensor] = []
+        self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # of what several threads may ask for
 
     def _begin(self, shot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
@@ -50,16 +57,16 @@ class Background:
             job(shot)
             return
         try:
-            self._copy(shot)
+            self._copy_to_host(shot)
         except Exception as error:  # other ranks go on, and hear of it in the job
-            shot.fail(error)
+            shot.fail_write_with(error)
         outcome = Outcome()
         self._worker.submit(lambda: job(shot), outcome)
         self._under_way = outcome
         _busy.add(self)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
-    def _copy(self, shot: Snapshot) -> None:
+    def _copy_to_host(self, shot: Snapshot) -> None:
         """Replace values by copies in host memory. The memory of the last save is reused."""
         values, devices = list(shot.values), {x.device for x in shot.values if x.device.type != "cpu"}
         if shot.tensors != self._staged_as:
@@ -70,7 +77,7 @@ class Background:
             torch._foreach_copy_(self._staged, values, non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
-        shot.stage(list(self._staged))
+        shot.use_copies(list(self._staged))
 
     @property
     def is_busy(self) -> bool:
@@ -123,7 +130,7 @@ class Background:
             traceback.print_exc()  # the error that is on its way comes first
 
 
-class Saver(Background):
+class Saver(BackgroundSaver):
     """Save checkpoints in the background while training continues, and remove old ones.
 
     ::
@@ -166,7 +173,7 @@ class Saver(Background):
         config: Any = None,
         background: bool = True,
     ) -> None:
-        self._root, self._config = full_path(root), config
+        self._root, self._config = absolute_path(root), config
         self._retention = Retention(keep, best, keep_steps, keep_hours)
 
         def check() -> None:
@@ -174,7 +181,7 @@ class Saver(Background):
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
-                naming_path(self._root, lambda: _prepare(self._root))
+                name_path_in_errors(self._root, lambda: _prepare(self._root))
 
         together("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self._saved_at = math.inf
@@ -207,11 +214,11 @@ class Saver(Background):
         def forget_old() -> None:
             if self._own.rank != 0:
                 return
-            self._saved_at = created_of(made.path)
-            for path in (f"{self._root}/{name}" for name in newest_first(storage_of(self._root), self._root)):
-                if created_of(path) <= since:
+            self._saved_at = save_time_of(made.path)
+            for path in (f"{self._root}/{name}" for name in folder_names_newest_first(storage_of(self._root), self._root)):
+                if save_time_of(path) <= since:
                     break
-                if path != made.path and if_complete(path) is not None:
+                if path != made.path and open_if_complete(path) is not None:
                     raise CheckpointError(
                         f"{self._root}: {path} was saved after the last save of this Saver, by another job or by save(): "
                         "nothing is removed. Give each its own root."

@@ -12,12 +12,20 @@ import torch
 import xxhash
 
 import fsharp
-from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in
-from fsharp.checkpoint.entries import Contents, Entry, contents_of, is_node, is_object, leaves_of, with_object_states
-from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json, structure_of
-from fsharp.checkpoint.reading import ShardFile
-from fsharp.checkpoint.shard_file import Tensor, bytes_of, check_names, header_of, in_order, write_file
-from fsharp.checkpoint.storage import full_path, storage_of
+from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in_save_id
+from fsharp.checkpoint.entries import (
+    Contents,
+    Entry,
+    contents_of,
+    has_state_dict,
+    is_checkpoint_leaf,
+    leaves_with_paths,
+    with_state_dicts,
+)
+from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
+from fsharp.checkpoint.reading import ShardFileReader
+from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, write_file, write_order
+from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
@@ -47,16 +55,16 @@ class Snapshot:
     metric: float | None
     save_id: str
     folder: str
-    tensors: list[Tensor]
+    tensors: list[StoredTensor]
     values: Iterable[torch.Tensor]
     failure: Exception | None = None
 
-    def stage(self, values: Iterable[torch.Tensor]) -> None:
+    def use_copies(self, values: Iterable[torch.Tensor]) -> None:
         """Use these copies as values, and release the tensors of the tree."""
         self.values = values
         self.contents.release()
 
-    def fail(self, error: Exception) -> None:
+    def fail_write_with(self, error: Exception) -> None:
         """Make the later write raise this error on all ranks, as this rank has no values."""
         self.values, self.failure = (), error
 
@@ -105,15 +113,15 @@ def agreed_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
     """Return the snapshot to save, after a comparison between ranks and a check of free space. See :func:`save`."""
-    where, draw, folder = full_path(root), bytes(16), ""
+    where, draw, folder = absolute_path(root), bytes(16), ""
 
     def stage(contents: Contents) -> None:
         nonlocal folder, draw
         if comm.rank == 0:
-            check_room(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
+            check_free_space(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
             draw = bytes.fromhex(new_save_id(where))
             mine = f"{where}/{folder_name(step, draw.hex())}"
-            naming_path(mine, lambda: storage_of(where).stage(mine))
+            name_path_in_errors(mine, lambda: storage_of(where).stage(mine))
             folder = mine
 
     try:
@@ -121,7 +129,7 @@ def agreed_snapshot(
         return snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
     except BaseException:
         if folder:
-            abandon(folder)
+            remove_staged(folder)
         raise
 
 
@@ -143,8 +151,8 @@ def snapshot(
     ``where`` is the name of the calling function, for messages. ``prepare`` is called with the contents before ranks compare
     them, and ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
-    has_objects = any(is_object(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_node))
-    states = together(where, comm, lambda: with_object_states(tree)) if has_objects else tree
+    has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
+    states = together(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
 
     def check() -> Contents:
         nonlocal config
@@ -152,8 +160,8 @@ def snapshot(
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of(where, states, comm)
-        contents.objects.update(_objects_of(states))
-        check_names(where, contents.entries)
+        contents.objects.update(_structures_by_name(states))
+        check_reserved_names(where, contents.entries)
         prepare(contents)
         return contents
 
@@ -163,8 +171,8 @@ def snapshot(
 
     contents = together(where, comm, check, fields)
     name, tensors, values = save_id(), [], []
-    for entry, tensor in tensors_of(contents, comm.rank):
-        (first, last), mine = entry.written_by(comm.rank), entry.piece(comm.rank)
+    for entry, tensor in tensors_written_by(contents, comm.rank):
+        (first, last), mine = entry.run_written_by(comm.rank), entry.piece(comm.rank)
         tensors.append(tensor)
         values.append(entry.local[first - mine.first : last - mine.first])
     folder, best_by = f"{root}/{folder_name(step, name)}", None if metric is None else float(metric)
@@ -176,33 +184,35 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
     try:
-        return as_json(config)
+        return json_round_trip(config)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: JSON cannot hold the config: {error}.") from error
 
 
-def _objects_of(tree: Any) -> dict[str, Any]:
+def _structures_by_name(tree: Any) -> dict[str, Any]:
     """Return, by name, the structures of None and of lists and tuples of values: DCP keeps each of these as one object."""
 
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
 
-    found = leaves_of(tree, lambda x: is_node(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True)
+    found = leaves_with_paths(
+        tree, lambda x: is_checkpoint_leaf(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True
+    )
     return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
 
 
-def tensors_of(contents: Contents, rank: int) -> list[tuple[Entry, Tensor]]:
+def tensors_written_by(contents: Contents, rank: int) -> list[tuple[Entry, StoredTensor]]:
     """Return the tensors that a rank writes, in the order in which it writes them."""
     found = []
     for entry in contents.entries.values():
-        first, last = entry.written_by(rank)
+        first, last = entry.run_written_by(rank)
         if first < last:
             shape = entry.shape if last - first == entry.numel else (last - first,)
-            found.append((entry, Tensor(entry.name, entry.dtype, shape)))
-    return [found[i] for i in in_order([tensor for _, tensor in found])]
+            found.append((entry, StoredTensor(entry.name, entry.dtype, shape)))
+    return [found[i] for i in write_order([tensor for _, tensor in found])]
 
 
-def check_room(root: str, nbytes: int) -> None:
+def check_free_space(root: str, nbytes: int) -> None:
     """Raise an error if a checkpoint of ``nbytes`` does not fit the free space."""
     free, need = storage_of(root).free_nbytes(root), nbytes + _SPARE_NBYTES
     if free is not None and need > free:
@@ -222,7 +232,7 @@ def _texts_to_compare(contents: Contents) -> dict[str, str]:
     }
 
 
-def naming_path(path: str, write: Callable[[], T]) -> T:
+def name_path_in_errors(path: str, write: Callable[[], T]) -> T:
     """Return the result of ``write``. An error of the file system becomes a CheckpointError that names ``path``."""
     try:
         return write()
@@ -242,47 +252,51 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
 
     def commit(records: list[FileRecord]) -> None:
         nonlocal is_published
-        created = time_in(shot.save_id)
+        created = time_in_save_id(shot.save_id)
         assert created is not None
-        publish(shot, staged, records, manifest_of(shot, records, comm.mesh, created), rank=0)
+        write_manifest_and_publish(shot, staged, records, manifest_of_snapshot(shot, records, comm.mesh, created), rank=0)
         is_published = True
 
     try:
-        records = write_shards(shot, staged, comm)
-        together("save()", comm, lambda: naming_path(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
+        records = write_shard_file(shot, staged, comm)
+        together("save()", comm, lambda: name_path_in_errors(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
     except BaseException:
         if comm.rank == 0 and not is_published:
-            abandon(shot.folder)
+            remove_staged(shot.folder)
         raise
     return Checkpoint(shot.folder)
 
 
-def write_shards(shot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
+def write_shard_file(shot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
     """Write this rank's file into a folder, and read it back; return the records of all ranks' files, in order of rank."""
-    path = f"{staged}/{file_name(comm.rank)}"
+    path = f"{staged}/{shard_file_name(comm.rank)}"
 
     def write() -> FileRecord:
         if shot.failure is not None:
             raise shot.failure
-        header = header_of(shot.tensors, metadata_of(shot.save_id, comm.rank))
-        with storage_of(path).writing(path) as out:
+        header = encode_header(shot.tensors, header_metadata(shot.save_id, comm.rank))
+        with storage_of(path).append_to_new_file(path) as out:
             digest = write_file(out, header, (value.cpu() for value in shot.values))
-        record = FileRecord(file_name(comm.rank), storage_of(path).nbytes(path), digest)
-        check_written(staged, record, comm.rank, shot.save_id)
+        record = FileRecord(shard_file_name(comm.rank), storage_of(path).nbytes(path), digest)
+        verify_written_file(staged, record, comm.rank, shot.save_id)
         return record
 
-    mine = together(where, comm, lambda: naming_path(path, write))
+    mine = together(where, comm, lambda: name_path_in_errors(path, write))
     sent = gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
-    return [FileRecord(file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)]
+    return [
+        FileRecord(shard_file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)
+    ]
 
 
-def check_written(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
+def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
     """Read a file of a rank back, and compare it with its digests. Raises CheckpointError if a block differs."""
-    if wrong := ShardFile(storage_of(staged), staged, record, rank, save_id).damaged_blocks():
+    if wrong := ShardFileReader(storage_of(staged), staged, record, rank, save_id).find_damaged_blocks():
         raise CheckpointError(f"{staged}/{record.name}: {len(wrong)} blocks do not read back as they were written.")
 
 
-def publish(shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int) -> None:
+def write_manifest_and_publish(
+    shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int
+) -> None:
     """Write the manifest to a folder of files, and publish the folder. ``records`` are the files in it.
 
     Raises CheckpointError if this rank, which is ``rank``, does not see all of their bytes.
@@ -292,14 +306,14 @@ def publish(shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest
         found = storage.nbytes(f"{staged}/{record.name}")
         if found != record.nbytes:
             raise CheckpointError(f"{staged}/{record.name}: rank {rank} sees {found:,} bytes of {record.nbytes:,}.")
-    with storage.writing(f"{staged}/{NAME}") as out:
+    with storage.append_to_new_file(f"{staged}/{NAME}") as out:
         out(memoryview(manifest.to_json()))
     if Checkpoint(staged).manifest.save_id != shot.save_id:
         raise CheckpointError(f"{staged}/{NAME}: does not read back as it was written.")
     storage.publish(staged, shot.folder)
 
 
-def abandon(folder: str) -> None:
+def remove_staged(folder: str) -> None:
     """Remove a staged folder. A failure to do so is logged: the error that led here is the one to raise."""
     storage = storage_of(folder)
     try:
@@ -308,21 +322,21 @@ def abandon(folder: str) -> None:
         _log.warning("%s", error)
 
 
-def file_name(rank: int) -> str:
+def shard_file_name(rank: int) -> str:
     """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def metadata_of(save_id: str, rank: int) -> dict[str, str]:
+def header_metadata(save_id: str, rank: int) -> dict[str, str]:
     """Return the metadata in the header of a rank's file."""
     return {"save_id": save_id, "rank": str(rank)}
 
 
-def manifest_of(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
+def manifest_of_snapshot(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
     """Return the manifest of all ranks' tensors, which follow from the layouts."""
     tensors = {}
     for entry in shot.contents.entries.values():
-        chunks = (Chunk(rank, *entry.written_by(rank)) for rank in range(mesh.size))
+        chunks = (Chunk(rank, *entry.run_written_by(rank)) for rank in range(mesh.size))
         in_place = sorted((chunk for chunk in chunks if chunk.first < chunk.last), key=lambda chunk: chunk.first)
         tensors[entry.name] = TensorRecord(entry.dtype, entry.shape, tuple(in_place))
     return Manifest(

@@ -38,7 +38,7 @@ DTYPES = DTYPES_OF_FORMAT | {
 """Dtypes that are saved: not quantized ones, which are more than bytes, and not narrower integers, which torch cannot copy."""
 
 
-class Tensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """A run of elements of a tensor in a file. ``shape`` is 1-D, or the shape of the whole tensor."""
 
     name: str
@@ -62,7 +62,7 @@ class Sized(Protocol):
 S = TypeVar("S", bound=Sized)
 
 
-def batches(items: Iterable[S], most: int) -> list[list[S]]:
+def batches_by_nbytes(items: Iterable[S], most: int) -> list[list[S]]:
     """Group items, in order, into batches of at most ``most`` bytes; a larger item is a batch of its own."""
     found: list[list[S]] = []
     size = 0
@@ -75,7 +75,7 @@ def batches(items: Iterable[S], most: int) -> list[list[S]]:
     return found
 
 
-class Extent(NamedTuple):
+class TensorExtent(NamedTuple):
     """The place of a tensor in a file: its dtype, its begin and end in bytes behind the header, and its shape."""
 
     dtype: torch.dtype
@@ -84,13 +84,13 @@ class Extent(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_names(where: str, names: Iterable[str]) -> None:
+def check_reserved_names(where: str, names: Iterable[str]) -> None:
     """Raise an error for names that are reserved in the format."""
     if taken := {METADATA, TABLE}.intersection(names):
         raise CheckpointError(f"{where}: the name {min(taken)!r} is taken.")
 
 
-def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
+def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
     """Return length field and header of a file with these tensors in this order, followed by the table of digests."""
     described: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
@@ -107,18 +107,18 @@ def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_di
     return struct.pack("<Q", len(text)) + text
 
 
-def first_bytes(metadata: Mapping[str, str]) -> bytes:
+def first_header_bytes(metadata: Mapping[str, str]) -> bytes:
     """Return the first bytes of a header, after its length field, if the metadata begins with ``metadata``."""
     return json.dumps({METADATA: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 
-def file_nbytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> int:
+def file_nbytes(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) -> int:
     """Return the size of a file that holds these tensors."""
     elements = sum(tensor.nbytes for tensor in tensors)
-    return len(header_of(tensors, metadata)) + elements + -(-elements // BLOCK_NBYTES) * _DIGEST_NBYTES
+    return len(encode_header(tensors, metadata)) + elements + -(-elements // BLOCK_NBYTES) * _DIGEST_NBYTES
 
 
-def in_order(tensors: Sequence[Tensor]) -> list[int]:
+def write_order(tensors: Sequence[StoredTensor]) -> list[int]:
     """Return the order in which tensors are written: wide elements first, so that each is aligned to its size."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
 
@@ -126,7 +126,7 @@ def in_order(tensors: Sequence[Tensor]) -> list[int]:
 def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
     """Write a file; return the digest of its header and table.
 
-    ``header`` is a result of :func:`header_of`. ``data`` yields the tensors of the header, in order, contiguous and on the
+    ``header`` is a result of :func:`encode_header`. ``data`` yields the tensors of the header, in order, contiguous and on the
     host. A tensor may be freed when the next one is asked for.
     """
     digests = _BlockDigests()
@@ -183,7 +183,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
-def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Extent], dict[str, str]]:
+def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, TensorExtent], dict[str, str]]:
     """Return the tensors and the metadata in the header of a file of ``nbytes``, written by this library or another.
 
     Raises CheckpointError if the bytes are no header, or the tensors do not tile the bytes behind the header.
@@ -200,7 +200,9 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Exte
             if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(f"{name!r:.80} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")
             found[str(name)] = (
-                Extent(dtype, begin, end, tuple(shape)) if dtype else Extent(torch.uint8, begin, end, (end - begin,))
+                TensorExtent(dtype, begin, end, tuple(shape))
+                if dtype
+                else TensorExtent(torch.uint8, begin, end, (end - begin,))
             )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__} {error!s:.200}.") from error
@@ -232,13 +234,13 @@ def parse_json(data: bytes) -> Any:
     is_enabled = gc.isenabled()
     gc.disable()  # parsing makes no garbage, and collections would take five times as long as the parsing
     try:
-        return json.loads(data, object_pairs_hook=without_repeats)
+        return json.loads(data, object_pairs_hook=refuse_repeated_names)
     finally:
         if is_enabled:
             gc.enable()
 
 
-def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object from its pairs, for ``json.loads``. Two values of one name are an error."""
     found: dict[str, Any] = {}
     for name, value in pairs:

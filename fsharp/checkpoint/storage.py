@@ -7,7 +7,7 @@ import shutil
 import stat
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 from fsharp.checkpoint.manifest import NAME
@@ -46,13 +46,13 @@ class Storage(Readable, Protocol):
     def stage(self, folder: str) -> None:
         """Make the folder in which the files of ``folder`` are collected."""
 
-    def writing(self, path: str) -> Any:
-        """Yield a function that appends to a new file. At the end of this context the bytes are synced."""
+    def append_to_new_file(self, path: str) -> AbstractContextManager[Write]:
+        """Return a context that yields a function which appends to a new file. At its end the bytes are synced."""
 
     def publish(self, staged: str, folder: str) -> None:
         """Rename a staged folder to its final path."""
 
-    def behind_links(self, folder: str, name: str) -> str:
+    def resolve_links(self, folder: str, name: str) -> str:
         """Return the path, relative to a folder, of the file that a name in the folder stands for."""
 
     def remove(self, folder: str) -> None:
@@ -65,7 +65,7 @@ class Storage(Readable, Protocol):
         """Return the number of bytes that fit into a folder; None if it is unknown."""
 
 
-def full_path(path: str | os.PathLike[str]) -> str:
+def absolute_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of ``path``. A URL is returned unchanged, except for slashes at its end."""
     given = os.fspath(path)
     return given.rstrip("/") if "://" in given else os.path.abspath(given)
@@ -83,13 +83,13 @@ def storage_of(path: str) -> Storage:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_description(storage: Storage, folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
+def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
     """Return the bytes of a file that describes the other files in its folder, whose size bounds its own size.
 
     The file may have twice the bytes of the other files, and ``spare_nbytes`` more. Raises FileNotFoundError, or
     CheckpointError for a larger file.
     """
-    path = f"{folder}/{storage.behind_links(folder, name)}"
+    path = f"{folder}/{storage.resolve_links(folder, name)}"
     size = storage.nbytes(path)
     most = size if size <= spare_nbytes else spare_nbytes + 2 * sum(_sizes(storage, folder, but=name))
     if size > most:
@@ -106,7 +106,7 @@ def _sizes(storage: Storage, folder: str, *, but: str) -> Iterator[int]:
     for name in storage.names(folder):
         with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
             if name != but:
-                yield storage.nbytes(f"{folder}/{storage.behind_links(folder, name)}")
+                yield storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
 
 
 class LocalFiles:
@@ -129,7 +129,7 @@ class LocalFiles:
         os.mkdir(self.staging_path(folder))
 
     @contextmanager
-    def writing(self, path: str) -> Iterator[Write]:
+    def append_to_new_file(self, path: str) -> Iterator[Write]:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
 
@@ -158,7 +158,7 @@ class LocalFiles:
             raise CheckpointError(f"{path}: not a plain file; links are not followed.")
         return found.st_size
 
-    def behind_links(self, folder: str, name: str) -> str:
+    def resolve_links(self, folder: str, name: str) -> str:
         return os.path.relpath(os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder))
 
     def read(self, path: str, start: int, into: memoryview) -> None:
@@ -225,7 +225,7 @@ def _sync(folder: str) -> None:
         os.close(file)
 
 
-class Claim:
+class FolderClaim:
     """An exclusive claim of a folder: no other process can claim the folder until this process ends or closes the claim.
 
     Makes the folder if there is none, and writes the bytes ``token`` into a file in it, for other processes to read. Raises
@@ -259,7 +259,7 @@ class Claim:
         return os.path.join(folder, "claim")
 
     @classmethod
-    def token(cls, folder: str, size: int) -> bytes:
+    def read_token(cls, folder: str, size: int) -> bytes:
         """Return the first ``size`` bytes of the token that the owner of a claimed folder has written into it.
 
         The owner itself must not call this method: closing a file releases the process's locks on the file.
@@ -302,7 +302,7 @@ class ObjectStore:
         self._files.makedirs(folder, exist_ok=True)
 
     @contextmanager
-    def writing(self, path: str) -> Iterator[Write]:
+    def append_to_new_file(self, path: str) -> Iterator[Write]:
         with self._files.open(path, "wb") as file:
 
             def write(data: memoryview) -> None:
@@ -323,7 +323,7 @@ class ObjectStore:
             raise CheckpointError(f"{path}: not a file.")
         return int(found["size"])
 
-    def behind_links(self, folder: str, name: str) -> str:
+    def resolve_links(self, folder: str, name: str) -> str:
         return name
 
     def read(self, path: str, start: int, into: memoryview) -> None:

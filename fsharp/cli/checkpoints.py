@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from fsharp.checkpoint import checkpoints, export_safetensors, from_dcp, open_checkpoint, prune, to_dcp, verify
-from fsharp.checkpoint.catalog import problems_of
+from fsharp.checkpoint.catalog import opening_errors
 from fsharp.cli.models import dtype_of
 from fsharp.errors import OptionError
 from fsharp.functional.formats.format import dtype_name
@@ -29,7 +29,7 @@ def list_checkpoints(root: str, /) -> str:
             (str(made.step), when, str(len(made.files)), str(len(each.names)), nbytes_text(made.nbytes), metric, each.path)
         )
     found = columns(rows, right={0, 2, 3, 4, 5}) if len(rows) > 1 else ["no complete checkpoint"]
-    return "\n".join([*found, *problems_of(os.path.abspath(root))])
+    return "\n".join([*found, *opening_errors(os.path.abspath(root))])
 
 
 def show(path: str, /) -> str:

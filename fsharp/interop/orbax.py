@@ -12,9 +12,9 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
-from fsharp.checkpoint.formats.exporting import names_below
+from fsharp.checkpoint.formats.exporting import stored_name_by_new_name
 from fsharp.checkpoint.saving import checked_config
-from fsharp.checkpoint.shard_file import Tensor, batches
+from fsharp.checkpoint.shard_file import StoredTensor, batches_by_nbytes
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
@@ -73,8 +73,8 @@ def from_orbax(
         found = _call_orbax(source, lambda: ocp.load(source, jax.tree.unflatten(structure, asked)))
         return {name: leaf for name, leaf in zip(leaves, jax.tree.leaves(found), strict=True) if name in names}
 
-    def read(tensors: list[Tensor]) -> Iterator[torch.Tensor]:
-        for group in batches(tensors, _READ_NBYTES):
+    def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
+        for group in batches_by_nbytes(tensors, _READ_NBYTES):
             arrays = load({tensor.name for tensor in group})
             yield from (_as_tensor(arrays.pop(tensor.name), tensor) for tensor in group)
 
@@ -112,7 +112,7 @@ def to_orbax(
     if os.path.exists(target):
         raise CheckpointError(f"to_orbax(): {target} is there already: choose another folder, or remove it.")
     tree: dict[str, Any] = {}
-    names = names_below("to_orbax()", found, subtree, rename, aliases=True)
+    names = stored_name_by_new_name("to_orbax()", found, subtree, rename, aliases=True)
     names = {name: found.manifest.aliases.get(stored, stored) for name, stored in names.items()}
     if empty := [name for name, stored in names.items() if 0 in found.manifest.tensors[stored].shape]:
         raise CheckpointError(
@@ -150,7 +150,7 @@ def _empty_like(leaf: Any) -> Any:
     return np.empty(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
 
-def _as_tensor(array: Any, tensor: Tensor) -> torch.Tensor:
+def _as_tensor(array: Any, tensor: StoredTensor) -> torch.Tensor:
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return torch.from_numpy(elements.copy() if not elements.flags.writeable else elements).view(tensor.dtype).view(tensor.shape)
 

@@ -43,13 +43,13 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:
         yield
         return
-    hook = _Hook(found.watch.ranks, found.watch.ranks.board, sys.excepthook)
+    hook = _ReportingExcepthook(found.watch.ranks, found.watch.ranks.board, sys.excepthook)
     sys.excepthook = hook
     try:
         yield
     except Exception as error:
         raised_at = time.time()  # before another rank can have heard of it
-        hook.tell(error, where())
+        hook.tell_other_ranks(error, where())
         _write_error_file(error, raised_at, is_own=hook.is_own)
         raise  # the hook stays: it prints the error if nobody handles it
     except BaseException:
@@ -58,15 +58,15 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     sys.excepthook = hook.before
 
 
-class _Hook:
-    """The excepthook that prints the error that ends a process."""
+class _ReportingExcepthook:
+    """The excepthook of a rank: it prints the error, with a traceback if no other rank has failed before."""
 
     def __init__(self, ranks: RankStatuses, board: StatusBoard, before: Callable[..., None]) -> None:
         self.ranks, self.board, self.before = ranks, board, before
         self.error: BaseException | None = None
         self.is_own = False
 
-    def tell(self, error: BaseException, where: str) -> None:
+    def tell_other_ranks(self, error: BaseException, where: str) -> None:
         """Tell other ranks of an error, unless the error came from another rank."""
         heard = {id(watch.error) for watch in list(self.ranks.watches.values()) if watch.error is not None}
         self.is_own = not any(id(each) in heard for each in _chain(error))

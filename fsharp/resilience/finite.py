@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.checkpoint.entries import PerRank, leaves_of, with_object_states
+from fsharp.checkpoint.entries import PerRank, leaves_with_paths, with_state_dicts
 from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import exchange, largest, ranks_text
 from fsharp.functional.comm.protocol import Comm, Labelled, telling_format_errors
@@ -52,11 +52,11 @@ class LeftOutSteps:
         self.steps = list[int]()
         self._in_row = 0
 
-    def end_finite(self) -> None:
+    def record_finite_step(self) -> None:
         """Record that a step had a finite loss and finite gradients, which ends a row of left-out steps."""
         self._in_row = 0
 
-    def end_nonfinite(self, what: str) -> None:
+    def record_nonfinite_step(self, what: str) -> None:
         """Record that a step had an infinity or NaN, which ``what`` describes.
 
         Raises NonFiniteError unless the policy leaves the step out.
@@ -69,7 +69,7 @@ class LeftOutSteps:
             kind = "in succession" if self.policy == "skip" else "of this run"
             raise NonFiniteError(f"{what}. It is number {count} {kind}, and max_nonfinite is {self.most}.")
 
-    def next_after(self, step: int) -> int:
+    def next_kept_step(self, step: int) -> int:
         """Return the first step from ``step`` on that is not left out."""
         while step in self.steps:
             step += 1
@@ -102,17 +102,21 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
     """
     losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
     with telling_format_errors(comm, "find_nonfinite()"):
-        pieces = list(_pieces(tree))
+        pieces = list(_paths_and_leaves(tree))
         # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
         sums = [
-            _computable(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held, comm.rank)
+            _in_computable_dtype(x).sum() if isinstance(x, torch.Tensor) else x
+            for _, held in pieces
+            for x in _tensors(held, comm.rank)
         ]
         bad = [torch.tensor(False), *[_is_bad(x) for x in [*losses, *sums]]]
         flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1)
         named = Labelled(comm, "whether all is finite: ")
         if not largest(flag, named).item():
             return None
-        firsts = ((i, *found) for i, (path, held) in enumerate(pieces) if (found := _first(path, held, comm.rank)))
+        firsts = (
+            (i, *found) for i, (path, held) in enumerate(pieces) if (found := _first_nonfinite_leaf(path, held, comm.rank))
+        )
         mine: list[Any] = [any(bool(_is_bad(x)) for x in losses), next(firsts, None)]
         everyone = [json.loads(text) for text in exchange(json.dumps(mine), named)] if comm.mesh.size > 1 else [mine]
         losses_of = tuple(rank for rank, (is_bad, _) in enumerate(everyone) if is_bad)
@@ -125,11 +129,11 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
 
 def _is_bad(x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
-        return ~torch.isfinite(_computable(x)).all()
+        return ~torch.isfinite(_in_computable_dtype(x)).all()
     return torch.tensor(not isinstance(x, Integral) and not cmath.isfinite(x))
 
 
-def _computable(x: torch.Tensor) -> torch.Tensor:
+def _in_computable_dtype(x: torch.Tensor) -> torch.Tensor:
     """Return the elements in a dtype with which torch can compute: float8 and complex32 are cast."""
     if x.layout is not torch.strided:
         x = x._values() if x.layout is torch.sparse_coo else x.values()
@@ -138,10 +142,10 @@ def _computable(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() and x.itemsize == 1 else x
 
 
-def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _paths_and_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield pairs of a path and a leaf: a Sharded, a tensor, or a number that may be infinite."""
-    for path, _, leaf in leaves_of(with_object_states(tree)):
-        for under, _, held in leaves_of(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
+    for path, _, leaf in leaves_with_paths(with_state_dicts(tree)):
+        for under, _, held in leaves_with_paths(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
             if is_sharded(held) or isinstance(held, Number | torch.Tensor):
                 yield (*path, *under), held.local if isinstance(held, ShardedTensor) else held
             elif not isinstance(held, MadeBy | str):
@@ -155,7 +159,7 @@ def _tensors(held: Any, rank: int) -> tuple[Any, ...]:
     return held.values(rank) if isinstance(held, Sharded) else (held,)
 
 
-def _first(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:
+def _first_nonfinite_leaf(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:
     """Return the first leaf in ``held`` that has an infinity or NaN: the leaf's index in its unit, and its path.
 
     ``held`` is a Sharded node or a tensor at ``path``. Return None if all elements on ``rank`` are finite.

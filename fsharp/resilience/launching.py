@@ -12,13 +12,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
 from fsharp.errors import AgreementError, CommError, OptionError
 from fsharp.functional.comm.process_group import destroy
 from fsharp.type_checks import options_checked
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 R = TypeVar("R")
 
@@ -58,10 +61,10 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
 
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # the agent's account of a failure, which the error below has
-    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _own_signals():
+    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
         Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
         try:
-            elastic_launch(on_this_machine(nproc), sys.executable)("-u", "-c", _PROCESS, folder)
+            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _PROCESS, folder)
         except ChildFailedError as error:
             rank, account = _first_failure(Path(folder), error.failures)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}") from None
@@ -70,7 +73,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
 
 
-def on_this_machine(nproc: int) -> Any:
+def local_launch_config(nproc: int) -> "LaunchConfig":
     """Return torch's configuration of a job of ``nproc`` processes on this machine, without restarts."""
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -87,7 +90,7 @@ def on_this_machine(nproc: int) -> Any:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def _restored_signal_handlers() -> Iterator[None]:
     """Return a context that restores this process's signal handlers at its end, as torch's agent replaces them."""
     if threading.current_thread() is not threading.main_thread():
         yield

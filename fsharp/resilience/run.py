@@ -14,9 +14,9 @@ from typing import Any, Literal, NoReturn, Self
 import optree
 
 from fsharp.checkpoint import Checkpoint, Replicas
-from fsharp.checkpoint.entries import is_node, with_object_states
-from fsharp.checkpoint.manifest import as_json
-from fsharp.checkpoint.storage import full_path
+from fsharp.checkpoint.entries import is_checkpoint_leaf, with_state_dicts
+from fsharp.checkpoint.manifest import json_round_trip
+from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -67,8 +67,10 @@ class Run:
             after the last step.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
-        keep_steps: keep the last checkpoint of each so many steps as well; see :func:`fsharp.checkpoint.prune`.
-        keep_hours: keep the last checkpoint of each so many hours as well.
+        keep_steps: length of an interval of steps: of each interval keep the last checkpoint as well, as with 1000 that of
+            steps 1
+            to 1000; see :func:`fsharp.checkpoint.prune`.
+        keep_hours: length of an interval of hours: of each interval keep the last checkpoint as well.
         replicas: keep the tree in memory of hosts as well, and restore it from there or from disk, whichever is newer. ``root``
             of the replicas has to be that of the run. Close them after the run:
             ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
@@ -126,12 +128,12 @@ class Run:
         self.comm, self.total = comm, total
         self._left_out, self._save_nonfinite = LeftOutSteps(on_nonfinite, max_nonfinite), save_nonfinite
         try:
-            self.config = as_json(dict(config or {}))
+            self.config = json_round_trip(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
             raise RunError(f"Run(): JSON cannot hold the config: {error}.") from error
         saver: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours, "background": background}
         every = {"save_every": save_every, "refresh_every": refresh_every}
-        self._checkpoints = RunCheckpoints(full_path(root), comm, replicas=replicas, config=self.config, **every, **saver)
+        self._checkpoints = RunCheckpoints(absolute_path(root), comm, replicas=replicas, config=self.config, **every, **saver)
         self._files = files
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
         found = innermost(comm)
@@ -163,7 +165,7 @@ class Run:
             }
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self._files)
             stack.enter_context(self.preemption)
-            stack.enter_context(self._checkpoints.begin())
+            stack.enter_context(self._checkpoints.open_saver())
             self._stack = stack.pop_all()
         return self
 
@@ -203,13 +205,13 @@ class Run:
         agree_at_start(self.config, tree, comm=self.comm)
         self._phase = "between steps" if self._phase == "new" else self._phase
         self._checkpoints.record_leaves(tree)
-        has_own = self._checkpoints.are_own()
-        root = self._checkpoints.root if has_own or other is None else full_path(other)
-        is_there = has_own or self._checkpoints.are_in(root)
+        has_own = self._checkpoints.has_any()
+        root = self._checkpoints.root if has_own or other is None else absolute_path(other)
+        is_there = has_own or self._checkpoints.has_any_in(root)
         if not is_there and other is not None:
             raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
         if is_there:
-            found, tree = self._load(root, tree)
+            found, tree = self._load_newest(root, tree)
             _log.info("the run goes on after step %d with %s", found.step, found.path)
             for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
                 _log.warning("the run goes on after step %d with another config: %s", found.step, line)
@@ -238,9 +240,9 @@ class Run:
 
         Args:
             tree: the tree after the step, with the leaves of the tree in :meth:`resume`.
-            nonfinite: the result of :func:`find_nonfinite`, if it is not None and the step has not updated the tree. With
-                ``on_nonfinite="raise"`` the call raises NonFiniteError. With ``"skip"`` the run continues with ``tree``. With
-                ``"roll back"`` the run continues from the last checkpoint, and leaves this step out.
+            nonfinite: the result of :func:`find_nonfinite`; None if all was finite. If it is not None, the step must not have
+                updated the tree. With ``on_nonfinite="raise"`` the call then raises NonFiniteError. With ``"skip"`` the run
+                continues with ``tree``. With ``"roll back"`` it continues from the last checkpoint, and leaves this step out.
 
         Raises:
             RunError: the tree has other leaves than the tree in :meth:`resume`.
@@ -252,10 +254,10 @@ class Run:
             raise RunError("Run.end_step(): no step is under way: call it once in each step of `for step in run.steps()`.")
         self._phase = "between steps"
         if nonfinite is None:
-            self._left_out.end_finite()
+            self._left_out.record_finite_step()
         else:
             what = f"step {self.step}: {nonfinite}"
-            self._left_out.end_nonfinite(what)
+            self._left_out.record_nonfinite_step(what)
             if self.comm.rank == 0:
                 _log.warning("%s; on_nonfinite is %r", what, self._left_out.policy)
         is_rolled_back = nonfinite is not None and self._left_out.policy == "roll back"
@@ -263,18 +265,18 @@ class Run:
             tree = self._rolled_back(tree)
         before = self.step
         self.step += not is_rolled_back
-        self.step = self._left_out.next_after(self.step)
+        self.step = self._left_out.next_kept_step(self.step)
         if self.stragglers is not None:
             self.stragglers.end_step(self.step)
         kept = self._checkpoints
-        kept.check()
+        kept.raise_failed()
         is_preempted = self.preemption.agreed(self.step)
         if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
         if is_preempted:
             self._exit()
         if kept.replicas is not None and _is_due(kept.refresh_every, before, self.step):
-            kept.refresh(self._tree_to_save(tree), step=self.step)
+            kept.begin_refresh(self._tree_to_save(tree), step=self.step)
         return tree
 
     @api_boundary
@@ -291,25 +293,25 @@ class Run:
             self._exit()
 
     def _rolled_back(self, tree: Any) -> Any:
-        self._checkpoints.wait()
+        self._checkpoints.wait_for_save()
         root = self._checkpoints.root
-        if not self._checkpoints.are_own():
+        if not self._checkpoints.has_any():
             raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {root} to roll back to.")
         skipped = [*self.skipped, self.step]
-        _, tree = self._load(root, tree)
+        _, tree = self._load_newest(root, tree)
         self._left_out.steps[:] = skipped
         return tree
 
-    def _load(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
+    def _load_newest(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
         """Return the newest checkpoint that is not damaged, in memory or on disk, and its tree."""
-        found, loaded = self._checkpoints.load(root, {"run": {"skipped": ""}, "tree": tree})
+        found, loaded = self._checkpoints.load_newest_from(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
         self._left_out.steps[:] = json.loads(loaded["run"]["skipped"])
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
-            self._checkpoints.save(self._tree_to_save(tree), step=self.step)
+            self._checkpoints.begin_save(self._tree_to_save(tree), step=self.step)
 
     def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
@@ -317,7 +319,7 @@ class Run:
         bad = None
         if not self._save_nonfinite:  # numbers may be infinite: a best loss begins as an infinity
             plain = optree.tree_map(
-                lambda leaf: 0 if isinstance(leaf, Number) else leaf, with_object_states(tree), is_leaf=is_node
+                lambda leaf: 0 if isinstance(leaf, Number) else leaf, with_state_dicts(tree), is_leaf=is_checkpoint_leaf
             )
             bad = find_nonfinite(None, plain, comm=self.comm)
         if bad is not None:
@@ -329,7 +331,7 @@ class Run:
         return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 
     def _exit(self) -> NoReturn:
-        self._checkpoints.wait()
+        self._checkpoints.wait_for_save()
         if self.comm.rank == 0:
             _log.warning("a signal has come: saved after %d of %d steps, exit code %d", self.step, self.total, EXIT_PREEMPTED)
         raise SystemExit(EXIT_PREEMPTED)

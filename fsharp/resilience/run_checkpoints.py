@@ -43,7 +43,7 @@ class RunCheckpoints:
         self._comm, self._config, self._options = comm, config, options
         self._names = set[str]()
 
-    def begin(self) -> Saver:
+    def open_saver(self) -> Saver:
         """Return the Saver of later checkpoints, to be closed after the run."""
         self._saver = Saver(self.root, self._comm, **self._options, config=self._config)
         return self._saver
@@ -63,16 +63,16 @@ class RunCheckpoints:
             what = "the tree has other leaves than it had in resume(), so that a restart could not load it."
             raise RunError(problem("Run", what, facts, remedy))
 
-    def are_own(self) -> bool:
+    def has_any(self) -> bool:
         """Return whether there is a checkpoint of this run, in memory of hosts or on disk."""
-        return (self.replicas is not None and self.replicas.latest() is not None) or self.are_in(self.root)
+        return (self.replicas is not None and self.replicas.latest() is not None) or self.has_any_in(self.root)
 
-    def are_in(self, root: str) -> bool:
+    def has_any_in(self, root: str) -> bool:
         """Whether rank 0 sees a checkpoint in a folder. Other ranks may see another state of a folder on a network."""
         found = together("Run", self._comm, lambda: self._comm.rank == 0 and has_checkpoints(root))
         return bool(exchange("yes" if found else "", self._comm)[0])
 
-    def load(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
+    def load_newest_from(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
         """Load the newest undamaged checkpoint of a folder into a tree like ``like``, whose tensors are overwritten.
 
         For the run's own folder, saves in memory of hosts count as well. Return the checkpoint and the tree.
@@ -85,24 +85,24 @@ class RunCheckpoints:
         self.saved = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded
 
-    def save(self, tree: Any, *, step: int) -> None:
+    def begin_save(self, tree: Any, *, step: int) -> None:
         """Begin a checkpoint on disk."""
         self._saver.save(tree, step=step)
         self.saved = self.newest = step
 
-    def refresh(self, tree: Any, *, step: int) -> None:
+    def begin_refresh(self, tree: Any, *, step: int) -> None:
         """Begin to copy a tree to memory of hosts."""
         assert self.replicas is not None
         self.replicas.refresh(tree, step=step, config=self._config)
         self.newest = step
 
-    def check(self) -> None:
+    def raise_failed(self) -> None:
         """Raise the error of a failed save or refresh."""
         self._saver.check()
         if self.replicas is not None:
             self.replicas.check()
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the checkpoint that is being written."""
         self._saver.wait()
 

@@ -73,7 +73,7 @@ class IndexSampler:
             )
         size, more = divmod(self.batch_size, num_ranks)
         first = step * self.batch_size + rank * size + min(rank, more)
-        return self._between(first, first + size + (rank < more))
+        return self._samples_between(first, first + size + (rank < more))
 
     @api_boundary
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
@@ -106,7 +106,7 @@ class IndexSampler:
                 "sampler with the saved values, or leave it out of what is resumed to begin a new order."
             )
 
-    def _between(self, first: int, last: int) -> torch.Tensor:
+    def _samples_between(self, first: int, last: int) -> torch.Tensor:
         """Return samples ``first`` to ``last`` of the sequence of all epochs."""
         found = []
         while first < last:

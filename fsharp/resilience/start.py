@@ -12,7 +12,7 @@ import optree
 import torch
 
 import fsharp
-from fsharp.checkpoint.entries import is_node, leaves_of, with_object_states
+from fsharp.checkpoint.entries import is_checkpoint_leaf, leaves_with_paths, with_state_dicts
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
@@ -48,8 +48,8 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         found = {f"config.{name}": text for name, text in _config_fields(config)}
         found |= {f"layout: {name}": text for name, text in (describe_units([n.unit for n in nodes]) if nodes else {}).items()}
         found |= {f"file {path}": hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
-        structure = _ADDRESS.sub("", str(optree.tree_structure(tree, is_leaf=is_node)))
-        found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaves(tree)), "structure": structure}
+        structure = _ADDRESS.sub("", str(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf)))
+        found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaf_lines(tree)), "structure": structure}
         return found | {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
     together("agree_at_start()", comm, fields, lambda found: found)
@@ -68,9 +68,9 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
         ) from error
 
 
-def _leaves(tree: Any) -> Iterator[str]:
+def _leaf_lines(tree: Any) -> Iterator[str]:
     """Yield a line for each leaf: its path and its description."""
-    for path, _, leaf in leaves_of(with_object_states(tree)):
+    for path, _, leaf in leaves_with_paths(with_state_dicts(tree)):
         if is_sharded(leaf):
             yield f"{join(path)}: {leaf.name!r} at {leaf.place}"
         elif isinstance(leaf, torch.Tensor):

@@ -76,13 +76,13 @@ class StragglerDetector:
 
     def start(self) -> None:
         """Start to measure the first step."""
-        self._since = self._own_clock()
+        self._since = self._clock_without_waits()
         self._own_s.clear()
 
     @api_boundary
     def end_step(self, step: int) -> None:
-        """End a step, with one number on all ranks, and begin the next one. All ranks have to call this method."""
-        now = self._own_clock()
+        """End step number ``step``, and begin the next step. All ranks have to call this method, with the same number."""
+        now = self._clock_without_waits()
         self._own_s.append(now - self._since)
         if len(self._own_s) == self.every:
             named = Labelled(self.comm, f"how long steps up to {step} took: ")
@@ -91,7 +91,7 @@ class StragglerDetector:
             own_s, error_s = zip(*(struct.unpack("<dd", x) for x in gather_bytes(struct.pack("<dd", own, error), named)))
             self._compare(StepTimes(step, own_s, error_s))
             self._own_s.clear()
-        self._since = self._own_clock()
+        self._since = self._clock_without_waits()
 
     def _compare(self, times: StepTimes) -> None:
         usual = statistics.median_low(times.own_s)  # of two ranks the faster one: their mean would hide the other
@@ -110,6 +110,6 @@ class StragglerDetector:
                 *(rank, times.step, times.own_s[rank], self.stragglers[rank]),
             )
 
-    def _own_clock(self) -> float:
+    def _clock_without_waits(self) -> float:
         """Return a clock in seconds that does not count waits for other ranks."""
         return time.perf_counter() - (self._ranks.waited_s if self._ranks is not None else 0.0)

@@ -167,5 +167,5 @@ def test_clocks_that_go_back_change_no_order(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog.time, "time", lambda: next(now))
     for step in (3, 2, 1, 4):
         found = save(tmp_path, step)
-        assert found.manifest.created == catalog.created_of(found.path) >= 5e9
+        assert found.manifest.created == catalog.save_time_of(found.path) >= 5e9
     assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [4, 1, 2, 3]

@@ -144,7 +144,11 @@ def exchanged(tmp_path_factory):
         moments = {name: {kind: each[kind] for kind in kinds[1:]} for name, each in states.items()}
         read = {"model": tree["model"], "optim": {"state": moments}}
         dcp.load(read, checkpoint_id=str(folder / "exported"))
-        return saved, tensors_of(read), {kind: loaded_by_torch(folder / kind, kind, fsdp2(build())) for kind in OPTIMIZERS}
+        return (
+            saved,
+            tensors_of(read),
+            {kind: loaded_by_torch(folder / kind, kind, fsdp2(build())) for kind in OPTIMIZERS},
+        )
 
     trained = {kind: trained_by_fsharp(folder / kind, kind) for kind in OPTIMIZERS}
     results = processes(MESH, run)

@@ -15,8 +15,8 @@ import fsharp as fs
 from fsharp.checkpoint import saving
 from fsharp.checkpoint.catalog import remove_incomplete
 from fsharp.checkpoint.manifest import NAME
-from fsharp.checkpoint.saving import metadata_of
-from fsharp.checkpoint.shard_file import header_of, write_file
+from fsharp.checkpoint.saving import header_metadata
+from fsharp.checkpoint.shard_file import encode_header, write_file
 from fsharp.errors import CheckpointError, CommError
 from fsharp.functional.comm.worker_threads import Outcome
 from fsharp.testing import processes, simulate
@@ -234,7 +234,7 @@ def test_a_prune_that_is_killed_leaves_checkpoints_that_are_complete(tmp_path):
 
 
 ID = "0123456789abcdef"
-WHOLE = header_of([], metadata_of(ID, 0))
+WHOLE = encode_header([], header_metadata(ID, 0))
 
 
 @pytest.mark.parametrize("suffix", ["partial", "removed", "partial.removed"])
@@ -259,7 +259,7 @@ def test_the_next_saver_removes_what_was_left(tmp_path, suffix, data):
     [
         ("notes.txt", b""),
         (FILE, b"a file of another program"),
-        (FILE, header_of([], metadata_of("f" * 16, 0))),
+        (FILE, encode_header([], header_metadata("f" * 16, 0))),
         (NAME + "/own", b"{}"),
         ("rank-00000.safetensors.bak", WHOLE),
     ],
@@ -355,7 +355,7 @@ def test_elements_across_blocks_are_refused_in_files_that_have_digests(tmp_path)
     path = Path(save(tmp_path, 1).path)
     body = json.loads((path / NAME).read_bytes())
     tensors = [fs.checkpoint.shard_file.Tensor(name, torch.uint8, (size,)) for name, size in (("a", 3), ("x", 8))]
-    header = header_of(tensors, {"save_id": body["save_id"]})
+    header = encode_header(tensors, {"save_id": body["save_id"]})
     header = header.replace(b'"dtype":"U8","shape":[8]', b'"dtype":"F32","shape":[2]', 1)
     header = struct.pack("<Q", len(header) - 8) + header[8:]
     file = bytearray()

@@ -156,13 +156,13 @@ def test_a_step_goes_on_while_a_refresh_is_under_way(tmp_path):
     def run(comm):
         import threading
 
-        begin, write = threading.Event(), replicas_module.write_shards
+        begin, write = threading.Event(), replicas_module.write_shard_file
 
         def waiting(*args):
             assert begin.wait(60)
             return write(*args)
 
-        replicas_module.write_shards = waiting
+        replicas_module.write_shard_file = waiting
         state = state_of(comm, fs.zero3("dp"))
         expected = whole(state, comm)
         with fs.checkpoint.Replicas(host(root, comm.rank), comm, root=f"{root}/disk") as replicas:
@@ -220,9 +220,9 @@ def test_hosts_of_several_ranks_and_other_meshes(tmp_path):
 @pytest.mark.parametrize(
     ("moment", "steps"),
     [
-        pytest.param("write_shards", [1], marks=pytest.mark.deep),
+        pytest.param("write_shard_file", [1], marks=pytest.mark.deep),
         ("_send_copies", [1]),
-        pytest.param("check_written", [1], marks=pytest.mark.deep),
+        pytest.param("verify_written_file", [1], marks=pytest.mark.deep),
         ("publish", [1, 2]),  # 2 if all other hosts, which have all files of it, come as far
         pytest.param("newest_first", [2], marks=pytest.mark.deep),
     ],

@@ -209,7 +209,7 @@ def test_a_rank_that_has_no_memory_for_a_copy_fails_the_save_on_all_ranks(tmp_pa
 
         made, said = fs.checkpoint.Saver(root, comm), []
         if comm.rank == 1:
-            made._copy = refuse
+            made._copy_to_host = refuse
         made.save(sharded(comm), step=0)
         vars(made).pop("_copy", None)
         for step in (1, 2):

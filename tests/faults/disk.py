@@ -51,7 +51,7 @@ def full_disk(folder: Path, short: bool) -> Outcome:
             simulate(TWO, lambda comm, root=root: save(root, 2, comm))
             if options == "size=8m":
                 simulate(TWO, lambda comm, root=root: save_large(root, comm, "bytes are free"))
-            with mock.patch.object(saving, "check_room", without_looking):
+            with mock.patch.object(saving, "check_free_space", without_looking):
                 simulate(TWO, lambda comm, root=root: save_large(root, comm, "No space left on device"))
                 large = tree_of(3, ONE, rows=ROWS)
                 for background in (False, True):
@@ -78,7 +78,7 @@ def train():
     saver = fs.checkpoint.Saver(root, fs.SingleComm())
     saver.save(tree_of(1, fs.SingleComm()), step=1)
     saver.wait()
-    fs.checkpoint.storage.LocalFiles.writing = None  # no file can be opened any more
+    fs.checkpoint.storage.LocalFiles.append_to_new_file = None  # no file can be opened any more
     saver.save(tree_of(2, fs.SingleComm()), step=2)
     if how == "check":
         while saver.is_busy:

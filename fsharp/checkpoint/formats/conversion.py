@@ -9,8 +9,8 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id
 from fsharp.checkpoint.entries import Contents, Entry, Piece, Value
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
-from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
-from fsharp.checkpoint.storage import full_path, storage_of
+from fsharp.checkpoint.shard_file import StoredTensor, check_reserved_names, write_order
+from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
 
@@ -26,7 +26,7 @@ def write_converted(
     root: str | os.PathLike[str],
     entries: Mapping[str, Entry],
     values: dict[str, Value],
-    read: Callable[[list[Tensor]], Iterable[torch.Tensor]],
+    read: Callable[[list[StoredTensor]], Iterable[torch.Tensor]],
     *,
     step: int,
     config: Any,
@@ -41,10 +41,10 @@ def write_converted(
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")
-    check_names(where, entries)
-    filled = [Tensor(entry.name, entry.dtype, entry.shape) for entry in entries.values() if entry.numel]
-    tensors = [filled[i] for i in in_order(filled)]
-    into = full_path(root)
+    check_reserved_names(where, entries)
+    filled = [StoredTensor(entry.name, entry.dtype, entry.shape) for entry in entries.values() if entry.numel]
+    tensors = [filled[i] for i in write_order(filled)]
+    into = absolute_path(root)
     save_id = new_save_id(into)
     made = f"{into}/{folder_name(step, save_id)}"
     contents = Contents(dict(entries), values, {}, [], dict(objects or {}))

@@ -4,7 +4,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -12,17 +12,20 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Entry, Value, renamed
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
-from fsharp.checkpoint.formats.exporting import names_below, new_folder
+from fsharp.checkpoint.formats.exporting import stored_name_by_new_name, write_folder_atomically
 from fsharp.checkpoint.formats.torch_archive import load_archive
-from fsharp.checkpoint.manifest import object_of, plain_file_name, plain_shape, structure_of
+from fsharp.checkpoint.manifest import checked_file_name, checked_shape, rebuild_from_structure, structure_of
 from fsharp.checkpoint.reading import Need
 from fsharp.checkpoint.saving import checked_config
-from fsharp.checkpoint.shard_file import Tensor
-from fsharp.checkpoint.storage import Storage, read_description, storage_of
+from fsharp.checkpoint.shard_file import StoredTensor
+from fsharp.checkpoint.storage import Storage, read_index_file, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
 from fsharp.type_checks import options_checked
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlanner
 
 _CHUNK_NBYTES = 64 << 20  # of a chunk that DCP is given: each of its ranks reads the chunks that it needs a part of
 _METADATA = ".metadata"
@@ -76,21 +79,21 @@ def to_dcp(
     if "://" in os.fspath(folder):
         raise CheckpointError(f"to_dcp(): {folder} is a URL, expected a path.")
     prefix = f"{subtree}." if subtree else ""
-    names = names_below("to_dcp()", found, subtree, rename, aliases=True)
+    names = stored_name_by_new_name("to_dcp()", found, subtree, rename, aliases=True)
     there, within = found.manifest.values, set[str]()
 
     def part(name: str) -> Value:
         within.add(name)
         return there[name]
 
-    values: dict[str, Any] = {name: object_of(name, each, part) for name, each in found.manifest.objects.items()}
+    values: dict[str, Any] = {name: rebuild_from_structure(name, each, part) for name, each in found.manifest.objects.items()}
     values |= {name: value for name, value in there.items() if name not in within}
     values = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
     values = {renamed("to_dcp()", name, rename): value for name, value in values.items()}
     if twice := names.keys() & values.keys():
         raise CheckpointError(f"to_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
-    planner = _planner(found, names, values)
-    with new_folder("to_dcp()", folder) as staged:
+    planner = _lazy_save_planner(found, names, values)
+    with write_folder_atomically("to_dcp()", folder) as staged:
         writer = FileSystemWriter(staged)
         planner.set_up_planner({}, is_coordinator=True)
         writer.set_up_storage_writer(is_coordinator=True)
@@ -99,7 +102,7 @@ def to_dcp(
         writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
-def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> Any:
+def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> "SavePlanner":
     """Return a save planner for DCP's writer, which reads each chunk when the writer asks for it."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -109,7 +112,7 @@ def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, A
 
     def items() -> Iterator[WriteItem]:
         for name, record in tensors.items():
-            for begin, end in _rows(record.shape, record.dtype):
+            for begin, end in _chunk_rows(record.shape, record.dtype):
                 offsets = torch.Size([begin, *(0 for _ in record.shape[1:])][: len(record.shape)])
                 sizes = torch.Size([end - begin, *record.shape[1:]][: len(record.shape)])
                 chunk = ChunkStorageMetadata(offsets, sizes)
@@ -140,7 +143,7 @@ def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, A
     return Planner()
 
 
-def _rows(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
+def _chunk_rows(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
     """Return first row and end of each chunk of a tensor."""
     if not shape or not shape[0]:
         return [(0, 0 if shape else 1)]
@@ -183,27 +186,27 @@ def from_dcp(
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)
     config = checked_config("from_dcp()", step, config)
-    metadata = _metadata(storage, source)
+    metadata = _read_metadata(storage, source)
     listed = metadata.state_dict_metadata
     left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(listed))
     entries, values, objects = {}, dict[str, Value](), dict[str, Any]()
     for name, each in listed.items():
         if name not in left and hasattr(each, "chunks"):
-            entries[name] = _entry(source, name, each)
+            entries[name] = _entry_from_metadata(source, name, each)
         elif name not in left:
             value = _load_object(storage, source, metadata, name, None)
-            values |= _values(name, value)
+            values |= _values_by_name(name, value)
             if name not in values:
                 objects[name] = structure_of(value)
-    _check_size(storage, source, metadata, entries)
+    _check_sizes_fit_files(storage, source, metadata, entries)
 
-    def read(tensors: list[Tensor]) -> Iterator[torch.Tensor]:
+    def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
         return (_assemble_tensor(storage, source, metadata, tensor) for tensor in tensors)
 
     return write_converted("from_dcp()", root, entries, values, read, step=step, config=config, objects=objects)
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of DCP's metadata, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -216,17 +219,17 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _metadata(storage: Storage, folder: str) -> Any:
+def _read_metadata(storage: Storage, folder: str) -> Any:
     """Return DCP's metadata of a checkpoint."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     where = f"{folder}/{_METADATA}"
     try:
-        data = read_description(storage, folder, _METADATA, _SPARE_NBYTES)
+        data = read_index_file(storage, folder, _METADATA, _SPARE_NBYTES)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA}.") from error
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         raise CheckpointError(f"{where}: cannot be read: {type(error).__name__} {error}.") from error
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
@@ -234,21 +237,21 @@ def _metadata(storage: Storage, folder: str) -> Any:
     return found
 
 
-def _entry(folder: str, name: str, metadata: Any) -> Entry:
+def _entry_from_metadata(folder: str, name: str, metadata: Any) -> Entry:
     """Return the entry of a tensor from its metadata."""
     try:
-        shape, dtype = plain_shape(metadata.size), metadata.properties.dtype
+        shape, dtype = checked_shape(metadata.size), metadata.properties.dtype
         return whole_entry(name, dtype, shape)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder}: {name!r:.200} is no tensor: {type(error).__name__} {error!s:.200}.") from error
 
 
-def _check_size(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, Entry]) -> None:
+def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, Entry]) -> None:
     """Raise an error if tensors are larger than the files that hold them, before memory is allocated."""
     declared, held = sum(entry.numel * entry.dtype.itemsize for entry in entries.values()), 0
     try:
         infos = [info for index, info in (metadata.storage_data or {}).items() if index.fqn in entries]
-        for name in {plain_file_name(info.relative_path) for info in infos}:
+        for name in {checked_file_name(info.relative_path) for info in infos}:
             held += storage.nbytes(f"{folder}/{name}")
     except (TypeError, ValueError, AttributeError, FileNotFoundError) as error:
         raise CheckpointError(f"{folder}: its metadata names missing or impossible files: {error!s:.200}.") from error
@@ -268,7 +271,7 @@ def _load_object(storage: Storage, folder: str, metadata: Any, name: str, offset
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{folder}: {name!r} was written with {info.transform_descriptors}, expected no transforms.")
     try:
-        path = f"{folder}/{plain_file_name(info.relative_path)}"
+        path = f"{folder}/{checked_file_name(info.relative_path)}"
         data = bytearray(min(info.length, storage.nbytes(path)))
         storage.read(path, info.offset, memoryview(data))
         return load_archive(data)
@@ -279,13 +282,13 @@ def _load_object(storage: Storage, folder: str, metadata: Any, name: str, offset
         raise CheckpointError(f"{folder}: {name!r} cannot be read: {what}. ignore= leaves it out.") from error
 
 
-def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torch.Tensor:
+def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: StoredTensor) -> torch.Tensor:
     """Return a tensor, put together from its chunks."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     missing = torch.ones(tensor.shape, dtype=torch.bool)
     for chunk in metadata.state_dict_metadata[tensor.name].chunks:
         try:
-            offsets, sizes = plain_shape(chunk.offsets), plain_shape(chunk.sizes)
+            offsets, sizes = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
             where = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
             part = missing[where]
         except (TypeError, ValueError, AttributeError, IndexError) as error:
@@ -308,7 +311,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Tenso
     return whole
 
 
-def _values(name: str, found: Any) -> dict[str, Value]:
+def _values_by_name(name: str, found: Any) -> dict[str, Value]:
     """Return an object as values by name; None has no name."""
     paths, leaves, _ = optree.tree_flatten_with_path(found)
     result = dict[str, Value]()

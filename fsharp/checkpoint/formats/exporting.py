@@ -10,7 +10,15 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import renamed
 from fsharp.checkpoint.formats.huggingface import INDEX
-from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, batches, bytes_of, check_names, header_of, in_order
+from fsharp.checkpoint.shard_file import (
+    DTYPES_OF_FORMAT,
+    StoredTensor,
+    batches_by_nbytes,
+    bytes_of,
+    check_reserved_names,
+    encode_header,
+    write_order,
+)
 from fsharp.checkpoint.storage import storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
@@ -29,8 +37,8 @@ def export_safetensors(
 ) -> None:
     """Export tensors of a checkpoint to ``model.safetensors``, or to several files and ``model.safetensors.index.json``.
 
-    Add a ``config.json``, and ``from_pretrained()`` loads the folder. Call this function in one process; it needs no process
-    group.
+    If you put a ``config.json`` beside the files, ``from_pretrained()`` loads the folder. Call this function in one process; it
+    needs no process group.
 
     Args:
         checkpoint: the checkpoint, or its path.
@@ -51,8 +59,8 @@ def export_safetensors(
     """
     where = "export_safetensors()"
     found = open_checkpoint(checkpoint)
-    names = names_below(where, found, subtree, rename, aliases=False)
-    check_names(where, names)
+    names = stored_name_by_new_name(where, found, subtree, rename, aliases=False)
+    check_reserved_names(where, names)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")
     described = []
@@ -61,13 +69,13 @@ def export_safetensors(
         kind = dtype if dtype and record.dtype.is_floating_point else record.dtype
         if kind not in DTYPES_OF_FORMAT:
             raise CheckpointError(f"{where}: {stored!r} is {dtype_name(kind)}, which safetensors has no name for.")
-        described.append(Tensor(name, kind, record.shape))
-    files = _files(described, max_file_nbytes)
-    with new_folder(where, folder) as staged:
+        described.append(StoredTensor(name, kind, record.shape))
+    files = _tensors_by_file(described, max_file_nbytes)
+    with write_folder_atomically(where, folder) as staged:
         storage = storage_of(staged)
         for file, tensors in files.items():
-            with storage.writing(f"{staged}/{file}") as out:
-                out(memoryview(header_of(tensors, {"format": "pt"}, with_digests=False)))
+            with storage.append_to_new_file(f"{staged}/{file}") as out:
+                out(memoryview(encode_header(tensors, {"format": "pt"}, with_digests=False)))
                 for tensor in tensors:
                     value = found.tensor(names[tensor.name]).to(tensor.dtype)
                     out(bytes_of(value))
@@ -76,11 +84,11 @@ def export_safetensors(
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in described)},
                 "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
             }
-            with storage.writing(f"{staged}/{INDEX}") as out:
+            with storage.append_to_new_file(f"{staged}/{INDEX}") as out:
                 out(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
 
 
-def names_below(
+def stored_name_by_new_name(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
     """Return, for the new name of each tensor below a subtree, the tensor's name in the checkpoint.
@@ -100,18 +108,18 @@ def names_below(
     return result
 
 
-def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
+def _tensors_by_file(tensors: list[StoredTensor], most: int) -> dict[str, list[StoredTensor]]:
     """Return the tensors of each file, by name of the file, in the order in which they are written."""
-    parts = batches(tensors, most)
+    parts = batches_by_nbytes(tensors, most)
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     return {
-        name if len(parts) > 1 else "model.safetensors": [part[i] for i in in_order(part)]
+        name if len(parts) > 1 else "model.safetensors": [part[i] for i in write_order(part)]
         for name, part in zip(names, parts, strict=True)
     }
 
 
 @contextmanager
-def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
+def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary folder to write to. At the end of this context it is renamed to ``path``, or removed after an error.
 
     Raises CheckpointError if the folder at ``path`` is not empty, or an interrupted export has left its temporary folder.

@@ -9,9 +9,9 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.formats import torch_archive
-from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, plain_file_name
-from fsharp.checkpoint.shard_file import DTYPES, TABLE, Extent, header_nbytes, parse_header, parse_json
-from fsharp.checkpoint.storage import Readable, Storage, read_description
+from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checked_file_name
+from fsharp.checkpoint.shard_file import DTYPES, TABLE, TensorExtent, header_nbytes, parse_header, parse_json
+from fsharp.checkpoint.storage import Readable, Storage, read_index_file
 from fsharp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -19,31 +19,31 @@ _FILES = (re.compile(r".*\.safetensors"), re.compile(r"(.*_)?model(-\d+-of-\d+)?
 _INDICES = (".safetensors.index.json", ".bin.index.json")
 
 
-class Described(NamedTuple):
+class FileDescription(NamedTuple):
     """The tensors and values in another library's file; offsets of tensors count from byte ``start``."""
 
     header: bytes
     start: int
-    tensors: dict[str, Extent]
+    tensors: dict[str, TensorExtent]
     values: dict[str, bool | int | float | str]
 
 
-def is_folder(names: Collection[str]) -> bool:
+def is_huggingface_folder(names: Collection[str]) -> bool:
     """Return whether a folder with files of these names is one of Hugging Face's."""
-    return any(map(any, _files_to_read(names)))
+    return any(map(any, _index_and_file_names(names)))
 
 
 def is_file(storage: Storage, path: str) -> bool:
     """Return whether there is a file, or a link to a file, at a path."""
     folder, _, name = path.rpartition("/")
     try:
-        storage.nbytes(f"{folder}/{storage.behind_links(folder, name)}")
+        storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
     except (FileNotFoundError, CheckpointError):
         return False
     return True
 
 
-def _files_to_read(names: Collection[str]) -> tuple[list[str], list[str]]:
+def _index_and_file_names(names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the names of indices and of files to read: those of safetensors if there are any, else those of ``torch.save``."""
     for file, index in zip(_FILES, _INDICES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
@@ -52,7 +52,7 @@ def _files_to_read(names: Collection[str]) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def manifest_of(storage: Storage, path: str) -> Manifest:
+def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
     Links, of which the cache of the Hub is made, are followed. There are no digests, so that damage is not seen. Raises
@@ -62,10 +62,10 @@ def manifest_of(storage: Storage, path: str) -> Manifest:
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]
     if not is_file(storage, path):
-        folder, (indices, used) = path, _files_to_read(storage.names(path))
+        folder, (indices, used) = path, _index_and_file_names(storage.names(path))
     if len(indices) > 1:
         raise CheckpointError(f"{folder}: {len(indices)} indices, expected one: {', '.join(indices)}.")
-    index = _index(storage, folder, indices[0]) if indices else None
+    index = _read_index(storage, folder, indices[0]) if indices else None
     used = sorted(set(index.values())) if index is not None else used
     files, tensors, values, seen = list[FileRecord](), dict[str, TensorRecord](), dict[str, Any](), xxhash.xxh3_64()
     for number, name in enumerate(used):
@@ -89,18 +89,18 @@ def manifest_of(storage: Storage, path: str) -> Manifest:
     )  # fmt: skip
 
 
-def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
+def _read_index(storage: Storage, folder: str, name: str) -> dict[str, str]:
     """Return, for the name of each tensor in an index, the name of the file that holds the tensor."""
-    data = read_description(storage, folder, name)
+    data = read_index_file(storage, folder, name)
     try:
-        return {str(tensor): plain_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
+        return {str(tensor): checked_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}/{name}: the index is damaged: {type(error).__name__} {error}.") from error
 
 
-def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Described]:
+def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord, FileDescription]:
     """Return the record and the contents of a file."""
-    path = storage.behind_links(folder, name)
+    path = storage.resolve_links(folder, name)
     try:
         size = storage.nbytes(f"{folder}/{path}")
     except FileNotFoundError as error:
@@ -111,7 +111,7 @@ def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord
     return FileRecord(path, size, None), found
 
 
-def describe_file(storage: Readable, path: str) -> Described:
+def describe_file(storage: Readable, path: str) -> FileDescription:
     """Return the contents of a file of safetensors or of ``torch.save``; the first bytes decide, not the suffix.
 
     Raises CheckpointError if it is neither, is damaged, or holds something else than tensors, numbers and texts.
@@ -120,7 +120,7 @@ def describe_file(storage: Readable, path: str) -> Described:
     head = bytearray(min(16, size))
     storage.read(path, 0, memoryview(head))
     if head.startswith(torch_archive.FIRST_BYTES):
-        return _described_archive(storage, path, size)
+        return _describe_archive(storage, path, size)
     if head[8:9] != b"{":
         raise CheckpointError(
             f"{path}: this is not a safetensors file, and none of torch.save: it begins with {bytes(head)!r}. Expected one of "
@@ -130,10 +130,10 @@ def describe_file(storage: Readable, path: str) -> Described:
     header = bytearray(header_nbytes(path, bytes(head[:8]), size))
     storage.read(path, 0, memoryview(header))
     found, _ = parse_header(path, bytes(header), size)
-    return Described(bytes(header), len(header), found, {})
+    return FileDescription(bytes(header), len(header), found, {})
 
 
-def _described_archive(storage: Readable, path: str, size: int) -> Described:
+def _describe_archive(storage: Readable, path: str, size: int) -> FileDescription:
     """Describe the tensors in a file of ``torch.save``, by keys that are joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
@@ -142,7 +142,7 @@ def _described_archive(storage: Readable, path: str, size: int) -> Described:
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error
-    found = Described(data, 0, {}, {})
+    found = FileDescription(data, 0, {}, {})
     for name, leaf in leaves:
         if name in found.tensors or name in found.values:
             raise CheckpointError(f"{path}: two keys are both {name!r:.200} when they are joined by dots: rename one.")
@@ -158,7 +158,7 @@ def _described_archive(storage: Readable, path: str, size: int) -> Described:
             )
         else:
             begin = int(leaf.storage_offset()) * leaf.itemsize
-            found.tensors[name] = Extent(leaf.dtype, begin, begin + leaf.nbytes, tuple(leaf.shape))
+            found.tensors[name] = TensorExtent(leaf.dtype, begin, begin + leaf.nbytes, tuple(leaf.shape))
             if begin + leaf.nbytes > size:
                 raise CheckpointError(f"{path}: {name!r:.200} ends behind the end of the file.")
     return found

@@ -24,10 +24,11 @@ _LOCAL_HEADER_NBYTES = 30
 
 
 def load_archive(data: bytes | bytearray) -> Any:
-    """Return the object in all bytes of an archive of ``torch.save``: values and tensors in dicts, lists and tuples.
+    """Return the object in an archive of ``torch.save``, of which ``data`` is all bytes.
 
-    Raises ValueError for compressed or overlapping records, a tensor that is longer than its bytes, or any other class; and any
-    kind of error, as the bytes of a pickle are arbitrary. Memory: twice the size of ``data``.
+    The object is made of values and tensors in dicts, lists and tuples. Raises ValueError for an object of another class,
+    compressed or overlapping records, or a tensor that is longer than its bytes. A damaged pickle may raise errors of any other
+    kind. Memory: twice the size of ``data``.
     """
 
     def bytes_in(begin: int, end: int) -> torch.Tensor:
@@ -45,7 +46,7 @@ def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
-    return _read(io.BufferedReader(_File(storage, path, size)), size, lambda begin, end: whole[begin:end])
+    return _read(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end: whole[begin:end])
 
 
 def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> tuple[bytes, Any]:
@@ -72,10 +73,10 @@ def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tenso
                 raise ValueError(f"record {key!r:.80} ends behind the end of the file")
             return bytes_in(begin, begin + record.file_size)
 
-        return data, _Unpickler(data, elements).load()
+        return data, _ArchiveUnpickler(data, elements).load()
 
 
-class _File(io.RawIOBase):
+class _StorageFile(io.RawIOBase):
     """A file object over a file of a storage, for ``zipfile``."""
 
     def __init__(self, storage: Readable, path: str, size: int) -> None:
@@ -98,7 +99,7 @@ class _File(io.RawIOBase):
         return len(view)
 
 
-class _Unpickler(pickle.Unpickler):
+class _ArchiveUnpickler(pickle.Unpickler):
     """An unpickler that makes tensors of an archive's records, and knows only the names in ``_KNOWN`` besides."""
 
     def __init__(self, data: bytes, elements: Callable[[str], torch.Tensor]) -> None:
@@ -126,7 +127,9 @@ class _Unpickler(pickle.Unpickler):
         return self._read[key].view(dtype)
 
 
-def _tensor(elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any) -> torch.Tensor:
+def _rebuild_tensor(
+    elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any
+) -> torch.Tensor:
     """Return a tensor with the elements of a record.
 
     The unpickler calls this function in place of ``torch._utils._rebuild_tensor_v2`` and of ``_rebuild_tensor_v3``, which
@@ -147,8 +150,8 @@ def _tensor(elements: torch.Tensor, first: int, shape: Sequence[int], strides: S
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
