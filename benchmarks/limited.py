@@ -210,7 +210,7 @@ def link_mbit(nbytes: int) -> dict[str, float]:
     for name, senders in (("one way", (0,)), ("both ways", (0, 1))):
         dist.barrier()
         began = time.perf_counter()
-        works = [dist.irecv(y, 1 - rank)] if 1 - rank in senders else []  # first: see ProcessGroupComm._swap
+        works = [dist.irecv(y, 1 - rank)] if 1 - rank in senders else []  # first: see ProcessGroupComm._send_and_receive
         works += [dist.isend(x, 1 - rank)] if rank in senders else []
         for work in works:
             work.wait()

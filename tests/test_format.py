@@ -85,7 +85,7 @@ def test_blocks_are_encoded_by_themselves(parts, blocks, seed):
 def test_a_format_of_blocks_in_some_units(strategy):
     precision = {"**": fs.Precision(), "layers.*": fs.Precision(stored=BLOCKS), "layers.1.*": fs.Precision(stored=HALVES)}
     layout = make_layout(*STRATEGIES[strategy], precision=precision)
-    assert all(group.capacity % group.dtypes.stored.block == 0 for unit in layout.units for group in unit.groups)
+    assert all(group.capacity % group.dtypes.stored_format.block == 0 for unit in layout.units for group in unit.groups)
 
     def rank_fn(comm):
         blocking = train(comm, strategy, microbatches=2, precision=precision)

@@ -288,14 +288,14 @@ def _add_unit(
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
     held, pieces = (
-        dict(zip(node.groups, node.values(comm.rank, main=True), strict=True)),
+        dict(zip(node.groups, node.decoded_buffers(comm.rank, main=True), strict=True)),
         _held_leaves(unit, node.place, comm.rank),
     )
     sizes = {group: unit.local_size(group, node.place) for group in held}
     one_number = {group: is_group_scalar(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:
         if leaf.tied_to is not None:
-            found.aliases[name(leaf.path)] = ".".join((*above, unit.stored_path(leaf)))
+            found.aliases[name(leaf.path)] = ".".join((*above, unit.path_of_stored_leaf(leaf)))
         elif leaf.group in held:
             buffer = held[leaf.group]
             if one_number[leaf.group]:
@@ -368,7 +368,7 @@ def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _HeldLeaf
     num_kinds = math.prod(map(mesh.axis_size, varying))
 
     def piece(of: int) -> Piece:
-        base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.run_of(leaf, place, of)
+        base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.run_of_leaf(leaf, place, of)
         return Piece(base + first, base + last, mesh.index_along(copies, of), math.prod(map(mesh.axis_size, copies)))
 
     mine = piece(rank)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from fsharp.checkpoint.storage import storage_of
 from fsharp.errors import AgreementError, CheckpointError, CommError
-from fsharp.functional.comm.agree import exchange
+from fsharp.functional.comm.agree import all_gather_texts
 from fsharp.functional.comm.protocol import Comm
 
 _log = logging.getLogger("fsharp")
@@ -29,7 +29,7 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
         raise
     except Exception as error:  # any kind of error: all ranks come here, and each has to report its reason
         own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
-        said = [json.loads(text) for text in exchange(json.dumps([own is not None and not damage, damage]), comm)]
+        said = [json.loads(text) for text in all_gather_texts(json.dumps([own is not None and not damage, damage]), comm)]
         found = [each for _, texts in said for each in texts]
         if not found or any(has_failed_otherwise for has_failed_otherwise, _ in said):
             raise

@@ -31,13 +31,13 @@ from fsharp.checkpoint.matching import StoredNames, check_matches, first_error_r
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError, problem
-from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import name_trees
-from fsharp.functional.layout.paths import ancestors, as_patterns
-from fsharp.functional.layout.sharded import check_not_lent, decoded, donate_nodes, is_sharded, units_of
+from fsharp.functional.comm.tree_names import with_new_tree_name
+from fsharp.functional.layout.paths import as_patterns, self_and_ancestors
+from fsharp.functional.layout.sharded import check_not_lent, decode_tree, donate_nodes, is_sharded, units_of
 from fsharp.functional.state import MadeBy, TrainState
-from fsharp.functional.stored import encode_blocks, encode_leaves
+from fsharp.functional.stored import encode_blocks, encode_whole_leaves
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
 
@@ -180,13 +180,13 @@ def load_with_reader(
     def check() -> tuple[Checkpoint, Any, Contents, StoredNames, Any]:
         found = opened()
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
-        there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
+        there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in self_and_ancestors(name)}
         resting = tree_to_load_into(
             like,
             lambda name: stored(name) in there,
             lambda name: manifest.tensors[key].shape if (key := stored(name)) in manifest.tensors else None,
         )
-        template = decoded(resting, comm.rank)
+        template = decode_tree(resting, comm.rank)
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
@@ -208,7 +208,7 @@ def load_with_reader(
         return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.texts_to_compare()}
 
     kept = dict[str, torch.Tensor]()
-    found, tree, into, names, resting = together("load()", comm, check, fields)
+    found, tree, into, names, resting = check_on_all_ranks("load()", comm, check, fields)
 
     def fill() -> Any:
         for node in units_of(tree) if donate else ():
@@ -219,17 +219,17 @@ def load_with_reader(
         _fill_tree(found, into, names, comm.rank, read, kept)
         return encode_blocks(tree, resting)
 
-    tree = encode_leaves(together("load()", comm, fill), comm, resting)
+    tree = encode_whole_leaves(check_on_all_ranks("load()", comm, fill), comm, resting)
     if donate:
         donate_nodes(units_of(like))
-    name_trees(tree, comm)
+    with_new_tree_name(tree, comm)
     if not any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
         return tree
 
     def handed_back(leaf: Any, loaded: Any) -> Any:
         return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
 
-    return together("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
+    return check_on_all_ranks("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
 
 
 class _ChosenPath(NamedTuple):
@@ -256,7 +256,7 @@ def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _Ch
             answer = {"path": path if newest is None else newest.path, "is_asked_for": newest is None}
         except (CheckpointError, OSError) as error:
             answer = {"error": str(error)}
-    said = json.loads(exchange(json.dumps(answer), comm)[0])
+    said = json.loads(all_gather_texts(json.dumps(answer), comm)[0])
     if "error" in said:
         raise CheckpointError(f"load(): {said['error']}")
     return _ChosenPath(str(said["path"]), bool(said["is_asked_for"]))

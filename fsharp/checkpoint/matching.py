@@ -10,7 +10,7 @@ from fsharp.checkpoint.entries import Contents, Value
 from fsharp.checkpoint.manifest import Manifest
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import chosen
+from fsharp.functional.layout.paths import select_paths
 
 _SHOWN = 12
 
@@ -25,7 +25,7 @@ def without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -
     prefix = f"{subtree}." if subtree else ""
     names = (*manifest.tensors, *manifest.values, *manifest.aliases)
     below = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
-    left = {below[name] for name in chosen("load(ignore=)", ignore, list(below))}
+    left = {below[name] for name in select_paths("load(ignore=)", ignore, list(below))}
     kept: dict[str, Any] = {
         kind: {name: each for name, each in getattr(manifest, kind).items() if name not in left}
         for kind in ("tensors", "values", "aliases")

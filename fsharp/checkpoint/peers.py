@@ -17,7 +17,7 @@ from fsharp.checkpoint.saving import shard_file_name
 from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_nbytes
 from fsharp.checkpoint.storage import LocalFiles
 from fsharp.errors import CheckpointError
-from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 
 AXIS = "ranks"  # of the Comm that is used here: all ranks are along it
@@ -82,9 +82,11 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
     ``domain_size`` consecutive ranks share a host, and so a folder. Copies in ``damaged`` do not count. Files and manifests of
     the wrong size do not count either, and are logged.
     """
-    mine = together("restore()", comm, lambda: describe_saves_held_here(folder) if comm.rank % domain_size == 0 else [])
+    mine = check_on_all_ranks(
+        "restore()", comm, lambda: describe_saves_held_here(folder) if comm.rank % domain_size == 0 else []
+    )
     found: dict[str, HeldSave] = {}
-    for first, text in enumerate(exchange(json.dumps(mine), comm)):
+    for first, text in enumerate(all_gather_texts(json.dumps(mine), comm)):
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
             save = found.setdefault(name, HeldSave(name, step, created, num_files, manifest_nbytes, {}))
             if (name, first, NAME) not in damaged:
@@ -263,7 +265,7 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
         with _damage_blamed_on(comm.rank if has_it else holder, NAME):
             return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{NAME}", bytes(data))
 
-    return together("restore()", comm, made)
+    return check_on_all_ranks("restore()", comm, made)
 
 
 @torch.no_grad()

@@ -50,9 +50,9 @@ from fsharp.checkpoint.saving import (
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
 from fsharp.checkpoint.storage import FolderClaim, LocalFiles, absolute_path
 from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
-from fsharp.functional.comm.agree import exchange, gather_bytes, together
+from fsharp.functional.comm.agree import all_gather_bytes, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, innermost
+from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -135,7 +135,7 @@ class Replicas(BackgroundSaver):
     ) -> None:
         self._folder, self._copies, self._root = os.path.abspath(folder), copies, None if root is None else absolute_path(root)
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if domain_size is None else domain_size
-        inner = innermost(comm)
+        inner = innermost_comm(comm)
         self._domain_size, self._created, self._claim = size, 0.0, None
         token = secrets.token_bytes(_TOKEN_NBYTES)
 
@@ -150,7 +150,7 @@ class Replicas(BackgroundSaver):
                 remove_incomplete(self._folder)
                 self._created = max((created for _, _, created, *_ in describe_saves_held_here(self._folder)), default=0.0)
 
-        def check_shared() -> None:
+        def check_reduced() -> None:
             first = comm.rank // size * size
             if self._claim is None and FolderClaim.read_token(self._folder, _TOKEN_NBYTES) != tokens[first]:
                 raise CheckpointError(
@@ -159,12 +159,12 @@ class Replicas(BackgroundSaver):
                 )
 
         try:
-            together(
+            check_on_all_ranks(
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
-            tokens = gather_bytes(token, comm)
+            tokens = all_gather_bytes(token, comm)
             self._run, self._numbers = tokens[0], count()
-            together("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_shared))
+            check_on_all_ranks("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_reduced))
             own = inner.on_host(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
             self._close_claim()
@@ -257,13 +257,13 @@ class Replicas(BackgroundSaver):
                     _files.remove(path)
 
         try:
-            together("refresh()", own, stage)
+            check_on_all_ranks("refresh()", own, stage)
             records = write_shard_file(shot, staged, own, "refresh()")
             self._send_copies(shot, staged, records)
             now = struct.pack("<d", save_time_after(self._created))
-            created = self._created = max(struct.unpack("<d", each)[0] for each in gather_bytes(now, own))
-            together("refresh()", own, commit)
-            together("refresh()", own, remove_others)
+            created = self._created = max(struct.unpack("<d", each)[0] for each in all_gather_bytes(now, own))
+            check_on_all_ranks("refresh()", own, commit)
+            check_on_all_ranks("refresh()", own, remove_others)
         except BaseException:
             if self._claim is not None:
                 remove_staged(shot.folder)  # published, it has another name
@@ -285,7 +285,7 @@ class Replicas(BackgroundSaver):
                     deferred.run(out, bytes_of(receive))
                 deferred.run(stack.close)
             deferred.run(verify_written_file, staged, theirs, source, shot.save_id)
-        together("refresh()", own, lambda: name_path_in_errors(staged, deferred.raise_))
+        check_on_all_ranks("refresh()", own, lambda: name_path_in_errors(staged, deferred.raise_))
 
     @api_boundary
     def latest(self) -> int | None:
@@ -408,9 +408,11 @@ class Replicas(BackgroundSaver):
         if self._root is None:
             return None
         root = self._root
-        found = together("restore()", self._comm, lambda: newest_except(root, damaged) if self._comm.rank == 0 else None)
+        found = check_on_all_ranks(
+            "restore()", self._comm, lambda: newest_except(root, damaged) if self._comm.rank == 0 else None
+        )
         facts = [] if found is None else [found.path, found.step, found.summary.created]
-        said = json.loads(exchange(json.dumps(facts), self._comm)[0])
+        said = json.loads(all_gather_texts(json.dumps(facts), self._comm)[0])
         return _OnDisk(*said) if said else None
 
     @api_boundary

@@ -26,9 +26,9 @@ from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, name_path_in_err
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
-from fsharp.functional.comm.protocol import Comm, innermost
+from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -99,7 +99,7 @@ class BackgroundSaver:
         with self._lock:
             try:
                 if self._under_way is not None:
-                    self._under_way.take()
+                    self._under_way.take_result()
             except Exception as error:
                 self._forget()
                 raise self._failed(error) from error
@@ -183,9 +183,9 @@ class Saver(BackgroundSaver):
             if comm.rank == 0:
                 name_path_in_errors(self._root, lambda: _prepare(self._root))
 
-        together("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
+        check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self._saved_at = math.inf
-        inner = innermost(comm)
+        inner = innermost_comm(comm)
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
 
@@ -225,7 +225,7 @@ class Saver(BackgroundSaver):
                     )
             self._retention.prune(self._root)
 
-        together("Saver", self._own, forget_old)
+        check_on_all_ranks("Saver", self._own, forget_old)
         return made
 
 

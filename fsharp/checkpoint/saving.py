@@ -27,7 +27,7 @@ from fsharp.checkpoint.reading import ShardFileReader
 from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, write_file, write_order
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
-from fsharp.functional.comm.agree import gather_bytes, together
+from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.type_checks import options_checked
@@ -125,7 +125,7 @@ def agreed_snapshot(
             folder = mine
 
     try:
-        facts = {"step": step, "config": config, "metric": metric, "save_id": lambda: gather_bytes(draw, comm)[0].hex()}
+        facts = {"step": step, "config": config, "metric": metric, "save_id": lambda: all_gather_bytes(draw, comm)[0].hex()}
         return snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
     except BaseException:
         if folder:
@@ -152,7 +152,7 @@ def snapshot(
     them, and ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
     has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
-    states = together(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
+    states = check_on_all_ranks(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
 
     def check() -> Contents:
         nonlocal config
@@ -169,7 +169,7 @@ def snapshot(
         text, same = json.dumps(config, sort_keys=True), {"root": root} if shared_root else {}
         return {"step": str(step), **same, "config": text, "metric": repr(metric), **_texts_to_compare(contents)}
 
-    contents = together(where, comm, check, fields)
+    contents = check_on_all_ranks(where, comm, check, fields)
     name, tensors, values = save_id(), [], []
     for entry, tensor in tensors_written_by(contents, comm.rank):
         (first, last), mine = entry.run_written_by(comm.rank), entry.piece(comm.rank)
@@ -259,7 +259,9 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
 
     try:
         records = write_shard_file(shot, staged, comm)
-        together("save()", comm, lambda: name_path_in_errors(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
+        check_on_all_ranks(
+            "save()", comm, lambda: name_path_in_errors(shot.folder, lambda: commit(records)) if comm.rank == 0 else None
+        )
     except BaseException:
         if comm.rank == 0 and not is_published:
             remove_staged(shot.folder)
@@ -281,8 +283,8 @@ def write_shard_file(shot: Snapshot, staged: str, comm: Comm, where: str = "save
         verify_written_file(staged, record, comm.rank, shot.save_id)
         return record
 
-    mine = together(where, comm, lambda: name_path_in_errors(path, write))
-    sent = gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
+    mine = check_on_all_ranks(where, comm, lambda: name_path_in_errors(path, write))
+    sent = all_gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
     return [
         FileRecord(shard_file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)
     ]

@@ -11,7 +11,7 @@ from fsharp.checkpoint.catalog import opening_errors
 from fsharp.cli.models import dtype_of
 from fsharp.errors import OptionError
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.text import columns, nbytes_text
+from fsharp.functional.layout.text import align_columns, nbytes_text
 
 
 def list_checkpoints(root: str, /) -> str:
@@ -28,7 +28,7 @@ def list_checkpoints(root: str, /) -> str:
         rows.append(
             (str(made.step), when, str(len(made.files)), str(len(each.names)), nbytes_text(made.nbytes), metric, each.path)
         )
-    found = columns(rows, right={0, 2, 3, 4, 5}) if len(rows) > 1 else ["no complete checkpoint"]
+    found = align_columns(rows, right={0, 2, 3, 4, 5}) if len(rows) > 1 else ["no complete checkpoint"]
     return "\n".join([*found, *opening_errors(os.path.abspath(root))])
 
 
@@ -48,7 +48,11 @@ def show(path: str, /) -> str:
         record = made.tensors[stored]
         rows.append((name, dtype_name(record.dtype), str(list(record.shape)) + (f" = {stored}" if stored != name else "")))
     values = [("value", "")] + [(name, repr(value)) for name, value in sorted(made.values.items())]
-    parts = [columns([(name, str(value)) for name, value in about if value is not None]), columns(rows), columns(values)]
+    parts = [
+        align_columns([(name, str(value)) for name, value in about if value is not None]),
+        align_columns(rows),
+        align_columns(values),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if len(part) > 1)
 
 

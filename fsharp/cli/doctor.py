@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import fsharp
-from fsharp.functional.layout.text import columns
+from fsharp.functional.layout.text import align_columns
 
 PACKAGES = (
     "optree",
@@ -37,7 +37,7 @@ def doctor() -> str:
     rows.append(("backends", ", ".join(name for name, is_there in backends.items() if is_there)))
     limit = Path("/proc/sys/kernel/threads-max")
     rows.append(("threads at most", limit.read_text().strip() if limit.exists() else "unknown"))
-    return "\n".join(columns(rows))
+    return "\n".join(align_columns(rows))
 
 
 def _version(package: str) -> str:

@@ -7,11 +7,11 @@ from fsharp.cli.models import dtype_of, find_model, repeated_units
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from fsharp.functional.layout.plan import plan as make_plan
 from fsharp.functional.layout.precision import Precision
-from fsharp.functional.layout.text import columns, nbytes_text
+from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
 from fsharp.stateful.inspect.draw import draw as draw_step
 from fsharp.stateful.inspect.estimate import Hardware, predict
@@ -71,7 +71,7 @@ def plan(
         rows.append((name, *sizes, str(calls.total()), f"{padding:.3%}"))
     largest = max(sum(group.used * group.dtypes.compute.itemsize for group in unit.groups) for unit in layout.units)
     about = f"{layout.num_params:,} parameters on {axes}, in {len(layout.units)} units of at most {nbytes_text(largest)}"
-    return "\n".join([about, "", *columns(rows, right=set(range(1, len(head))))])
+    return "\n".join([about, "", *align_columns(rows, right=set(range(1, len(head))))])
 
 
 def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> str:
@@ -82,7 +82,13 @@ def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> s
         rows.append((call.op, call.axis, nbytes_text(call.nbytes), str(count), nbytes_text(call.nbytes * count)))
     memory = [*((name, nbytes_text(nbytes)) for name, nbytes in kinds.items()), ("sum", nbytes_text(sum(kinds.values())))]
     return "\n".join(
-        [str(layout), "", *columns([("at rest on a rank", ""), *memory], right={1}), "", *columns(rows, right={2, 3, 4})]
+        [
+            str(layout),
+            "",
+            *align_columns([("at rest on a rank", ""), *memory], right={1}),
+            "",
+            *align_columns(rows, right={2, 3, 4}),
+        ]
     )
 
 
@@ -148,7 +154,7 @@ def schedule(
         ("collectives", str(calls.total())),
     ]
     about = f"{layout.num_params:,} parameters on {axes} of {gpu}, {strategy}, {policy}"
-    return "\n".join([about, "", *columns(rows, right={1}), *(["", table(planned)] if ops else [])])
+    return "\n".join([about, "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])])
 
 
 def tune(
@@ -207,7 +213,7 @@ def _layouts(
     if strategy and strategy not in named:
         raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
     tree, frozen = find_model(model)
-    patterns = [units] if units else repeated_units(list(flatten(tree)[0])) or None
+    patterns = [units] if units else repeated_units(list(flatten_with_paths(tree)[0])) or None
     dtypes = Precision(compute=dtype_of(f"{where}: compute", compute), main=dtype_of(f"{where}: main", main))
     chosen = [strategy] if strategy else list(named)
     options: dict[str, Any] = {"units": patterns, "frozen": frozen, "precision": dtypes}

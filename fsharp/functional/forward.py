@@ -8,10 +8,10 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
-from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
-from fsharp.functional.moves import check_comm, gather
-from fsharp.functional.release import change_check, release_saved, version_of, written_to
-from fsharp.functional.remat import Remat, check_choice, recomputed
+from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_sharded, map_units, units_of
+from fsharp.functional.moves import gather, units_on_mesh_of
+from fsharp.functional.release import in_place_change_check, release_saved, version_of, written_to_error
+from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
 from fsharp.functional.transforms import is_differentiated, is_transformed, refuse_proxy_tracing
 from fsharp.torch_compile import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.tracebacks import api_boundary
@@ -60,15 +60,15 @@ def forward(
     """
     units = (sharded, tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
-        _check_ties([*ties, *check_comm("forward()", sharded, comm)])
+        _check_ties([*ties, *units_on_mesh_of("forward()", sharded, comm)])
     elif sharded.is_donated:
-        check_kept("forward()", [sharded])
+        check_not_donated("forward()", [sharded])
     if remat is not False:
         refuse_proxy_tracing("forward()")
-        check_choice(remat)
+        check_remat_argument(remat)
         if torch.is_grad_enabled() and not is_transformed():
             return _forward_recomputed(fn, units, args, kwargs, comm, remat)
-    if isinstance(comm, Engine) and comm.takes(units):
+    if isinstance(comm, Engine) and comm.can_run_forward(units):
         return comm.run_forward(fn, units, args, kwargs)
     refuse_proxy_tracing("forward()")
     _check_classes(units)
@@ -80,7 +80,7 @@ def forward(
     out = compiled_by_caller(fn, trees, *args, **kwargs)
     for node, old, new in zip(ties, before, _versions(ties), strict=False):
         if old != new:
-            raise written_to(node.name)
+            raise written_to_error(node.name)
     if release and torch.is_grad_enabled() and not is_differentiated():
         release_saved(out, units, whole, first, comm)
     return out
@@ -89,7 +89,7 @@ def forward(
 def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm, remat: Remat) -> Any:
     sharded, ties = units
     # An engine checks for changes by itself, and its buffers may not be filled yet.
-    check = change_check(units_of(units)) if not isinstance(comm, Engine) else lambda: None
+    check = in_place_change_check(units_of(units)) if not isinstance(comm, Engine) else lambda: None
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         check()
@@ -97,7 +97,7 @@ def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
 
     # torch compares the tensors that this run saves with those of the recomputation in the backward, which is not compiled.
     with nothing_compiled():
-        return recomputed(run, fn, args, kwargs, remat)
+        return run_with_recomputation(run, fn, args, kwargs, remat)
 
 
 def _check_ties(nodes: Sequence[Sharded]) -> None:

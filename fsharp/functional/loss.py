@@ -9,8 +9,15 @@ from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Partial
-from fsharp.functional.layout.sharded import Sharded, check_not_lent, check_values, is_sharded, map_units, not_sharded
-from fsharp.functional.optim.base import check_shared
+from fsharp.functional.layout.sharded import (
+    Sharded,
+    check_not_encoded,
+    check_not_lent,
+    is_sharded,
+    map_units,
+    not_sharded_error,
+)
+from fsharp.functional.optim.base import check_reduced
 from fsharp.torch_compile import uncompiled
 
 
@@ -53,17 +60,17 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     total, weight = value if is_pair else (value, 1.0)
     if not (isinstance(total, torch.Tensor) and total.numel() == 1 and total.is_floating_point()):
         expected = "a floating-point scalar tensor, the mean, or a pair of scalars (sum, weight)"
-        raise LossError(f"{where}: the loss is {kind_of(total)}, expected {expected}.")
+        raise LossError(f"{where}: the loss is {short_description(total)}, expected {expected}.")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
-            f"{where}: the weight of the loss is {kind_of(weight)}, expected a number or a scalar tensor without "
+            f"{where}: the weight of the loss is {short_description(weight)}, expected a number or a scalar tensor without "
             f"gradient: {_A_PAIR}"
         )
     if isinstance(weight, torch.Tensor) and not isinstance(value, Loss) and weight.dtype.is_floating_point:
         raise LossError(
-            f"{where}: the loss function returned a pair with {kind_of(weight)}: a weight, or a metric? A weight is a number, "
-            f"an integer tensor, or comes as fs.Loss(sum, weight): {_A_PAIR}"
+            f"{where}: the loss function returned a pair with {short_description(weight)}: a weight, or a metric? A weight is "
+            f"a number, an integer tensor, or comes as fs.Loss(sum, weight): {_A_PAIR}"
         )
     if isinstance(weight, torch.Tensor):
         return Loss(total.reshape(()), weight.to(total.device, non_blocking=True).reshape(()))
@@ -75,7 +82,7 @@ _A_PAIR = (
 )
 
 
-def kind_of(x: Any) -> str:
+def short_description(x: Any) -> str:
     """Return a short description of a value, for error messages."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
@@ -127,20 +134,20 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     nodes: list[Sharded] = optree.tree_leaves(grads, is_leaf=is_sharded)
     for node in nodes:
         if not is_sharded(node):
-            raise not_sharded("average()", node)
+            raise not_sharded_error("average()", node)
         if Partial in node.place.placements:
             raise TreeError(
                 f"average(): gradients of unit {node.unit.display_name} rest partial ({node.place}): reduce_scatter() them "
                 "first."
             )
         if node.is_gathered:
-            check_shared("average()", node)
+            check_reduced("average()", node)
         if node.scale == "mean":
             raise TreeError(f"average(): gradients of unit {node.unit.display_name} have been divided by average() already.")
-    check_values("average()", nodes)
+    check_not_encoded("average()", nodes)
     if donate:
         check_not_lent("average()", nodes)
-    total = Loss(*totals(torch.stack([loss.sum, loss.weight]).to(comm.device), comm))
+    total = Loss(*sum_over_ranks(torch.stack([loss.sum, loss.weight]).to(comm.device), comm))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
 
     def divided(node: Sharded) -> Sharded:
@@ -150,7 +157,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     return Metrics(total.mean, total.weight), map_units(divided, grads)
 
 
-def totals(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
+def sum_over_ranks(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
     """Return the sum of two float64 numbers over all ranks. Cost: one ``all_reduce`` of 16 bytes for each axis."""
     for axis, _ in comm.mesh.axes:
         sums = all_reduce(sums, comm, axis)

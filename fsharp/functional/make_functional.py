@@ -9,7 +9,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.gather_hooks import has_hooks, plain_value
-from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.type_checks import options_checked
 
 
@@ -47,7 +47,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
     skeleton = copy.deepcopy(module, memo)
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> Any:
-        paths, leaves, _ = flatten(params)
+        paths, leaves, _ = flatten_with_paths(params)
         state = dict(zip(paths, leaves)) | {name: b.clone() for name, b in buffers.items()}
         return torch.func.functional_call(skeleton, state, args, kwargs, tie_weights=False, strict=True)
 

@@ -8,14 +8,14 @@ import optree
 import torch
 
 from fsharp.errors import MeshError, problem
-from fsharp.functional.comm.agree import together
-from fsharp.functional.comm.equal_values import check_same
-from fsharp.functional.comm.protocol import Comm, telling_format_errors
-from fsharp.functional.comm.tree_names import name_trees
+from fsharp.functional.comm.agree import check_on_all_ranks
+from fsharp.functional.comm.equal_values import check_same_on_ranks
+from fsharp.functional.comm.protocol import Comm, reporting_format_errors
+from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import assign, flatten
+from fsharp.functional.layout.paths import flatten_with_paths, value_by_path
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
-from fsharp.functional.layout.slicing import as_tree, build, check_tree, shard_for
+from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
@@ -54,17 +54,17 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         _check_mesh("shard()", layout, comm)
         check_tree("shard()", params, layout)
 
-    together("shard()", comm, check, lambda _: {**describe_units(layout.units), "check_values": repr(check_values)})
+    check_on_all_ranks("shard()", comm, check, lambda _: {**describe_units(layout.units), "check_values": repr(check_values)})
     if check_values:
-        paths, leaves, _ = flatten(params)
-        varying = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
+        paths, leaves, _ = flatten_with_paths(params)
+        varying = {unit.path_in_tree(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
         remedy = (
             "Draw them from the same seed on all ranks or load the same file. If each rank is to have its own, say so in the "
             'strategy: zero3("dp").varying("ep").'
         )
-        check_same("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
-    with telling_format_errors(comm, "shard()"):
-        return name_trees(shard_for(params, layout, comm.rank, place=place), comm)
+        check_same_on_ranks("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
+    with reporting_format_errors(comm, "shard()"):
+        return with_new_tree_name(shard_for(params, layout, comm.rank, place=place), comm)
 
 
 @options_checked
@@ -91,7 +91,7 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
             return node
         return whole.replace([new.clone() if new is old else new for old, new in zip(node.buffers, whole.buffers)])
 
-    return as_tree(map_units(fresh, tree, gather(tree, comm=comm)))
+    return as_user_tree(map_units(fresh, tree, gather(tree, comm=comm)))
 
 
 @options_checked
@@ -137,20 +137,20 @@ def init_params(
 
     def check() -> dict[str, Initializer]:
         _check_mesh("init_params()", layout, comm)
-        paths = [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves if leaf.tied_to is None]
+        paths = [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves if leaf.tied_to is None]
         # A plain function is one initializer for all leaves, not a function of the path.
         rules = initializers if isinstance(initializers, Mapping) else {"**": initializers}
-        return assign("init_params()", rules, paths)
+        return value_by_path("init_params()", rules, paths)
 
     fields = {**describe_units(layout.units), "key": repr(key)}
-    chosen = together("init_params()", comm, check, lambda _: fields)
+    chosen = check_on_all_ranks("init_params()", comm, check, lambda _: fields)
     target = torch.device(device) if device is not None else comm.device
     nodes = []
     for unit in layout.units:
 
         def draw(leaf: Leaf, unit: Any = unit) -> torch.Tensor:
-            path = unit.full_path(leaf)
-            generator = torch.Generator().manual_seed(seed_of(key, path, unit, comm.rank))
+            path = unit.path_in_tree(leaf)
+            generator = torch.Generator().manual_seed(mesh_independent_seed(key, path, unit, comm.rank))
             value = torch.empty(leaf.shape, dtype=leaf.dtype)
             with torch.no_grad():
                 made = chosen[path](value, generator)
@@ -158,12 +158,12 @@ def init_params(
                     value.copy_(made)  # an initializer that returns its values instead of filling
             return value.to(target)
 
-        with telling_format_errors(comm, "init_params()"):
-            nodes.append(build(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
-    return name_trees(optree.tree_unflatten(layout.spec, nodes), comm)
+        with reporting_format_errors(comm, "init_params()"):
+            nodes.append(build_shard(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
+    return with_new_tree_name(optree.tree_unflatten(layout.spec, nodes), comm)
 
 
-def seed_of(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
+def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
     """Return the seed for a leaf's initial values: the same on every mesh, and on all ranks that share the values."""
     own = "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying) if unit is not None else ""
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1

@@ -38,17 +38,17 @@ from fsharp.functional.comm.collectives import (
     reduce_scatter_encoded,
     reduce_scatter_last,
 )
-from fsharp.functional.comm.protocol import Comm, Engine, Labelled, telling_format_errors
+from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm, reporting_format_errors
 from fsharp.functional.comm.residuals import ByAxis, PerRank, Views, own_residuals
-from fsharp.functional.comm.tree_names import label_of
+from fsharp.functional.comm.tree_names import label_prefix
 from fsharp.functional.formats.format import Carried, Facts, plain
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
-    check_kept,
-    check_values,
+    check_not_donated,
+    check_not_encoded,
     is_sharded,
     map_units,
     resolve_place,
@@ -83,41 +83,43 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     [Note: resting and gathered].
     """
     refuse_proxy_tracing("gather()")
-    check_comm("gather()", tree, comm)
+    units_on_mesh_of("gather()", tree, comm)
 
     def one(sharded: Sharded) -> Sharded:
         if not is_sharded(sharded):
             return sharded
         target, whole = resolve_place(sharded.unit, to), to == "full"
         if Partial in sharded.place.placements or Partial in target.placements:
-            raise _wrong_place("gather()", sharded, target, "Use reduce_scatter() for partial sums.")
+            raise _wrong_place_error("gather()", sharded, target, "Use reduce_scatter() for partial sums.")
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
             return sharded.with_buffers(sharded.buffers)
-        tree_name = label_of(sharded, comm, target)
-        named = Labelled(comm, f"{tree_name}gather {sharded.name or '(root)'}")
+        tree_name = label_prefix(sharded, comm, target)
+        named = LabelledComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with vmap_disabled():  # which has no dim of these
-                moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in _without_scales(sharded)]
+                moved = [
+                    move_values(x.detach(), sharded.place, target, named, **ways) for x in _buffers_without_scales(sharded)
+                ]
                 moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
-                moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
+                moved = sharded.ledger.attach_to_graph(sharded, moved, LabelledComm(comm, tree_name))
         else:
             moved = []
-            for x in _without_scales(sharded):
+            for x in _buffers_without_scales(sharded):
                 moved.append(move_values(x, sharded.place, target, named, **ways))
             moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
-    with telling_format_errors(comm, "gather()"):
-        return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
+    with reporting_format_errors(comm, "gather()"):
+        return optree.tree_map(one, buffers_on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
-def _without_scales(node: Sharded) -> Sequence[torch.Tensor]:
+def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
     """Return the buffers of a node without the scales at their ends, which are equal on all ranks and need not travel."""
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
         return node.buffers
-    return [unit.travelling(g, x) if unit.groups[g].is_stored(x) else x for g, x in rows]
+    return [unit.sent_part(g, x) if unit.groups[g].is_encoded(x) else x for g, x in rows]
 
 
 def _add_scales_or_decode(
@@ -129,10 +131,10 @@ def _add_scales_or_decode(
         return moved
     found = []
     for g, old, new in zip(node.groups, node.buffers, moved, strict=True):
-        if not unit.groups[g].is_stored(old):
+        if not unit.groups[g].is_encoded(old):
             found.append(new)
         elif whole:
-            found.append(unit.decoded(g, new, unit.scales(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
+            found.append(unit.decode_stored(g, new, unit.scales(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
         else:
             found.append(torch.cat([new, unit.scales(g, old)]) if unit.scales_size(g) else new)
     return found
@@ -174,19 +176,19 @@ def reduce_scatter(
     much for an ``all_reduce``. Except for NCCL's own reductions, sums are taken in order of rank.
     Gradient: :func:`gather`.
     """
-    nodes = check_comm("reduce_scatter()", tree, comm)
-    check_values("reduce_scatter()", nodes)
+    nodes = units_on_mesh_of("reduce_scatter()", tree, comm)
+    check_not_encoded("reduce_scatter()", nodes)
     if residuals is not None and is_transformed():
         raise TreeError(
             "reduce_scatter(): residuals under a transform of torch.func: a format's losses are not differentiated."
         )
     units = [node.unit for node in nodes]
     own, views = own_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
-    moved = reduce_sums(tree, nodes, to, comm, views)
+    moved = reduce_scatter_unchecked(tree, nodes, to, comm, views)
     return moved if own is None else (moved, own)
 
 
-def reduce_sums(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, residuals: Views) -> Any:
+def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, residuals: Views) -> Any:
     """Run :func:`reduce_scatter` without its checks. Residuals are overwritten."""
     if isinstance(comm, Engine):
         return comm.run_reduce_scatter(tree, to, residuals)
@@ -196,16 +198,18 @@ def reduce_sums(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, 
         for axis in place.order:
             source = place[axis]
             if target[axis] is not source and (source is Shard or target[axis] is Partial):
-                raise _wrong_place("reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums.")
-        named = Labelled(comm, label_of(sharded, comm, target))
+                raise _wrong_place_error(
+                    "reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums."
+                )
+        named = LabelledComm(comm, label_prefix(sharded, comm, target))
         pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), residuals.get(sharded.name, {})
-        moved = [move_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
+        moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)
 
 
-def on_device(tree: Any, device: torch.device) -> Any:
+def buffers_on_device(tree: Any, device: torch.device) -> Any:
     """Return the tree with buffers in host memory copied to the device. If the device is a CPU, return the tree itself."""
     if device.type == "cpu":
         return tree
@@ -245,7 +249,7 @@ def move_values(
     return x
 
 
-def move_sums(
+def reduce_partial_sums(
     x: torch.Tensor,
     unit: UnitLayout,
     group: int,
@@ -256,22 +260,22 @@ def move_sums(
 ) -> torch.Tensor:
     """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
-    comm = Labelled(comm, label)
+    comm = LabelledComm(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
-    with telling_format_errors(comm, label):
+    with reporting_format_errors(comm, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:
-                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.facts, group, axis), residuals)
+                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals)
             elif target[axis] is Shard and source[axis] is Replicate:
                 x = local_slice(x, comm, axis)
         for axis in axes:
             if target[axis] is Replicate and source[axis] is Partial:
-                x = _all_reduce(x, comm, axis, dtypes, partial(unit.facts, group, axis), residuals)
+                x = _all_reduce(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals)
     return x.to(dtypes.accumulate)
 
 
 def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis) -> torch.Tensor:
-    wire, x = dtypes.wire_along(axis), x.to(dtypes.sent_along(axis))
+    wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
     if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
     assert axis in residuals or not dtypes.feedback or not x.numel(), "whoever reduces gradients has asked for residuals"
@@ -279,7 +283,7 @@ def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, fact
 
 
 def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis) -> torch.Tensor:
-    n, wire = comm.mesh.axis_size(axis), dtypes.wire_along(axis)
+    n, wire = comm.mesh.axis_size(axis), dtypes.wire_format_along(axis)
     if wire == plain(dtypes.accumulate):
         return all_reduce(x.to(dtypes.accumulate), comm, axis)
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
@@ -288,7 +292,7 @@ def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: F
     return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes, facts, residuals), comm, axis)[..., :size]
 
 
-def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
+def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     """Return the nodes of the units in a tree.
 
     Raises TreeError if there is no unit or one is donated, and MeshError if one is on another mesh than ``comm``.
@@ -298,7 +302,7 @@ def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
         if not optree.tree_leaves(tree):
             raise TreeError(f"{where}: the tree is empty, {tree!r:.80}: expected at least one Sharded, of a tree with tensors.")
         raise TreeError(f"{where}: expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
-    check_kept(where, nodes)
+    check_not_donated(where, nodes)
     mesh = comm.mesh
     for node in nodes:
         if node.unit.mesh is not mesh and node.unit.mesh != mesh:
@@ -308,6 +312,6 @@ def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     return nodes
 
 
-def _wrong_place(where: str, sharded: Sharded, target: Place, remedy: str) -> TreeError:
+def _wrong_place_error(where: str, sharded: Sharded, target: Place, remedy: str) -> TreeError:
     facts = [("unit", sharded.unit.display_name), ("from", sharded.place), ("to", target)]
     return TreeError(problem(where, "cannot move a unit between these places.", facts, remedy))

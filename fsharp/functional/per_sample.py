@@ -8,12 +8,12 @@ import torch
 from torch._C import _functorch
 
 from fsharp.errors import LayoutError, LossError, problem
-from fsharp.functional.comm.agree import largest
+from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_loss
-from fsharp.functional.moves import check_comm
+from fsharp.functional.moves import units_on_mesh_of
 from fsharp.functional.sinks import SinkLedger, _Handle, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_untransformed
@@ -65,7 +65,7 @@ def per_sample_norms(
     @api_boundary
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_untransformed(_WHERE)
-        nodes = check_comm(_WHERE, params, comm)
+        nodes = units_on_mesh_of(_WHERE, params, comm)
         _check_units(nodes)
         leaves, spec = optree.tree_flatten(batch)
         count = _batch_size(leaves)
@@ -73,10 +73,10 @@ def per_sample_norms(
             passes = [leaves]
         else:
             own = torch.tensor(max(-(-count // chunk_size), 1), device=comm.device)
-            most = int(largest(own, comm, label="passes of per_sample_norms"))
+            most = int(max_over_ranks(own, comm, label="passes of per_sample_norms"))
             parts = [x.tensor_split(most) if isinstance(x, torch.Tensor) else [x] * most for x in leaves]
             passes = [list(row) for row in zip(*parts, strict=True)]
-        dtypes = [node.unit.groups[g].dtypes.accumulate for node in nodes for g in node.unit.trainable]
+        dtypes = [node.unit.groups[g].dtypes.accumulate for node in nodes for g in node.unit.trainable_groups]
         found = torch.cat([_norms(loss_fn, params, part, spec, comm, randomness) for part in passes])
         return found.to(max(dtypes, key=lambda dtype: dtype.itemsize))
 
@@ -91,7 +91,7 @@ def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Com
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def one(*sample: Any) -> torch.Tensor:
-        ledger.begin()
+        ledger.begin_sample()
         parts = [x.unsqueeze(0) if isinstance(x, torch.Tensor) else x for x in sample]
         return as_loss(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
 
@@ -125,7 +125,7 @@ class _SquareLedger(SinkLedger):
         super().__init__()
         self.squares, self.level = squares, 0
 
-    def begin(self) -> None:
+    def begin_sample(self) -> None:
         """Record the level of the vmap over samples, at the beginning of the function of one sample."""
         self.level = _functorch.current_level()
 

@@ -25,7 +25,7 @@ View = tuple[int, torch.Size, tuple[int, ...], int]
 """Number of a gathered buffer, and size, strides and offset in it."""
 
 
-class _Saved:
+class _SavedBuffers:
     """The gathered buffers of a call, for as long as a part of the graph that may still run a backward refers to them."""
 
     def __init__(self, regather: Callable[[], list[torch.Tensor]]) -> None:
@@ -56,14 +56,14 @@ def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) 
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
     numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
     outputs = {without_vmap(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
-    outputs = {fn for fn in outputs if fn is not None and is_since(fn, first)}
+    outputs = {fn for fn in outputs if fn is not None and is_node_since(fn, first)}
     if not numbers or not outputs:
         return
     regather = _regather(nodes, comm)
-    saved = _Saved(regather)
+    saved = _SavedBuffers(regather)
     for raw in saved_tensors(outputs, first):
         x = raw.data
-        number = numbers.get(x.untyped_storage().data_ptr()) if is_plain(x) else None
+        number = numbers.get(x.untyped_storage().data_ptr()) if is_plain_memory(x) else None
         if number is None or x.dtype != whole[number].dtype:
             continue
         view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
@@ -74,7 +74,7 @@ def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) 
 
 def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
     sources = [node.with_buffers([x.detach() for x in node.buffers]) for node in nodes]
-    check = change_check(sources)
+    check = in_place_change_check(sources)
 
     def regather() -> list[torch.Tensor]:
         check()
@@ -84,7 +84,7 @@ def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.T
     return regather
 
 
-def change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
+def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
     """Return a function that raises a TreeError, which names the unit, if parameters were changed in place after this call."""
     versions = [[version_of(x) for x in node.buffers] for node in nodes]
 
@@ -99,7 +99,9 @@ def change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
     return check
 
 
-def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor]], saved: "weakref.ref[_Saved]") -> None:
+def _before_backward(
+    outputs: set[Any], regather: Callable[[], list[torch.Tensor]], saved: "weakref.ref[_SavedBuffers]"
+) -> None:
     """Register hooks that gather the units when a backward comes to one of these nodes, once in each backward.
 
     The hooks gather whether autograd has saved parameters or not, as this may differ between ranks.
@@ -118,8 +120,8 @@ def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor
 
 
 def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
-    """Yield the tensors that nodes of the graph have saved, except for tensors with hooks of their own; see :func:`_graph`."""
-    for node in _graph(roots, first):
+    """Yield the tensors that nodes of :func:`_graph_nodes_since` have saved, except for tensors with hooks of their own."""
+    for node in _graph_nodes_since(roots, first):
         kind: Any = type(node)
         for name in _names(kind):
             found = getattr(node, name)
@@ -128,25 +130,25 @@ def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
                     yield raw
 
 
-def kept_tensors(roots: set[Any], first: int) -> Iterator[torch.Tensor]:
+def tensors_kept_on_ctx(roots: set[Any], first: int) -> Iterator[torch.Tensor]:
     """Yield the tensors that nodes of the graph keep as attributes of ``ctx``, unknown to autograd."""
-    for node in _graph(roots, first):
+    for node in _graph_nodes_since(roots, first):
         yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
 
 
-def _graph(roots: set[Any], first: int) -> Iterator[Any]:
+def _graph_nodes_since(roots: set[Any], first: int) -> Iterator[Any]:
     """Yield the nodes that were made since sequence number ``first`` and lead to ``roots``."""
     seen, stack = set(roots), list(roots)
     while stack:
         node = stack.pop()
         yield node
         for before, _ in node.next_functions:
-            if before is not None and before not in seen and is_since(before, first):
+            if before is not None and before not in seen and is_node_since(before, first):
                 seen.add(before)
                 stack.append(before)
 
 
-def is_plain(x: torch.Tensor) -> bool:
+def is_plain_memory(x: torch.Tensor) -> bool:
     """Return whether a tensor's values are exactly its memory: no conjugate or negative view, and not without memory."""
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 
@@ -162,7 +164,7 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
     ]  # a DTensor has a mesh there as well
 
 
-def cloned(x: torch.Tensor) -> torch.Tensor:
+def independent_clone(x: torch.Tensor) -> torch.Tensor:
     """Return a differentiable clone that shares no memory with a tensor, where a wrapper's own clone may share memory."""
     clone: Any = x.clone()
     if is_traceable_wrapper_subclass(clone):
@@ -177,12 +179,12 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def is_since(node: Any, first: int) -> bool:
+def is_node_since(node: Any, first: int) -> bool:
     """Return whether a node of a graph has this sequence number of autograd or a later one."""
     return first <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 
-def written_to(unit: str) -> TreeError:
+def written_to_error(unit: str) -> TreeError:
     """Return the error for a function that has written to its parameters in place."""
     return TreeError(
         f"forward(): the function has written to a parameter of unit {unit!r} in place. The writes may be lost, as the "

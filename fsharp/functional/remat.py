@@ -20,7 +20,7 @@ Remat = bool | Callable[..., Any] | Sequence[Any]
 """False; True; a policy ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``; or a list of ops whose results are kept."""
 
 
-def check_choice(remat: Remat) -> None:
+def check_remat_argument(remat: Remat) -> None:
     """Raise a TreeError if the argument ``remat`` is neither a bool, a policy nor a list of ops."""
     if not isinstance(remat, bool | list) and not callable(remat):
         raise TreeError(
@@ -29,7 +29,7 @@ def check_choice(remat: Remat) -> None:
         )
 
 
-def recomputed(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, remat: Remat) -> Any:
+def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, remat: Remat) -> Any:
     """Return ``run(fn, args, kwargs)``. A backward that needs activations calls it again, with the same random numbers.
 
     ``run`` calls ``fn``. It may also gather units, and the second call may do so in another way. A write to a tensor in
@@ -44,7 +44,7 @@ def recomputed(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
     context: Any = first
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        trial = _trial(fn, args, kwargs, generators) if _checks.get() and context is first else None
+        trial = _trial_run(fn, args, kwargs, generators) if _checks.get() and context is first else None
         with context:
             result = fn(*args, **kwargs)
         if trial is not None:
@@ -93,7 +93,7 @@ def check_remat() -> Iterator[None]:
         _checks.reset(token)
 
 
-def _trial(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+def _trial_run(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     """Return the result of the function, and restore the states of random generators."""
     states = [g.get_state() for g in generators]
     with torch.no_grad(), torch.random.fork_rng():

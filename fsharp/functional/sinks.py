@@ -13,7 +13,7 @@ from fsharp.functional.comm.residuals import ByAxis, Views
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, map_units
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.moves import move_sums
+from fsharp.functional.moves import reduce_partial_sums
 from fsharp.tracebacks import api_boundary
 
 
@@ -30,11 +30,11 @@ class SinkLedger:
         self._sinks: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._handles: dict[int, torch.Tensor] = {}
 
-    def enter(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
+    def add_buffers(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
         """Add buffers to the ledger, with the sinks of their trainable groups."""
         self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
 
-    def sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def find_sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the sinks of exactly these tensors; none for other tensors, such as results computed from them."""
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
@@ -42,13 +42,13 @@ class SinkLedger:
         """Return the residuals of a group."""
         return self._residuals.get(unit.name, {}).get(group, {})
 
-    def attached(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
+    def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
         """Return the gathered buffers ``full`` of a node, attached to the autograd graph: their gradients go to handles.
 
         A node has one handle for each trainable group. Later calls for the same node use the same handles.
         """
         handles = {}
-        for g, sink in zip(node.unit.trainable, node.sinks, strict=True):
+        for g, sink in zip(node.unit.trainable_groups, node.sinks, strict=True):
             # Made at the first use: the engine runs what was made last first, so it does not lie idle.
             if id(sink) not in self._handles:
                 self._handles[id(sink)] = self._new_handle(sink, node.unit, g, comm)
@@ -62,7 +62,9 @@ class SinkLedger:
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
         source, target, residuals = unit.strategy.full.dual, unit.strategy.grads, self.residuals(unit, group)
-        reduce = partial(move_sums, unit=unit, group=group, source=source, target=target, comm=comm, residuals=residuals)
+        reduce = partial(
+            reduce_partial_sums, unit=unit, group=group, source=source, target=target, comm=comm, residuals=residuals
+        )
         out: torch.Tensor = _Handle.apply(sink, (unit.groups[group].size,), reduce)
         return out
 
@@ -78,14 +80,14 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
         sinks = tuple(
             [
                 zero(unit.groups[g].dtypes.accumulate, device).expand(size).requires_grad_()
-                for g, size in zip(unit.trainable, unit.gradient_sizes, strict=True)
+                for g, size in zip(unit.trainable_groups, unit.gradient_sizes, strict=True)
             ]
         )
         own = []
         for g, x in zip(node.groups, buffers, strict=True):
-            own.append(x.detach().requires_grad_(g in unit.trainable and x.is_floating_point()))
-        ledger.enter(own, sinks)
-        return node.aliased(own, ledger)
+            own.append(x.detach().requires_grad_(g in unit.trainable_groups and x.is_floating_point()))
+        ledger.add_buffers(own, sinks)
+        return node.with_aliases(own, ledger)
 
     return map_units(one, params)
 
@@ -98,7 +100,7 @@ def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
     """
     held = dict(zip(node.groups, node.raw_buffers, strict=True))
     result = []
-    for group, sink in zip(node.unit.trainable, node.sinks, strict=True):
+    for group, sink in zip(node.unit.trainable_groups, node.sinks, strict=True):
         grad, sink.grad = sink.grad, None
         if group in held and (direct := held[group].grad) is not None:
             held[group].grad = None
@@ -113,7 +115,7 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
     source, target = node.place.dual if node.is_gathered else node.place, node.unit.strategy.grads
     x = _as_summands(x, source, target, comm)
     if source.partial:
-        x = move_sums(x, node.unit, group, source, target, comm, node.ledger.residuals(node.unit, group))
+        x = reduce_partial_sums(x, node.unit, group, source, target, comm, node.ledger.residuals(node.unit, group))
     return x.to(node.unit.groups[group].dtypes.accumulate)
 
 

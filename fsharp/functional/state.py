@@ -8,14 +8,14 @@ import optree
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
-from fsharp.functional.comm.protocol import Comm, Engine, telling_format_errors
+from fsharp.functional.comm.protocol import Comm, Engine, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
+from fsharp.functional.comm.tree_names import copy_tree_names, name_after_update, with_new_tree_name
 from fsharp.functional.layout.sharded import (
     Sharded,
-    check_kept,
+    check_not_donated,
     check_not_lent,
     donate_nodes,
     is_sharded,
@@ -26,9 +26,9 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.text import describe_units
-from fsharp.functional.moves import check_comm, gather, on_device
-from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra, check_gradients
-from fsharp.functional.stored import add_differences, encode_differences, stored
+from fsharp.functional.moves import buffers_on_device, gather, units_on_mesh_of
+from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra_arguments, check_gradients
+from fsharp.functional.stored import add_differences, encode_at_rest, encode_differences
 from fsharp.torch_compile import uncompiled
 from fsharp.type_checks import options_checked
 
@@ -66,7 +66,7 @@ class MadeBy:
 
 
 register_leafless(MadeBy)
-_with_main_copy, _groups_of = attrgetter("unit.with_main_copy"), attrgetter("groups")
+_with_main_copy, _groups_of = attrgetter("unit.groups_with_main_copy"), attrgetter("groups")
 
 
 @options_checked
@@ -92,7 +92,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     tx = as_transform(tx)
 
     def check() -> list[Sharded]:
-        check_comm("init_state()", sharded, comm)
+        units_on_mesh_of("init_state()", sharded, comm)
         nodes = units_of(sharded)
         for node in nodes:
             _check_start(node)
@@ -102,14 +102,14 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         places = "\n".join(f"{node.name or '(root)'}: {node.place}" for node in nodes)
         return {**describe_units([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
 
-    together("init_state()", comm, check, fields)
-    start = name_trees(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
-    resting = stored(start, comm)
-    name_as(units_of(resting), units_of(start))
+    check_on_all_ranks("init_state()", comm, check, fields)
+    start = with_new_tree_name(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
+    resting = encode_at_rest(start, comm)
+    copy_tree_names(units_of(resting), units_of(start))
     params = gather(resting, comm=comm, to="params")
-    name_as(units_of(params), units_of(start))
+    copy_tree_names(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
-    copies = map_units(lambda node: node.with_buffers(list(map(_own_copy, node.buffers))), _main_copies(main))
+    copies = map_units(lambda node: node.with_buffers(list(map(_copy_if_slice, node.buffers))), _groups_with_main_copy(main))
     residuals = zero_residuals([node.unit for node in units_of(params)], comm.device)
     state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name), residuals)
     if donate:
@@ -158,11 +158,11 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     Cost: if the places of parameters and optimizer state differ, one gather.
     """
     tx = as_transform(tx)
-    check_extra(tx, extra)
-    nodes = check_comm("update()", grads, comm)
+    check_extra_arguments(tx, extra)
+    nodes = units_on_mesh_of("update()", grads, comm)
     before, mains, states = map(units_of, (state.params, state.main, state.opt))
     kept = [*before, *mains, *states]
-    check_kept("update()", kept)
+    check_not_donated("update()", kept)
     if donate:
         check_not_lent("update()", kept)
     _check_maker(tx, state)
@@ -172,31 +172,31 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
                 f"update(): the gradient of unit {node.unit.display_name} is the sum that value_and_grad() returned. Divide it "
                 "first: metrics, grads = average(loss, grads, comm=comm)."
             )
-    with telling_format_errors(comm, "update()"), torch.no_grad():
+    with reporting_format_errors(comm, "update()"), torch.no_grad():
         held = state.main, state.opt
         if isinstance(comm, Engine):
-            held = comm.run_fetch(held, state.params, grads, donate=donate)
-        main, opt = on_device(held, comm.device)
+            held = comm.run_fetch_state(held, state.params, grads, donate=donate)
+        main, opt = buffers_on_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
-        old = map_units(_with_main_copies, merge(resting, main), main) if has_copies else resting
+        old = map_units(_trained_values, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
         if has_copies:
-            main = _main_copies(new)
+            main = _groups_with_main_copy(new)
             new = encode_differences(new, resting, step=state.step, rank=comm.rank)
-        sent = stored(new, comm)
+        sent = encode_at_rest(new, comm)
         fresh = units_of(sent)
-        name_updated(fresh, before)
+        name_after_update(fresh, before)
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
             params = merge(state.params, add_differences(state.params, moved))
         moved_nodes = units_of(params)
-        name_as(moved_nodes, fresh)
+        copy_tree_names(moved_nodes, fresh)
     if donate:
         donate_nodes(kept, [*moved_nodes, *units_of(main)])
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name), state.residuals)
@@ -210,12 +210,12 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
         raise TreeError(problem("update()", "the optimizer state is that of another transformation.", facts, remedy))
 
 
-def _main_copies(tree: Any) -> Any:
+def _groups_with_main_copy(tree: Any) -> Any:
     """Return the groups with a main copy, from trained groups at the optimizer's place."""
-    return map_units(lambda node: node.select(node.unit.with_main_copy), tree)
+    return map_units(lambda node: node.select_groups(node.unit.groups_with_main_copy), tree)
 
 
-def _with_main_copies(node: Sharded, main: Sharded) -> Sharded:
+def _trained_values(node: Sharded, main: Sharded) -> Sharded:
     """Return trained values in ``node``, in memory of their own for groups whose main copy is missing in ``main``.
 
     Main copies are missing in a state that was resharded from a layout without them. Without a copy, an update in place would
@@ -227,6 +227,6 @@ def _with_main_copies(node: Sharded, main: Sharded) -> Sharded:
     return node.replace([b.clone() if g in missing else b for g, b in zip(node.groups, node.buffers, strict=True)])
 
 
-def _own_copy(buffer: torch.Tensor) -> torch.Tensor:
+def _copy_if_slice(buffer: torch.Tensor) -> torch.Tensor:
     """Return a copy of a buffer that is a slice of a larger one; return any other buffer itself."""
     return buffer.clone() if buffer.untyped_storage().nbytes() > buffer.nbytes else buffer

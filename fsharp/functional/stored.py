@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.protocol import Comm, telling_format_errors
-from fsharp.functional.comm.tree_names import label_of
+from fsharp.functional.comm.protocol import Comm, reporting_format_errors
+from fsharp.functional.comm.tree_names import label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import noise_of
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
@@ -23,10 +23,10 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 
 
-def stored(tree: Any, comm: Comm) -> Any:
+def encode_at_rest(tree: Any, comm: Comm) -> Any:
     """Turn values into parameters at rest: encode them in the format of their group, or cast them to the compute dtype.
 
-    Ranks agree on scales of whole leaves. Cost: as :func:`encode_leaves`.
+    Ranks agree on scales of whole leaves. Cost: as :func:`encode_whole_leaves`.
     """
 
     def cast(node: Sharded) -> Sharded:
@@ -41,16 +41,16 @@ def stored(tree: Any, comm: Comm) -> Any:
     tree = map_units(cast, tree)
     if not any(node.unit.has_formats for node in units_of(tree)):
         return tree
-    with telling_format_errors(comm, "the encoding of updated parameters"):
+    with reporting_format_errors(comm, "the encoding of updated parameters"):
         tree = encode_blocks(tree)
-    return encode_leaves(tree, comm)
+    return encode_whole_leaves(tree, comm)
 
 
 def _rests_unchanged(node: Sharded) -> bool:
     """Return whether values of a unit can rest unchanged: no cast, no encoding, and no main copy beside them."""
     unit = node.unit
     for g, x in zip(node.groups, node.raw_buffers, strict=True):
-        if x.dtype != unit.groups[g].dtypes.compute or g in unit.with_main_copy or unit.has_formats:
+        if x.dtype != unit.groups[g].dtypes.compute or g in unit.groups_with_main_copy or unit.has_formats:
             return False
     return True
 
@@ -68,8 +68,8 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
             form, group = node.unit.update_format(g), node.unit.groups[g]
             if form is not None:
                 start = node.unit.local_start(g, node.place, rank)
-                noise = noise_of("update", step, 0, node.unit.indices(g, start, len(value), rank))
-                value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.facts, g), noise)
+                noise = noise_of("update", step, 0, node.unit.leaves_in_run(g, start, len(value), rank))
+                value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.error_facts, g), noise)
             buffers.append(value)
         return node.with_buffers(buffers)
 
@@ -82,16 +82,16 @@ def add_differences(params: Any, moved: Any) -> Any:
     def one(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
         rows = [(g, x, unit.update_format(g)) for g, x in zip(node.groups, node.buffers, strict=True)]
-        return node.with_buffers([x if form is None else with_difference(unit, g, held[g], x) for g, x, form in rows])
+        return node.with_buffers([x if form is None else add_encoded_difference(unit, g, held[g], x) for g, x, form in rows])
 
     return map_units(one, moved, params)
 
 
-def with_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+def add_encoded_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
     """Return a buffer of parameters at rest, in their dtype, with the encoded difference of the same elements added."""
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
-    difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.facts, group))
+    difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.error_facts, group))
     return (params.to(main) + difference).to(params.dtype)
 
 
@@ -104,12 +104,14 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)
         unit = node.unit
-        return node.with_buffers([unit.groups[g].store(b, partial(unit.facts, g)) if g in groups else b for g, b in rows])
+        return node.with_buffers(
+            [unit.groups[g].encode_values(b, partial(unit.error_facts, g)) if g in groups else b for g, b in rows]
+        )
 
     return _encode_chosen(one, tree, like, by_leaf=False)
 
 
-def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
+def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. A collective if there are any.
 
     ``like`` is as for :func:`encode_blocks`.
@@ -121,15 +123,15 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
 
     def encoded(node: Sharded, groups: Sequence[int]) -> Sharded:
         unit, buffers = node.unit, []
-        cut = gather(node.select(groups), comm=comm, to="optim") if groups else node.select(())
+        cut = gather(node.select_groups(groups), comm=comm, to="optim") if groups else node.select_groups(())
         axes = tuple([axis for axis in cut.place.sharded if comm.mesh.axis_size(axis) > 1])
         for g, values in zip(cut.groups, cut.buffers, strict=True):
             dtypes = unit.groups[g].dtypes
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
-            data, scales = unit.travelling(g, buffer), unit.scales(g, buffer)
+            data, scales = unit.sent_part(g, buffer), unit.scales(g, buffer)
             parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
-            if (key := (dtypes.stored.name, axes)) not in jobs:
-                jobs[key] = dtypes.stored, f"{label_of(cut, comm)}scales of {dtypes.stored.name}", [], []
+            if (key := (dtypes.stored_format.name, axes)) not in jobs:
+                jobs[key] = dtypes.stored_format, f"{label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
             jobs[key][2].extend([part for _, part in parts])
             jobs[key][3].append(repr(unit.name))
             buffers.append(buffer)
@@ -140,7 +142,7 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     work = _encode_chosen(encoded, tree, like, by_leaf=True)
     for (_, axes), (form, label, parts, units) in jobs.items():
         about = [("units", first_few(units)), ("axes", first_few(axes))]
-        with telling_format_errors(comm, label):
+        with reporting_format_errors(comm, label):
             form.encode_leaves(parts, partial(_agree, comm, axes, label), partial(list, about))
 
     def back(node: Any, done: Any) -> Any:
@@ -160,7 +162,7 @@ def _encode_chosen(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
             group = node.unit.groups[g]
             form = group.dtypes.format
             if form is not None and (form.leaves is not None) == by_leaf:
-                groups += [g] * (other is None or group.is_stored(other.raw_buffers[i]))
+                groups += [g] * (other is None or group.is_encoded(other.raw_buffers[i]))
         return fn(node, groups)
 
     return map_units(one, tree) if like is None else map_units(one, tree, like)

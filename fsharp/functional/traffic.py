@@ -48,28 +48,28 @@ def step_traffic(
         for group in unit.all_groups:
             gathered = gather_calls(unit, group, strategy.params, strategy.full)
             calls.update({call: count * gathers * times for call, count in gathered.items()})
-        for group in unit.trainable:
+        for group in unit.trainable_groups:
             landed = reduce_calls(unit, group, strategy.full.dual, strategy.grads)
             calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             axes = [axis for axis in unit.update_axes if unit.mesh.axis_size(axis) > 1]
-            calls.update(calls_gathering(unit, unit.update_nbytes(group), axes))
-    calls.update(_agreed_scales(layout))
+            calls.update(calls_to_gather_buffer(unit, unit.update_nbytes(group), axes))
+    calls.update(_scale_agreement_calls(layout))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
         if n > 1:
             calls[Call("all_reduce", axis, sent_nbytes("all_reduce", -(-2 // n) * 8, n))] += 1
     return calls
 
 
-def _agreed_scales(layout: Layout) -> Iterator[Call]:
+def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
     """Yield the collectives in which an update agrees on scales of whole leaves."""
     numbers: Counter[tuple[str, tuple[str, ...], int, torch.dtype]] = Counter()
     for unit in layout.units:
         axes = tuple([axis for axis in unit.strategy.optim.sharded if unit.mesh.axis_size(axis) > 1])
-        for group in unit.trainable if unit.has_leaf_formats else ():
-            form = unit.groups[group].dtypes.stored
+        for group in unit.trainable_groups if unit.has_leaf_formats else ():
+            form = unit.groups[group].dtypes.stored_format
             if (codec := form.leaves) is not None:
-                for leaf in unit.leaves_of(group):
+                for leaf in unit.leaves_of_group(group):
                     for i, (count, dtype) in enumerate(codec.agreed(leaf.shape)):
                         numbers[form.name, axes, i, dtype] += count
     for (_, axes, _, dtype), count in numbers.items():
@@ -82,10 +82,10 @@ def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
     """Return the collectives that :func:`~fsharp.gather` makes for one group between two places."""
     sharded = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
     axes = [axis for axis in sharded if unit.mesh.axis_size(axis) > 1]
-    return Counter(calls_gathering(unit, unit.travelling_nbytes(group, source), axes))
+    return Counter(calls_to_gather_buffer(unit, unit.gather_nbytes(group, source), axes))
 
 
-def calls_gathering(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Iterator[Call]:
+def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Iterator[Call]:
     """Yield the collectives that gather a buffer, of which a rank has ``nbytes``, along one axis after another."""
     for axis in axes if nbytes else ():
         n = unit.mesh.axis_size(axis)
@@ -102,10 +102,10 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
         size //= n
         stages.append(("reduce_scatter", axis, n, size))
     stages += [("all_reduce", axis, unit.mesh.axis_size(axis), size) for axis in partial if target[axis] is Replicate]
-    return Counter(calls_reducing(unit.groups[group].dtypes, stages))
+    return Counter(calls_to_reduce_group(unit.groups[group].dtypes, stages))
 
 
-def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
+def calls_to_reduce_group(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
     """Yield the collectives of a reduction of a group with these dtypes.
 
     A stage is the kind of a collective, its axis, the number of ranks along the axis, and the number of resulting elements.
@@ -113,7 +113,7 @@ def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) 
     for op, axis, n, out in stages:
         if not out:
             continue
-        wire = dtypes.wire_along(axis)
+        wire = dtypes.wire_format_along(axis)
         if op in ("reduce_scatter", "all_to_all"):
             yield _summing_call(wire, axis, out, n)
             continue

@@ -7,15 +7,15 @@ import optree
 import torch
 
 from fsharp.errors import LossError
-from fsharp.functional.comm.protocol import Comm, Engine, Labelled
+from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
 from fsharp.functional.comm.residuals import PerRank, Views, own_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
-from fsharp.functional.comm.tree_names import name_as
+from fsharp.functional.comm.tree_names import copy_tree_names
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.loss import Loss, as_loss, average, check_loss, kind_of, split_batch
-from fsharp.functional.moves import check_comm, reduce_scatter
+from fsharp.functional.loss import Loss, as_loss, average, check_loss, short_description, split_batch
+from fsharp.functional.moves import reduce_scatter, units_on_mesh_of
 from fsharp.functional.optim.base import as_transform, settings_of
-from fsharp.functional.release import is_plain
+from fsharp.functional.release import is_plain_memory
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_untransformed
@@ -65,7 +65,9 @@ def train_step(
             grads, lost = reduce_scatter(grads, comm=comm, residuals=lost, step=state.step, donate=True)
             state = state._replace(residuals=lost)
         loss, aux = value if has_aux else (value, None)
-        named = Labelled(comm, f"the loss of update {state.step} by {settings}: ")  # the same on all ranks, or all hear of it
+        named = LabelledComm(
+            comm, f"the loss of update {state.step} by {settings}: "
+        )  # the same on all ranks, or all hear of it
         metrics, grads = average(loss, grads, comm=named, donate=True)  # one divisor for all microbatches and ranks
         state = update(tx, grads, state, comm=comm, donate=donate, value=metrics.loss)  # optimizer -> parameters
         return state, ((metrics, aux) if has_aux else metrics)
@@ -118,7 +120,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         donate: bool = False,
     ) -> Any:
         check_untransformed("value_and_grad()")
-        units = [node.unit for node in check_comm("value_and_grad()", params, comm)]
+        units = [node.unit for node in units_on_mesh_of("value_and_grad()", params, comm)]
         own, views = own_residuals("value_and_grad()", residuals, units, donate=donate, step=step, rank=comm.rank)
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []
@@ -146,13 +148,15 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     def keep(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        is_parameter = is_plain(x) and x.numel() and x.untyped_storage().data_ptr() in places
+        is_parameter = is_plain_memory(x) and x.numel() and x.untyped_storage().data_ptr() in places
         return x.detach().clone() if is_parameter else x.detach()
 
     def fn(params: Any, batch: Any, comm: Comm) -> Any:
         value = loss_fn(params, batch, comm)
         if not isinstance(value, tuple) or len(value) != 2:
-            raise LossError(f"value_and_grad(has_aux=True): the loss function returned {kind_of(value)}, expected (loss, aux).")
+            raise LossError(
+                f"value_and_grad(has_aux=True): the loss function returned {short_description(value)}, expected (loss, aux)."
+            )
         loss, aux = value
         kept.append(optree.tree_map(keep, aux))
         return loss
@@ -174,11 +178,11 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residu
     flat = iter(_own_memory(sinks, found))
     grads = map_units(
         lambda node: Sharded(
-            [next(flat) for _ in node.unit.trainable], node.unit, node.unit.strategy.grads, node.unit.trainable
+            [next(flat) for _ in node.unit.trainable_groups], node.unit, node.unit.strategy.grads, node.unit.trainable_groups
         ),
         params,
     )
-    name_as(units_of(grads), units_of(params))
+    copy_tree_names(units_of(grads), units_of(params))
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
 
 

@@ -24,8 +24,8 @@ from fsharp.functional.layout.sharded import (
     Sharded,
     flatten_node,
     is_sharded,
-    lend,
     map_units,
+    mark_lent,
     resolve_place,
     unflatten_node,
     units_of,
@@ -91,7 +91,7 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
     shape, sharding = _global(node, i, mesh)
     for each, device in zip(nodes, devices, strict=True):
         buffer = each.buffers[i]
-        if each.is_stored:
+        if each.is_encoded:
             raise TreeError(
                 f"to_jax(): parameters of unit {node.unit.display_name} are stored in a format of which JAX knows nothing. "
                 'Convert main copies, or gather() parameters to "full" first.'
@@ -103,7 +103,7 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
                     f"to_jax(): a buffer of unit {node.unit.display_name} does not begin on 64 bytes, so JAX would copy it. "
                     "Convert a copy that does: optree.tree_map(torch.clone, tree)."
                 )
-            lend(buffer.data_ptr(), holder)
+            mark_lent(buffer.data_ptr(), holder)
         parts.append(array)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
@@ -199,7 +199,7 @@ def _views(node: Sharded) -> dict[str, Any]:
     return {
         leaf.path: x[..., leaf.offset : leaf.offset + leaf.numel].reshape(*x.shape[:-1], *leaf.shape)
         for group, x in zip(node.groups, node.buffers, strict=True)
-        for leaf in node.unit.leaves_of(group)
+        for leaf in node.unit.leaves_of_group(group)
     }
 
 

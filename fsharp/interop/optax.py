@@ -12,7 +12,7 @@ import optax
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import register_leafless, units_of
@@ -107,7 +107,7 @@ class _ShardedTransformation:
             extra = {"value": jnp.zeros(())} if self._knows_extra else {}
             return self._program(params, comm.rank, extra, is_first=True)
 
-        program = together("from_optax()", comm, check, lambda found: {"transformation": found.traced.text})
+        program = check_on_all_ranks("from_optax()", comm, check, lambda found: {"transformation": found.traced.text})
         return _state(program.traced, *program.init(params, comm))
 
     def update(self, grads: Any, state: OptaxState, params: Any, /, *, comm: Comm, **extra: Any) -> tuple[Any, OptaxState]:
@@ -129,7 +129,7 @@ class _ShardedTransformation:
             values = {name: exact_text(as_data(x)) for name, x in [*given.items(), *zip(paths, plain, strict=True)]}
             return {"transformation": program.traced.digest, **values}
 
-        program, plain, given = together("update()", comm, check, fields)
+        program, plain, given = check_on_all_ranks("update()", comm, check, fields)
         updates, buffers, new = program.update(grads, state.buffers, params, plain, list(given.values()), comm)
         return updates, _state(program.traced, buffers, new)
 

@@ -17,7 +17,7 @@ from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import StoredTensor, batches_by_nbytes
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import as_patterns, chosen
+from fsharp.functional.layout.paths import as_patterns, select_paths
 from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30  # of tensors to read in one call of Orbax, which reads its metadata again in each call
@@ -61,7 +61,7 @@ def from_orbax(
     leaves = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     if len(leaves) != len(paths):
         raise CheckpointError(f"{source}: two leaves have the same name, such as the keys 'a.b' and 'b' within 'a'.")
-    left = chosen("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
+    left = select_paths("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
     entries = {
         name: whole_entry(name, _dtype(source, name, leaf.dtype), tuple(leaf.shape))
         for name, leaf in leaves.items()

@@ -127,10 +127,10 @@ class Traced:
                 spans = {span.leaf.path: span for span in node.unit.spans(group, node.place, rank)}
                 stored = node.unit.groups[group].dtypes
                 of_group = dtype_of(stored.main), dtype_of(stored.accumulate)
-                for leaf in node.unit.leaves_of(group):
+                for leaf in node.unit.leaves_of_group(group):
                     start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
                     axes = cut if leaf.numel else ()  # every rank has all of an empty leaf
-                    part = LeafPart(node.unit.full_path(leaf), leaf.shape, low, high, axes, bool(node.place.varying))
+                    part = LeafPart(node.unit.path_in_tree(leaf), leaf.shape, low, high, axes, bool(node.place.varying))
                     rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop), of_group
                 sizes.append(node.unit.local_size(group, node.place))
         found = [rows[name] for name in self.names]

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, innermost
+from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.watch import RankStatuses, StatusBoard
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked
@@ -39,7 +39,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
 
     ``where`` is a function that returns what this rank is doing, such as ``"step 7"``; it is called when an error is raised.
     """
-    found = innermost(comm)
+    found = innermost_comm(comm)
     if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:
         yield
         return
@@ -77,7 +77,7 @@ class _ReportingExcepthook:
             told = f"{me} failed first, {told}"
             is_first = self._claim_first_failure(told)
             _add_note(error, told if is_first else told.replace(" first,", ","))
-            self.ranks.fail(error, where)
+            self.ranks.report_failure(error, where)
             return
         _add_note(error, f"{me}, {told}")
         if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can

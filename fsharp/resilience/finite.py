@@ -10,9 +10,9 @@ import torch
 
 from fsharp.checkpoint.entries import PerRank, leaves_with_paths, with_state_dicts
 from fsharp.errors import NonFiniteError, TreeError
-from fsharp.functional.comm.agree import exchange, largest, ranks_text
-from fsharp.functional.comm.protocol import Comm, Labelled, telling_format_errors
-from fsharp.functional.layout.paths import join
+from fsharp.functional.comm.agree import all_gather_texts, max_over_ranks, ranks_text
+from fsharp.functional.comm.protocol import Comm, LabelledComm, reporting_format_errors
+from fsharp.functional.layout.paths import join_path
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import ShardedTensor
@@ -101,7 +101,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
     is not finite. ``fs.optim.apply_if_finite`` costs the same, and skips the update as well.
     """
     losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
-    with telling_format_errors(comm, "find_nonfinite()"):
+    with reporting_format_errors(comm, "find_nonfinite()"):
         pieces = list(_paths_and_leaves(tree))
         # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
         sums = [
@@ -111,14 +111,14 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         ]
         bad = [torch.tensor(False), *[_is_bad(x) for x in [*losses, *sums]]]
         flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1)
-        named = Labelled(comm, "whether all is finite: ")
-        if not largest(flag, named).item():
+        named = LabelledComm(comm, "whether all is finite: ")
+        if not max_over_ranks(flag, named).item():
             return None
         firsts = (
             (i, *found) for i, (path, held) in enumerate(pieces) if (found := _first_nonfinite_leaf(path, held, comm.rank))
         )
         mine: list[Any] = [any(bool(_is_bad(x)) for x in losses), next(firsts, None)]
-        everyone = [json.loads(text) for text in exchange(json.dumps(mine), named)] if comm.mesh.size > 1 else [mine]
+        everyone = [json.loads(text) for text in all_gather_texts(json.dumps(mine), named)] if comm.mesh.size > 1 else [mine]
         losses_of = tuple(rank for rank, (is_bad, _) in enumerate(everyone) if is_bad)
         leaves = {rank: tuple(leaf) for rank, (_, leaf) in enumerate(everyone) if leaf is not None}
         if not leaves:
@@ -150,13 +150,13 @@ def _paths_and_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
                 yield (*path, *under), held.local if isinstance(held, ShardedTensor) else held
             elif not isinstance(held, MadeBy | str):
                 raise TreeError(
-                    f"find_nonfinite(): {join((*path, *under))!r} is a {type(held).__name__}, expected a tensor, a number or "
-                    "text."
+                    f"find_nonfinite(): {join_path((*path, *under))!r} is a {type(held).__name__}, expected a tensor, a number "
+                    "or text."
                 )
 
 
 def _tensors(held: Any, rank: int) -> tuple[Any, ...]:
-    return held.values(rank) if isinstance(held, Sharded) else (held,)
+    return held.decoded_buffers(rank) if isinstance(held, Sharded) else (held,)
 
 
 def _first_nonfinite_leaf(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:
@@ -165,10 +165,10 @@ def _first_nonfinite_leaf(path: tuple[str, ...], held: Any, rank: int) -> tuple[
     ``held`` is a Sharded node or a tensor at ``path``. Return None if all elements on ``rank`` are finite.
     """
     if not isinstance(held, Sharded):
-        return (0, join(path)) if bool(_is_bad(held)) else None
+        return (0, join_path(path)) if bool(_is_bad(held)) else None
     local = held.local_leaves(rank)
     for i, leaf in enumerate(held.unit.leaves):
-        x = local.get(held.unit.full_path(leaf))
+        x = local.get(held.unit.path_in_tree(leaf))
         if x is not None and bool(_is_bad(x)):
-            return i, join((*path, leaf.path) if leaf.path else path)
+            return i, join_path((*path, leaf.path) if leaf.path else path)
     return None

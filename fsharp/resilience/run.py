@@ -20,7 +20,7 @@ from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, Engine, Labelled, innermost
+from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm, innermost_comm
 from fsharp.resilience.failures import reported_failures
 from fsharp.resilience.finite import LeftOutSteps, NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
@@ -136,7 +136,7 @@ class Run:
         self._checkpoints = RunCheckpoints(absolute_path(root), comm, replicas=replicas, config=self.config, **every, **saver)
         self._files = files
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
-        found = innermost(comm)
+        found = innermost_comm(comm)
         is_native = isinstance(found, ProcessGroupComm) and found.is_native
         self.stragglers = None if is_native else StragglerDetector(comm, every=10 * agree_every)
         self.step = 0
@@ -179,7 +179,7 @@ class Run:
             newest = self._checkpoints.describe_newest()
             _log.warning("the run ends after %d of %d steps; %s", self.step, self.total, newest)
         with self._stack:
-            agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
+            agree("Run", {}, LabelledComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
     @api_boundary
     def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:

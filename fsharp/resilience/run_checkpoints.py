@@ -8,7 +8,7 @@ from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import leaf_names
 from fsharp.checkpoint.loading import load_newest
 from fsharp.errors import RunError, problem
-from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 
 
@@ -69,8 +69,8 @@ class RunCheckpoints:
 
     def has_any_in(self, root: str) -> bool:
         """Whether rank 0 sees a checkpoint in a folder. Other ranks may see another state of a folder on a network."""
-        found = together("Run", self._comm, lambda: self._comm.rank == 0 and has_checkpoints(root))
-        return bool(exchange("yes" if found else "", self._comm)[0])
+        found = check_on_all_ranks("Run", self._comm, lambda: self._comm.rank == 0 and has_checkpoints(root))
+        return bool(all_gather_texts("yes" if found else "", self._comm)[0])
 
     def load_newest_from(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
         """Load the newest undamaged checkpoint of a folder into a tree like ``like``, whose tensors are overwritten.

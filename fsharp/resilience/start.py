@@ -14,10 +14,10 @@ import torch
 import fsharp
 from fsharp.checkpoint.entries import is_checkpoint_leaf, leaves_with_paths, with_state_dicts
 from fsharp.errors import RunError
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import join
+from fsharp.functional.layout.paths import join_path
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.type_checks import options_checked
@@ -52,7 +52,7 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaf_lines(tree)), "structure": structure}
         return found | {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
-    together("agree_at_start()", comm, fields, lambda found: found)
+    check_on_all_ranks("agree_at_start()", comm, fields, lambda found: found)
 
 
 def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -61,10 +61,10 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
             yield from _config_fields(value, (*path, str(key).replace(".", "\\.")))
         return
     try:
-        yield join(path), json.dumps(config, sort_keys=True)
+        yield join_path(path), json.dumps(config, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"config: {join(path)!r} is {config!r}, expected what JSON has: numbers, texts, lists, dicts."
+            f"config: {join_path(path)!r} is {config!r}, expected what JSON has: numbers, texts, lists, dicts."
         ) from error
 
 
@@ -72,9 +72,9 @@ def _leaf_lines(tree: Any) -> Iterator[str]:
     """Yield a line for each leaf: its path and its description."""
     for path, _, leaf in leaves_with_paths(with_state_dicts(tree)):
         if is_sharded(leaf):
-            yield f"{join(path)}: {leaf.name!r} at {leaf.place}"
+            yield f"{join_path(path)}: {leaf.name!r} at {leaf.place}"
         elif isinstance(leaf, torch.Tensor):
-            yield f"{join(path)}: {dtype_name(leaf.dtype)}{list(leaf.shape)}"
+            yield f"{join_path(path)}: {dtype_name(leaf.dtype)}{list(leaf.shape)}"
         else:
             value = f" {leaf!r}" if isinstance(leaf, bool | int | float | str) else ""
-            yield f"{join(path)}: {type(leaf).__name__}{value}"
+            yield f"{join_path(path)}: {type(leaf).__name__}{value}"

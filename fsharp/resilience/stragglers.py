@@ -9,9 +9,9 @@ from collections import deque
 from typing import NamedTuple
 
 from fsharp.errors import CommError, RunError
-from fsharp.functional.comm.agree import gather_bytes
+from fsharp.functional.comm.agree import all_gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, Labelled, innermost
+from fsharp.functional.comm.protocol import Comm, LabelledComm, innermost_comm
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -63,7 +63,7 @@ class StragglerDetector:
             raise RunError(f"StragglerDetector(): every is {every!r}, expected an integer of at least 1.")
         if not ratio > 1:
             raise RunError(f"StragglerDetector(): ratio is {ratio!r}, expected a number above 1.")
-        found = innermost(comm)
+        found = innermost_comm(comm)
         if isinstance(found, ProcessGroupComm) and found.is_native:
             raise CommError("StragglerDetector(): over NCCL processes do not wait for each other, devices do: it needs gloo.")
         self._ranks = found.watch.ranks if isinstance(found, ProcessGroupComm) else None
@@ -85,10 +85,10 @@ class StragglerDetector:
         now = self._clock_without_waits()
         self._own_s.append(now - self._since)
         if len(self._own_s) == self.every:
-            named = Labelled(self.comm, f"how long steps up to {step} took: ")
+            named = LabelledComm(self.comm, f"how long steps up to {step} took: ")
             own = statistics.median(self._own_s)
             error = _MEDIAN_ERROR * statistics.median(abs(x - own) for x in self._own_s) / math.sqrt(self.every)
-            own_s, error_s = zip(*(struct.unpack("<dd", x) for x in gather_bytes(struct.pack("<dd", own, error), named)))
+            own_s, error_s = zip(*(struct.unpack("<dd", x) for x in all_gather_bytes(struct.pack("<dd", own, error), named)))
             self._compare(StepTimes(step, own_s, error_s))
             self._own_s.clear()
         self._since = self._clock_without_waits()

@@ -17,7 +17,7 @@ from fsharp.errors import StrategyError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
-from fsharp.functional.layout.paths import ancestors, flatten
+from fsharp.functional.layout.paths import flatten_with_paths, self_and_ancestors
 from fsharp.functional.layout.placement import AxisRule, Partial, Replicate, Shard, Strategy
 from fsharp.functional.layout.plan import find_ties, plan
 from fsharp.functional.layout.precision import Precision
@@ -137,13 +137,13 @@ def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves
 @st.composite
 def unit_patterns(draw: st.DrawFn, tree: Any) -> str | list[str] | None:
     """Legal unit patterns of a tree: none, every key at the root, or some subtrees apart from each other."""
-    paths, _, _ = flatten(tree)
+    paths, _, _ = flatten_with_paths(tree)
     if paths == ("",):
         return None
-    prefixes = sorted({prefix for path in paths for prefix in ancestors(path) if prefix})
+    prefixes = sorted({prefix for path in paths for prefix in self_and_ancestors(path) if prefix})
     picked: list[str] = []
     for prefix in draw(st.lists(st.sampled_from(prefixes), max_size=3, unique=True)):
-        if not any(prefix in ancestors(other) or other in ancestors(prefix) for other in picked):
+        if not any(prefix in self_and_ancestors(other) or other in self_and_ancestors(prefix) for other in picked):
             picked.append(prefix)
     return draw(st.sampled_from([None, "*", picked or None]))
 
@@ -158,7 +158,7 @@ def layouts(
 ) -> Layout:
     """Layouts of a tree: any mesh, strategy, units, atoms and labels by path, frozen leaves; dtypes of leaves by default."""
     ranks = draw(meshes() if mesh is None else mesh)
-    paths, leaves, _ = flatten(tree)
+    paths, leaves, _ = flatten_with_paths(tree)
     owners = find_ties(paths, leaves)
 
     def by_path(values: st.SearchStrategy[V]) -> dict[str, V]:

@@ -104,9 +104,11 @@ def test_two_savers_of_one_process(tmp_path, monkeypatch):
 def test_an_interrupted_wait_leaves_the_memory_of_the_save_alone(tmp_path, monkeypatch):
     saver = fs.checkpoint.Saver(tmp_path, ONE)
     saver.save(tree_of(1, ONE), step=1)
-    take = Outcome.take
+    take = Outcome.take_result
     interrupts = [KeyboardInterrupt()]
-    monkeypatch.setattr(Outcome, "take", lambda self: (_ for _ in ()).throw(interrupts.pop()) if interrupts else take(self))
+    monkeypatch.setattr(
+        Outcome, "take_result", lambda self: (_ for _ in ()).throw(interrupts.pop()) if interrupts else take(self)
+    )
     with pytest.raises(KeyboardInterrupt):
         saver.wait()
     for step in (2, 3):
@@ -354,7 +356,7 @@ def test_elements_across_blocks_are_refused_in_files_that_have_digests(tmp_path)
     """Nobody who writes with digests puts them so, and whoever reads in blocks would cut one."""
     path = Path(save(tmp_path, 1).path)
     body = json.loads((path / NAME).read_bytes())
-    tensors = [fs.checkpoint.shard_file.Tensor(name, torch.uint8, (size,)) for name, size in (("a", 3), ("x", 8))]
+    tensors = [fs.checkpoint.shard_file.StoredTensor(name, torch.uint8, (size,)) for name, size in (("a", 3), ("x", 8))]
     header = encode_header(tensors, {"save_id": body["save_id"]})
     header = header.replace(b'"dtype":"U8","shape":[8]', b'"dtype":"F32","shape":[2]', 1)
     header = struct.pack("<Q", len(header) - 8) + header[8:]

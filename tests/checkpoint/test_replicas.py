@@ -223,8 +223,8 @@ def test_hosts_of_several_ranks_and_other_meshes(tmp_path):
         pytest.param("write_shard_file", [1], marks=pytest.mark.deep),
         ("_send_copies", [1]),
         pytest.param("verify_written_file", [1], marks=pytest.mark.deep),
-        ("publish", [1, 2]),  # 2 if all other hosts, which have all files of it, come as far
-        pytest.param("newest_first", [2], marks=pytest.mark.deep),
+        ("write_manifest_and_publish", [1, 2]),  # 2 if all other hosts, which have all files of it, come as far
+        pytest.param("folder_names_newest_first", [2], marks=pytest.mark.deep),
     ],
 )
 def test_a_process_killed_in_a_refresh_leaves_a_whole_save_even_without_its_host(tmp_path, moment, steps):

@@ -211,7 +211,7 @@ def test_a_rank_that_has_no_memory_for_a_copy_fails_the_save_on_all_ranks(tmp_pa
         if comm.rank == 1:
             made._copy_to_host = refuse
         made.save(sharded(comm), step=0)
-        vars(made).pop("_copy", None)
+        vars(made).pop("_copy_to_host", None)
         for step in (1, 2):
             try:
                 made.save(sharded(comm), step=step)

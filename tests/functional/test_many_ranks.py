@@ -26,7 +26,7 @@ class Alike(ProcessGroupComm):
         for x in receive:
             x.copy_(send[mine])
         self.sent += sum(x.numel() for i, x in enumerate(send) if i != mine)
-        super()._swap(send, receive, axis, text)
+        super()._send_and_receive(send, receive, axis, text)
 
 
 def connect(mesh):

@@ -85,7 +85,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
 
     expected_calls = Counter()
     for unit in layout.units:
-        for group in unit.trainable:
+        for group in unit.trainable_groups:
             expected_calls += reduce_calls(unit, group, source, target)
 
     def rank_fn(comm):

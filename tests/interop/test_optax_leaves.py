@@ -42,7 +42,7 @@ def run_plain(tx, tree=TREE, steps=2):
     return params
 
 
-def check_same(found, expected):
+def check_same_on_ranks(found, expected):
     for each in found:
         for name, x in expected.items():
             np.testing.assert_allclose(each[name].numpy(), x, rtol=1e-5, atol=1e-6)
@@ -100,7 +100,7 @@ def test_elements_of_another_leaf_are_refused_by_name_where_leaves_are_cut(name)
 @pytest.mark.parametrize("name", REFUSED)
 def test_elements_of_another_leaf_are_taken_where_all_of_them_are_here(name):
     tx, _ = REFUSED[name]
-    check_same(run_sharded(tx, 2, fs.ddp("dp")), run_plain(tx))
+    check_same_on_ranks(run_sharded(tx, 2, fs.ddp("dp")), run_plain(tx))
 
 
 TAKEN = {
@@ -117,7 +117,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_leaves_of_one_element_are_numbers(name):
-    check_same(run_sharded(TAKEN[name], 3, fs.zero3("dp")), run_plain(TAKEN[name]))
+    check_same_on_ranks(run_sharded(TAKEN[name], 3, fs.zero3("dp")), run_plain(TAKEN[name]))
 
 
 def test_counts_that_float32_does_not_hold_are_exact():
@@ -128,7 +128,7 @@ def test_counts_that_float32_does_not_hold_are_exact():
         return {"x": grads["x"], "s": (count - 20_000_000).astype(jnp.float32)}
 
     tx = optax.stateless(update)
-    check_same(run_sharded(tx, 2, fs.zero3("dp"), tree, steps=1), run_plain(tx, tree, steps=1))
+    check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp"), tree, steps=1), run_plain(tx, tree, steps=1))
 
 
 def test_whole_leaves_are_read_by_leaves_that_are_cut():
@@ -230,12 +230,12 @@ def random_update(seed):
 def check_random(seed):
     tx = random_update(seed)
     expected = run_plain(tx)
-    check_same(run_sharded(tx, 2, fs.ddp("dp")), expected)
+    check_same_on_ranks(run_sharded(tx, 2, fs.ddp("dp")), expected)
     try:
         found = run_sharded(tx, 3, fs.zero3("dp"))
     except LayoutError:
         return False
-    check_same(found, expected)
+    check_same_on_ranks(found, expected)
     return True
 
 

@@ -13,7 +13,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
-from fsharp.functional.optim.base import config_of
+from fsharp.functional.optim.base import config_texts
 from fsharp.interop.optax import _ShardedTransformation
 from fsharp.testing import simulate
 
@@ -90,8 +90,8 @@ def test_every_bit_of_a_setting_counts():
         lambda x: optax.TraceState(np.full(2000, x)),
     ]
     for make in same:
-        assert config_of(x=make(0.1)) == config_of(x=make(0.1))
-        assert config_of(x=make(0.1)) != config_of(x=make(0.100001))
+        assert config_texts(x=make(0.1)) == config_texts(x=make(0.1))
+        assert config_texts(x=make(0.1)) != config_texts(x=make(0.100001))
 
 
 def test_ranks_with_other_settings_of_our_own_are_told():

@@ -283,7 +283,7 @@ def train_sharded(case, recipe, comm, strategy, *, model=None, optimizer=None, s
 
 def own_part(parameter):
     """Which elements of a flattened gradient this rank has, and these."""
-    return parameter.unit.run_of(parameter.leaf, parameter.place, parameter.rank), parameter.grad.local.flatten().clone()
+    return parameter.unit.run_of_leaf(parameter.leaf, parameter.place, parameter.rank), parameter.grad.local.flatten().clone()
 
 
 def distances(found, expected):

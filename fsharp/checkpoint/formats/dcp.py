@@ -21,7 +21,7 @@ from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import Storage, read_index_file, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import as_patterns, chosen
+from fsharp.functional.layout.paths import as_patterns, select_paths
 from fsharp.type_checks import options_checked
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def from_dcp(
     config = checked_config("from_dcp()", step, config)
     metadata = _read_metadata(storage, source)
     listed = metadata.state_dict_metadata
-    left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(listed))
+    left = select_paths("from_dcp(ignore=)", as_patterns(ignore), list(listed))
     entries, values, objects = {}, dict[str, Value](), dict[str, Any]()
     for name, each in listed.items():
         if name not in left and hasattr(each, "chunks"):

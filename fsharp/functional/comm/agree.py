@@ -15,7 +15,7 @@ T = TypeVar("T")
 _SHOWN = 160
 
 
-def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
+def all_gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     """Return every rank's bytes, of equal length, in order of rank. Cost: one small collective for each axis."""
     x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
     for axis, size in reversed(comm.mesh.axes):
@@ -23,17 +23,17 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     return [bytes(row) for row in x.reshape(comm.mesh.size, -1).tolist()]
 
 
-def exchange(text: str, comm: Comm) -> list[str]:
+def all_gather_texts(text: str, comm: Comm) -> list[str]:
     """Return every rank's text, in order of rank. Cost: two collectives for each axis, the first of 8 bytes."""
     body = text.encode()
-    lengths = [int.from_bytes(length, "little") for length in gather_bytes(len(body).to_bytes(8, "little"), comm)]
+    lengths = [int.from_bytes(length, "little") for length in all_gather_bytes(len(body).to_bytes(8, "little"), comm)]
     if not any(lengths):
         return [""] * comm.mesh.size
-    bodies = gather_bytes(body.ljust(max(lengths), b"\0"), comm)
+    bodies = all_gather_bytes(body.ljust(max(lengths), b"\0"), comm)
     return [each[:length].decode() for each, length in zip(bodies, lengths, strict=True)]
 
 
-def largest(x: torch.Tensor, comm: Comm, *, label: str = "") -> torch.Tensor:
+def max_over_ranks(x: torch.Tensor, comm: Comm, *, label: str = "") -> torch.Tensor:
     """Return the largest value that any rank has, element by element. Cost: one collective for each axis."""
     for axis, size in comm.mesh.axes:
         if size > 1:
@@ -61,11 +61,11 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     fields = {"function": where, **fields}
     body = json.dumps({"failure": failure, "fields": fields}, sort_keys=True).encode()
     digest = hashlib.sha256(body).digest()
-    heads = gather_bytes(digest + len(body).to_bytes(8, "little"), comm)
+    heads = all_gather_bytes(digest + len(body).to_bytes(8, "little"), comm)
     if len(set(heads)) == 1 and failure is None:
         return
     length = max(int.from_bytes(head[32:], "little") for head in heads)
-    bodies = [json.loads(b.rstrip(b"\0")) for b in gather_bytes(body.ljust(length, b"\0"), comm)]
+    bodies = [json.loads(b.rstrip(b"\0")) for b in all_gather_bytes(body.ljust(length, b"\0"), comm)]
     failed = {rank: each["failure"] for rank, each in enumerate(bodies) if each["failure"]}
     if failed:
         first = min(failed)
@@ -84,7 +84,9 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     )
 
 
-def together(where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}) -> T:
+def check_on_all_ranks(
+    where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}
+) -> T:
     """Run ``check`` on every rank. If it raises on any rank, or ``fields`` of its results differ, all ranks raise an error.
 
     A rank whose ``check`` raises an error raises this error. All other ranks raise an :class:`AgreementError` with the text of

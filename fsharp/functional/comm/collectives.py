@@ -36,7 +36,7 @@ from fsharp.tracebacks import api_boundary
 
 @dataclass(frozen=True, eq=False)
 class _Collective:
-    """A collective with its arguments, for :class:`_Primitive`.
+    """A collective with its arguments, for :class:`_DifferentiableCollective`.
 
     Attributes:
         call: the method of the Comm.
@@ -55,7 +55,7 @@ class _Collective:
     tangent: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-class _Primitive(torch.autograd.Function):
+class _DifferentiableCollective(torch.autograd.Function):
     """An autograd function that runs a collective. Its backward calls a primitive, so torch.func can differentiate it again."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Primitive(torch.autograd.Function):
         return collective.again(x.movedim(in_dims[0] or 0, 0)), 0
 
 
-def _parts(x: torch.Tensor, n: int) -> torch.Tensor:
+def _split_last_dim(x: torch.Tensor, n: int) -> torch.Tensor:
     """Return ``x`` of shape ``[..., n * c]`` as ``[n, ..., c]``."""
     return x.reshape(*x.shape[:-1], n, -1).movedim(-2, 0)
 
@@ -100,7 +100,7 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
     again, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
     found = _Collective(partial(comm.all_gather, axis=axis), again, transpose, after=joined)
-    return _Primitive.apply(x, found)  # type: ignore[no-any-return]
+    return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -125,9 +125,9 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
     again = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
     found = _Collective(
-        call, again, lambda y: all_gather_last(y.to(wire), comm, axis), before=lambda x: _parts(x, n).contiguous()
+        call, again, lambda y: all_gather_last(y.to(wire), comm, axis), before=lambda x: _split_last_dim(x, n).contiguous()
     )
-    return _Primitive.apply(x, found)  # type: ignore[no-any-return]
+    return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_encoded(
@@ -154,7 +154,7 @@ def reduce_scatter_encoded(
     n = comm.mesh.axis_size(axis)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        rows = _parts(x, n)
+        rows = _split_last_dim(x, n)
         part = rows[0].numel()
         sizes = [wire.size(part)] * n
         stored = wire.store_summand(rows.reshape(-1), part, carried.residual, facts, carried.noise)
@@ -165,7 +165,7 @@ def reduce_scatter_encoded(
         return reduce_scatter_encoded(x, comm, axis, wire, facts)
 
     transpose, tangent = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
-    return _Primitive.apply(x, _Collective(call, again, transpose, tangent=tangent))  # type: ignore[no-any-return]
+    return _DifferentiableCollective.apply(x, _Collective(call, again, transpose, tangent=tangent))  # type: ignore[no-any-return]
 
 
 def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
@@ -176,7 +176,7 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     if _needs_no_collective(x, comm, axis):
         return x
     again = partial(all_reduce, comm=comm, axis=axis)
-    return _Primitive.apply(x, _Collective(partial(comm.all_reduce, axis=axis), again, again))  # type: ignore[no-any-return]
+    return _DifferentiableCollective.apply(x, _Collective(partial(comm.all_reduce, axis=axis), again, again))  # type: ignore[no-any-return]
 
 
 _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
@@ -201,7 +201,7 @@ def convert_variance(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch
 
     call = partial(comm.all_reduce, axis=axis) if kind == "sum" else kept
     again, transpose = (partial(convert_variance, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
-    return _Primitive.apply(x, _Collective(call, again, transpose))  # type: ignore[no-any-return]
+    return _DifferentiableCollective.apply(x, _Collective(call, again, transpose))  # type: ignore[no-any-return]
 
 
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from fsharp.errors import AgreementError, problem
-from fsharp.functional.comm.agree import gather_bytes, ranks_text
+from fsharp.functional.comm.agree import all_gather_bytes, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 
@@ -16,7 +16,7 @@ _ROW = 1 << 12  # words of 32 bits that are added
 _SHOWN = 8
 
 
-def digest(tensor: torch.Tensor) -> bytes:
+def tensor_digest(tensor: torch.Tensor) -> bytes:
     """Return eight bytes that depend on every bit of a tensor of any dtype, and on the order of its elements.
 
     Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``: exact on any device, and two
@@ -25,13 +25,13 @@ def digest(tensor: torch.Tensor) -> bytes:
 
     Cost: one pass over the tensor, and a few MiB.
     """
-    pieces = _flat(tensor).split(_NBYTES) if tensor.numel() else ()
-    sums = [_rows(piece).mul_(_weights(_ROW, piece.device)).sum(1) for piece in pieces]
+    pieces = _as_bytes(tensor).split(_NBYTES) if tensor.numel() else ()
+    sums = [_int64_rows(piece).mul_(_weights(_ROW, piece.device)).sum(1) for piece in pieces]
     found = torch.cat(sums).tolist() if sums else []
     return hashlib.sha256(repr(found).encode()).digest()[:8]
 
 
-def check_same(
+def check_same_on_ranks(
     where: str,
     tensors: Mapping[str, torch.Tensor],
     comm: Comm,
@@ -51,10 +51,10 @@ def check_same(
     shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
     if not shared:
         return
-    mine = b"".join(map(digest, shared.values()))
-    if len(set(gather_bytes(hashlib.sha256(mine).digest()[:8], comm))) == 1:
+    mine = b"".join(map(tensor_digest, shared.values()))
+    if len(set(all_gather_bytes(hashlib.sha256(mine).digest()[:8], comm))) == 1:
         return
-    everyone = gather_bytes(mine, comm)
+    everyone = all_gather_bytes(mine, comm)
     rows = []
     for i, path in enumerate(shared):
         found = [each[8 * i : 8 * i + 8] for each in everyone]
@@ -79,7 +79,7 @@ def _differing_ranks(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -
     return "; ".join(rows[:2]) + (f"; and {len(rows) - 2} more" if len(rows) > 2 else "") if rows else None
 
 
-def taken_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
+def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
     The bytes are summed over ranks as integers, and all ranks but one add zero. Along the axes ``varying`` each rank keeps its
@@ -94,7 +94,7 @@ def taken_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: t
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device)
     flat = result.view(-1).view(torch.uint8)
     is_source = all(comm.mesh.coord(axis, comm.rank) == comm.mesh.coord(axis, source) for axis in axes)
-    mine = _flat(tensor) if is_source else None
+    mine = _as_bytes(tensor) if is_source else None
     for start in range(0, len(flat), _NBYTES):
         piece = flat[start : start + _NBYTES]
         words = torch.zeros(-(-len(piece) // 4), dtype=torch.int32, device=comm.device)
@@ -106,13 +106,13 @@ def taken_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: t
     return result
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, 1-D."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element is contiguous with any stride
 
 
-def _rows(piece: torch.Tensor) -> torch.Tensor:
+def _int64_rows(piece: torch.Tensor) -> torch.Tensor:
     """Return bytes as rows of integers of 64 bits, each less than ``2**32`` in size, with zeros at the end of the last row."""
     if piece.storage_offset() % 4 or len(piece) % 4:
         piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))

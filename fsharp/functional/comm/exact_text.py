@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.equal_values import digest
+from fsharp.functional.comm.equal_values import tensor_digest
 
 _SHOWN = 8
 
@@ -27,7 +27,7 @@ def exact_text(value: Any) -> str:
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if value.is_meta:
             return f"on meta {kind}"
-        return f"{value.tolist() if value.numel() <= _SHOWN else digest(value).hex()} {kind}"
+        return f"{value.tolist() if value.numel() <= _SHOWN else tensor_digest(value).hex()} {kind}"
     if hasattr(value, "tobytes") and hasattr(value, "dtype") and hasattr(value, "shape"):
         found = value.tolist() if value.size <= _SHOWN else hashlib.sha256(value.tobytes()).hexdigest()[:16]
         return f"{found} {value.dtype}{list(value.shape)}"

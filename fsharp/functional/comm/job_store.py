@@ -30,7 +30,7 @@ _ANSWERS_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.02
 
 
-def within(limit_s: float, job: Callable[[], T]) -> T:
+def run_within(limit_s: float, job: Callable[[], T]) -> T:
     """Run a job that queries the store in a new thread, and return its result; TimeoutError if the job has not ended.
 
     The store waits ``limit_s`` seconds for other ranks on behalf of the job. The job may take two seconds more.
@@ -39,17 +39,17 @@ def within(limit_s: float, job: Callable[[], T]) -> T:
     worker.submit(job, done)
     if not done.is_done(limit_s + _ANSWERS_WITHIN_S):
         raise TimeoutError(f"the job's store has not answered within {limit_s + _ANSWERS_WITHIN_S:g} s")
-    return done.take()  # type: ignore[no-any-return]
+    return done.take_result()  # type: ignore[no-any-return]
 
 
-class _Store:
+class _StoreThread:
     """A thread that sends queries to the store one after another, until a query gets no answer."""
 
     def __init__(self) -> None:
         self._lock, self._worker, self._last = threading.Lock(), Worker("store"), Outcome()
-        self._last.land()
+        self._last.wake_waiters()
 
-    def ask(self, question: Callable[[], T], otherwise: T) -> tuple[T, str]:
+    def query(self, question: Callable[[], T], otherwise: T) -> tuple[T, str]:
         """Return the answer and an empty text; or ``otherwise``, and the reason why this or an earlier query has no answer."""
         with self._lock:
             if not self._last.is_done():
@@ -59,21 +59,21 @@ class _Store:
             if not asked.is_done(_ANSWERS_WITHIN_S):
                 return otherwise, "does not answer"
         try:
-            return asked.take(), ""
+            return asked.take_result(), ""
         except dist.DistError:
             return otherwise, "has ended"
 
 
-def join(backend: str, timeout: timedelta | None) -> None:
+def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     """Join the job that the environment describes, under keys in the store that no earlier attempt has used.
 
     torchrun's attempts share a store, from which gloo would take addresses of processes that have ended. The caller has to
-    limit the time of this function (:func:`within`): torch starts the limit again with each retry to reach the store's host.
-    ``timeout`` is the argument of ``init_process_group``. Raises CommError if other processes have not joined by then.
+    limit the time of this function (:func:`run_within`): torch starts the limit again with each retry to reach the store's
+    host. ``timeout`` is the argument of ``init_process_group``. Raises CommError if other processes have not joined by then.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
-    store = PrefixStore(f"fsharp/{attempt(store, rank, world_size, limit.total_seconds())}", store)
+    store = PrefixStore(f"fsharp/{attempt_name(store, rank, world_size, limit.total_seconds())}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -84,7 +84,7 @@ def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, 
         if kind == "cuda":  # each thread has a current device of its own
             torch.accelerator.set_device_index(device)
         if not dist.is_initialized():
-            join("nccl" if kind == "cuda" else "gloo", timeout)
+            join_job_of_environment("nccl" if kind == "cuda" else "gloo", timeout)
         _check_same_mesh(mesh, kind, world_size)
         return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names)
 
@@ -92,7 +92,7 @@ def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, 
     who = f"connect(): rank {os.environ.get('RANK', '?')} of {world_size}"
     remedy = "Has another process ended before it joined the job, or has the process that hosts the job's store?"
     try:
-        return within(limit_s, mesh_of_all)
+        return run_within(limit_s, mesh_of_all)
     except TimeoutError as error:
         raise CommError(f"{who} has waited {limit_s:g} s for the others to join the job. {remedy}") from error
     except (CommError, AgreementError, MeshError):
@@ -116,7 +116,7 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
     mesh.check_world_size(world_size)
 
 
-def attempt(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+def attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
     """Return a name for this attempt to run the job, the same on all ranks.
 
     No variable of the environment is one: each node counts its restarts for itself. So each rank writes a new mark. Rank 0
@@ -151,7 +151,7 @@ class StoreBoard:
 
     def write(self, key: str, text: str) -> None:
         """Replace the text of a key."""
-        self._ask(lambda: self._store.set(key, _sendable(text)), None)
+        self._ask(lambda: self._store.set(key, _storable_text(text)), None)
 
     def read(self, key: str) -> str | None:
         """Return the text of a key; None if there is none."""
@@ -159,44 +159,44 @@ class StoreBoard:
 
     def claim(self, key: str, text: str) -> str:
         """Write a text if the key has none. Return the text that the key then has."""
-        return self._ask(lambda: bytes(self._store.compare_set(key, "", _sendable(text))).decode(), text)
+        return self._ask(lambda: bytes(self._store.compare_set(key, "", _storable_text(text))).decode(), text)
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
-        answer, why = _store.ask(question, otherwise)
+        answer, why = _store.query(question, otherwise)
         self.trouble = why and f"the job's store, which rank 0 of the job hosts unless torchrun does, {why}"
         return answer
 
 
-def _sendable(text: str) -> str:
+def _storable_text(text: str) -> str:
     """Return a text as the store accepts it: cut to the store's limit, and without characters that cannot be encoded."""
     return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
-def leave(*, within_s: float) -> None:
+def leave_store(*, within_s: float) -> None:
     """Note in the store that this rank leaves. Rank 0 waits until all ranks have left, as the store may be in its process."""
     store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
-    count, _ = _store.ask(lambda: store.add("count", 1), size)
+    count, _ = _store.query(lambda: store.add("count", 1), size)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it
-    is_host = dist.get_rank() == 0 and not is_agents and isinstance(_innermost(store), dist.TCPStore)  # type: ignore[attr-defined]
+    is_host = dist.get_rank() == 0 and not is_agents and isinstance(_innermost_store(store), dist.TCPStore)  # type: ignore[attr-defined]
     deadline = time.monotonic() + within_s
     while is_host and count < size and time.monotonic() < deadline:
         time.sleep(0.02)
-        count, _ = _store.ask(lambda: store.add("count", 0), size)
+        count, _ = _store.query(lambda: store.add("count", 0), size)
 
 
-def _innermost(store: Any) -> Any:
-    return _innermost(store.underlying_store) if isinstance(store, PrefixStore) else store
+def _innermost_store(store: Any) -> Any:
+    return _innermost_store(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
-def ask(question: Callable[[], T], otherwise: T) -> T:
+def query_store(question: Callable[[], T], otherwise: T) -> T:
     """Query the store. Return its answer, or ``otherwise`` if there is no answer."""
-    return _store.ask(question, otherwise)[0]
+    return _store.query(question, otherwise)[0]
 
 
-def reset() -> None:
+def reset_store_thread() -> None:
     """Start with a new thread: the next query goes to the store of the present job."""
     global _store
-    _store = _Store()
+    _store = _StoreThread()
 
 
-_store = _Store()
+_store = _StoreThread()

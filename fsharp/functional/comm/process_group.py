@@ -85,7 +85,7 @@ class ProcessGroupComm:
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
         self.is_native = dist.get_backend(self.group(names[0])) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
-        self.limit_s = _limit_s(self.group(names[0]), self.device)
+        self.limit_s = _timeout_s(self.group(names[0]), self.device)
         self._start()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -112,11 +112,11 @@ class ProcessGroupComm:
     def new_group(self, axis: str) -> dist.ProcessGroup:
         """Return a new process group along ``axis``. All ranks of the mesh have to call this method."""
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
-        return _group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
+        return _new_group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
 
-    def messages(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "Messages":
+    def messages(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "GroupMessages":
         """Return the messages of a call in a group along an axis, or of all ranks for None."""
-        return Messages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
+        return GroupMessages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
@@ -126,7 +126,7 @@ class ProcessGroupComm:
             other.watch.aborts.append(weakref.WeakMethod(other.abort))
         return other
 
-    def make_groups(self) -> None:
+    def make_own_groups(self) -> None:
         """Make new process groups that this Comm alone uses. All ranks have to call this method."""
         self._groups = {axis: self.new_group(axis) if size > 1 else self._groups[axis] for axis, size in self.mesh.axes}
         self._whole = None
@@ -143,7 +143,7 @@ class ProcessGroupComm:
             other.mesh, other._groups = Mesh({"ranks": self.mesh.size}), {}
         other.is_native, other._rank_order, other.device = False, True, torch.device("cpu")
         other._start()
-        other.make_groups()
+        other.make_own_groups()
         return other
 
     def abort(self) -> None:
@@ -156,7 +156,7 @@ class ProcessGroupComm:
         if self.is_native:
             self._groups.update(dict.fromkeys(held))
             self._whole = None
-        abort(groups, is_native=self.is_native)
+        abort_groups(groups, is_native=self.is_native)
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
@@ -168,7 +168,9 @@ class ProcessGroupComm:
                 self.watch.check()
                 job_store.all_gather_into(_bytes(out), _bytes(x), group=self.group(axis))
             else:
-                self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _label_text("all_gather", x, axis, label))
+                self._send_and_receive(
+                    [_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _label_text("all_gather", x, axis, label)
+                )
             return out
         except Exception as error:
             hide_frames(error)
@@ -184,7 +186,7 @@ class ProcessGroupComm:
                 out = x.new_empty(x.shape[1:])
                 _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
                 return out.to(dtype)
-            return sum_in_rank_order(self._exchange(x, axis, _label_text("reduce_scatter", x, axis, label)), dtype)
+            return sum_in_rank_order(self._exchange_rows(x, axis, _label_text("reduce_scatter", x, axis, label)), dtype)
         except Exception as error:
             hide_frames(error)
             raise
@@ -206,7 +208,7 @@ class ProcessGroupComm:
                 return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
             part = -(-x.numel() // n)
             padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
-            parts = self._exchange(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
+            parts = self._exchange_rows(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
             return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
         except Exception as error:
             hide_frames(error)
@@ -223,40 +225,42 @@ class ProcessGroupComm:
             to, source = ([n * width for n in sizes] for sizes in (send, receive))
             if self.is_native:
                 self.watch.check()
-                group = self._everyone() if axis is None else self.group(axis)
+                group = self._group_of_all_ranks() if axis is None else self.group(axis)
                 dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=group)
             else:
                 text = f"{label or _UNNAMED}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-                self._swap(_bytes(x).split(to), _bytes(out).split(source), axis, text)
+                self._send_and_receive(_bytes(x).split(to), _bytes(out).split(source), axis, text)
             return out
         except Exception as error:
             hide_frames(error)
             raise
 
-    def _everyone(self) -> dist.ProcessGroup:
+    def _group_of_all_ranks(self) -> dist.ProcessGroup:
         """Return a group of all ranks of the mesh: the group of an axis with all ranks, or else a group made on first use."""
         axis = next((name for name, size in self.mesh.axes if size == self.mesh.size), None)
         if axis is not None:
             return self.group(axis)
         if self._whole is None:
-            self._whole = _group_of(self.ranks, self.limit_s, self.device, is_native=self.is_native)
+            self._whole = _new_group_of(self.ranks, self.limit_s, self.device, is_native=self.is_native)
         return self._whole
 
-    def _exchange(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
+    def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
         """Fill ``out[r]`` with ``x[c]`` of each rank ``r``, where ``c`` is this rank's coordinate, and return ``out``."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._swap(list(_bytes(x).view(len(x), -1)), list(_bytes(out).view(len(x), -1)), axis, text)
+        self._send_and_receive(list(_bytes(x).view(len(x), -1)), list(_bytes(out).view(len(x), -1)), axis, text)
         return out
 
-    def _swap(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str) -> None:
+    def _send_and_receive(
+        self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
+    ) -> None:
         """Send ``send[r]`` to each rank ``r`` of the group and fill ``receive[r]`` from it, straight from and to memory.
 
         The group is that along an axis, or all ranks of the mesh for None. Empty tensors are not sent. gloo's own collectives
         copy through internal buffers: this exchange of 16 MB took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's
         all_gather.
         """
-        outcome = CollectiveOutcome(self.watch.begin(text))
-        group = self._everyone() if axis is None else self.group(axis)
+        outcome = CollectiveOutcome(self.watch.begin_call(text))
+        group = self._group_of_all_ranks() if axis is None else self.group(axis)
         mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
         messages = self.messages(group, axis, outcome.call)
         receive[mine].copy_(send[mine])
@@ -277,7 +281,7 @@ class ProcessGroupComm:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"
 
 
-class Messages(NamedTuple):
+class GroupMessages(NamedTuple):
     """The messages of one collective between ranks of a group. An error of a message names the other rank.
 
     Attributes:
@@ -292,22 +296,22 @@ class Messages(NamedTuple):
 
     def send(self, x: torch.Tensor, to: int) -> tuple[int, Any]:
         """Begin to send a message to a rank of the group. Return a handle for :meth:`wait`."""
-        self.call.turn_to(self.ranks[to])
+        self.call.set_awaited_rank(self.ranks[to])
         return to, self.group.send([x], to, self.call.tag)
 
     def receive(self, x: torch.Tensor, source: int) -> tuple[int, Any]:
         """Begin to receive a message from a rank of the group. Return a handle for :meth:`wait`."""
-        self.call.turn_to(self.ranks[source])
+        self.call.set_awaited_rank(self.ranks[source])
         return source, self.group.recv([x], source, self.call.tag)
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
         """Block until messages have been sent and received."""
         for rank, work in posted:
-            self.call.turn_to(self.ranks[rank])
+            self.call.set_awaited_rank(self.ranks[rank])
             work.wait()
 
 
-def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
+def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
     """End all collectives under way in some process groups with an error.
 
     Over gloo a receive that times out closes the connections. Over NCCL all communicators are aborted together: an abort may
@@ -331,16 +335,16 @@ def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
-def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
+def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds that a collective of this group may take: the ``timeout`` of ``init_process_group``."""
     options = getattr(group._get_backend(device), "options", None)
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
 
 
-def _job_limit_s() -> float:
+def _job_timeout_s() -> float:
     """Return the limit in seconds of the job's collectives, which ``init_process_group`` was given."""
     group = _get_default_group()
-    return min(_limit_s(group, device) for device in group._device_types)
+    return min(_timeout_s(group, device) for device in group._device_types)
 
 
 before_leaving: list[Callable[[], None]] = []
@@ -351,7 +355,7 @@ _tree_counts: defaultdict[tuple[int, ...], TreeCounts] = defaultdict(TreeCounts)
 _made: Counter[tuple[int, ...]] = Counter()
 
 
-def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
+def _new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
     """Return a new process group of some ranks of the job, in which only these ranks take part.
 
     Over gloo the connections of the group are closed with the group, where torch would keep them for the rest of the job.
@@ -374,13 +378,13 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
         return most, None if is_native else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
 
     try:
-        most, gloo = job_store.within(limit_s, make)
+        most, gloo = job_store.run_within(limit_s, make)
     except dist.DistNetworkError as error:
         raise CommError(
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
         ) from error
     except (dist.DistError, TimeoutError) as error:
-        missing: list[int] = job_store.ask(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
+        missing: list[int] = job_store.query_store(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
         raise CommError(
             f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
             f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
@@ -431,7 +435,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     if world_size == 1:
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
-    limit_s = _job_limit_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
+    limit_s = _job_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
     return ProcessGroupComm(job_store.join_job(mesh, kind, world_size, timeout, limit_s))
 
 
@@ -451,16 +455,16 @@ def destroy() -> None:
     """
     for finish in before_leaving:
         finish()
-    _leave(sys.exception())
+    _tell_departure(sys.exception())
     if dist.is_initialized():
         dist.destroy_process_group()
         _numbers.clear()
         _tree_counts.clear()
         _made.clear()
-        job_store.reset()
+        job_store.reset_store_thread()
 
 
-def _leave(error: BaseException | None) -> None:
+def _tell_departure(error: BaseException | None) -> None:
     """Tell other ranks that this rank takes part in no further collective."""
     statuses = list(_ranks.values())
     _ranks.clear()
@@ -469,9 +473,9 @@ def _leave(error: BaseException | None) -> None:
     for ranks in statuses:
         for watch in list(ranks.watches.values()):
             watch.is_over.set()
-        ranks.leave(error)
+        ranks.write_last_note(error)
     failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
-    job_store.leave(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, _job_limit_s()))
+    job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, _job_timeout_s()))
 
 
 os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and does not leave for one
@@ -479,4 +483,4 @@ os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, a
 
 @atexit.register  # registered after worker_threads' handler, so it runs before: threads still run
 def _leave_at_exit() -> None:
-    _leave(getattr(sys, "last_value", None))
+    _tell_departure(getattr(sys, "last_value", None))

@@ -77,11 +77,11 @@ class Engine(ABC):
     """
 
     @abstractmethod
-    def tell(self, error: Exception, where: str) -> None:
+    def report_failure(self, error: Exception, where: str) -> None:
         """Tell other ranks that this rank has failed in ``where``: none of them waits for a collective of this engine."""
 
     @abstractmethod
-    def takes(self, units: Any) -> bool:
+    def can_run_forward(self, units: Any) -> bool:
         """Return whether :meth:`run_forward` can take these units; if not, ``forward`` works as it does with any Comm."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Engine(ABC):
         """Return the result of :func:`~fsharp.reduce_scatter`, which may still be on its way. Residuals are overwritten."""
 
     @abstractmethod
-    def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+    def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """Run the first part of :func:`~fsharp.update`: return the main copies and optimizer state for the transformation.
 
         ``state`` is the pair ``(main, opt)`` of a TrainState, which may be in host memory.
@@ -178,7 +178,7 @@ class _CommWrapper:
     device = property(attrgetter("inner.device"))
 
 
-def innermost(comm: Comm) -> Comm:
+def innermost_comm(comm: Comm) -> Comm:
     """Return the Comm inside of wrappers that count or label calls."""
     while (inner := getattr(comm, "inner", None)) is not None:
         comm = inner
@@ -186,14 +186,14 @@ def innermost(comm: Comm) -> Comm:
 
 
 @contextmanager
-def telling_format_errors(comm: Comm, where: str) -> Iterator[None]:
+def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
     """Return a context: if a format fails on this rank, other ranks get the error in place of a wait.
 
     Other ranks get the traceback at their next collective, even if the caller catches the error here. No Comm of these ranks
     can be used afterwards, a later one neither. An Engine ends its own collectives alone.
 
     Every function with a Comm that encodes or decodes does so in this context, or where ranks agree
-    (:func:`~fsharp.functional.comm.agree.together`).
+    (:func:`~fsharp.functional.comm.agree.check_on_all_ranks`).
     """
     try:
         yield
@@ -201,47 +201,49 @@ def telling_format_errors(comm: Comm, where: str) -> Iterator[None]:
         while (inner := getattr(comm, "inner", None)) is not None and not isinstance(comm, Engine):
             comm = inner
         if isinstance(comm, Engine):
-            comm.tell(error, where)
+            comm.report_failure(error, where)
         elif (watch := getattr(comm, "watch", None)) is not None:
-            watch.ranks.fail(error, where)
+            watch.ranks.report_failure(error, where)
         raise
 
 
 _counting = Lock()
 
 
-class PassingComm:
-    """Base class of Comms that pass each call on to another Comm. :meth:`_passed` returns that Comm, and the label to use."""
+class DelegatingComm:
+    """Base class of Comms that pass each call on to the Comm, and with the label, that :meth:`_comm_and_label` returns."""
 
-    def _passed(self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()) -> tuple[Comm, str]:
+    def _comm_and_label(
+        self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()
+    ) -> tuple[Comm, str]:
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Pass it on."""
-        comm, label = self._passed(label, "all_gather", axis, x)
+        comm, label = self._comm_and_label(label, "all_gather", axis, x)
         return comm.all_gather(x, axis, label=label)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Pass it on."""
-        comm, label = self._passed(label, "reduce_scatter", axis, x)
+        comm, label = self._comm_and_label(label, "reduce_scatter", axis, x)
         return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Pass it on."""
-        comm, label = self._passed(label, "all_reduce", axis, x)
+        comm, label = self._comm_and_label(label, "all_reduce", axis, x)
         return comm.all_reduce(x, axis, op=op, label=label)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
         """Pass it on."""
-        comm, label = self._passed(label, "all_to_all", axis, x, send)
+        comm, label = self._comm_and_label(label, "all_to_all", axis, x, send)
         return comm.all_to_all(x, send, receive, axis=axis, label=label)
 
 
 @options_checked
 @dataclass
-class CountingComm(PassingComm, _CommWrapper):
+class CountingComm(DelegatingComm, _CommWrapper):
     """A Comm that passes every call on to another Comm, and counts calls and bytes.
 
     Attributes:
@@ -252,8 +254,8 @@ class CountingComm(PassingComm, _CommWrapper):
     inner: Comm
     calls: Counter[Call] = field(default_factory=Counter)
 
-    all_gather, reduce_scatter = api_boundary(PassingComm.all_gather), api_boundary(PassingComm.reduce_scatter)
-    all_reduce, all_to_all = api_boundary(PassingComm.all_reduce), api_boundary(PassingComm.all_to_all)
+    all_gather, reduce_scatter = api_boundary(DelegatingComm.all_gather), api_boundary(DelegatingComm.reduce_scatter)
+    all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
 
     @property
     def num_calls(self) -> int:
@@ -265,7 +267,9 @@ class CountingComm(PassingComm, _CommWrapper):
         """Bytes that this rank has sent in all calls so far, as :class:`Call` counts them."""
         return sum(call.nbytes * count for call, count in self.calls.items())
 
-    def _passed(self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()) -> tuple[Comm, str]:
+    def _comm_and_label(
+        self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()
+    ) -> tuple[Comm, str]:
         if op == "all_to_all":
             kept = send[self.rank if axis is None else self.mesh.coord(axis, self.rank)]
             self._add(Call(op, axis or "", (x.numel() - kept) * x.itemsize))
@@ -284,13 +288,13 @@ class CountingComm(PassingComm, _CommWrapper):
 
 
 @dataclass(frozen=True)
-class Labelled(PassingComm, _CommWrapper):
+class LabelledComm(DelegatingComm, _CommWrapper):
     """A Comm that puts a text, such as ``"step 3: "``, in front of the labels of all calls of ``inner``."""
 
     inner: Comm
     label: str
 
-    def _passed(self, label: str, *call: Any) -> tuple[Comm, str]:
+    def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         return self.inner, self.label + label if label else self.label.rstrip(" :,")
 
 

@@ -102,17 +102,17 @@ def _carried(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None
         found[g] = {axis: Carried(part) for axis, part in zip(sizes, x.detach().split(list(sizes.values())), strict=True)}
     if step is None or not unit.is_stochastic:
         return found  # type: ignore[return-value]
-    for g in unit.trainable:
+    for g in unit.trainable_groups:
         by_axis = found.setdefault(g, {})
         for axis, number, start, size in unit.encoded_runs(g, rank):
-            noise = noise_of("gradient", step, number, unit.indices(g, start, size, rank))
+            noise = noise_of("gradient", step, number, unit.leaves_in_run(g, start, size, rank))
             by_axis[axis] = by_axis.get(axis, Carried())._replace(noise=noise)
     return found  # type: ignore[return-value]
 
 
 def _expected_tensors(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
     """Return group, number of elements and dtype of each tensor of a unit's residuals."""
-    groups = [g for g in unit.trainable if unit.residual_sizes(g)]
+    groups = [g for g in unit.trainable_groups if unit.residual_sizes(g)]
     return [(g, sum(unit.residual_sizes(g).values()), unit.groups[g].dtypes.accumulate) for g in groups]
 
 
@@ -123,5 +123,5 @@ def _key(unit: UnitLayout) -> str:
     A unit of the same name in another layout has another key.
     """
     leaves = [(leaf.path, leaf.shape, leaf.group, leaf.offset) for leaf in unit.leaves]
-    about = leaves, [unit.residual_sizes(g) for g in unit.trainable], unit.mesh.axes
+    about = leaves, [unit.residual_sizes(g) for g in unit.trainable_groups], unit.mesh.axes
     return f"{unit.name or '(root)'}@{hashlib.sha256(repr(about).encode()).hexdigest()[:8]}"

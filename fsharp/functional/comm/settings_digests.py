@@ -10,7 +10,7 @@ _texts: dict[str, str] = {}
 
 
 def settings_digest(text: str, before: str = "") -> str:
-    """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`settings_behind`.
+    """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`settings_by_digest`.
 
     ``text`` has a field in each line as ``name=value``. The digest also depends on ``before``, the digest of earlier settings.
     """
@@ -39,7 +39,7 @@ class SettingsHistory:
         """The digest of settings up to the last step, and the settings since then, a field in each line as ``name=value``."""
         return "\n".join([f"history={self._earlier}", *self._lines])
 
-    def account(self, text: str) -> None:
+    def add_settings(self, text: str) -> None:
         """Add settings, a field in each line as ``name=value``."""
         self._lines.append(text)
 
@@ -54,7 +54,7 @@ class SettingsHistory:
         self._lines = lines + self._lines
 
 
-def settings_behind(labels: Iterable[str]) -> dict[str, str]:
+def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
     """Return settings by digest, for the digests in ``labels`` whose settings this process has kept."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _texts[each] for each in found if each in _texts}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from fsharp.functional.comm.protocol import Comm, innermost
+from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.layout.placement import Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.tree_name import UNNAMED, TreeName
@@ -29,17 +29,17 @@ class TreeCounts:
     gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
 
 
-def counts_of(comm: Comm) -> TreeCounts | None:
+def tree_counts_of(comm: Comm) -> TreeCounts | None:
     """Return the counts of this rank for a Comm; None where labels are not compared: one rank, or a foreign Comm."""
-    return getattr(innermost(comm), "tree_counts", None)
+    return getattr(innermost_comm(comm), "tree_counts", None)
 
 
-def name_trees(tree: Any, comm: Comm) -> Any:
+def with_new_tree_name(tree: Any, comm: Comm) -> Any:
     """Give a tree that all ranks have made together a new name, and return it.
 
     Of several units with one path, each is a tree.
     """
-    counts = counts_of(comm)
+    counts = tree_counts_of(comm)
     if counts is not None:
         numbers = defaultdict[int, str](lambda: str(next(counts.trees)))
         seen: Counter[str] = Counter()
@@ -49,25 +49,25 @@ def name_trees(tree: Any, comm: Comm) -> Any:
     return tree
 
 
-def name_updated(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
+def name_after_update(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
     """Name the units that an update has made from the corresponding units of ``old``."""
     for after, before in zip(new, old, strict=True):
-        after.tree_name = before.tree_name.updated()
+        after.tree_name = before.tree_name.after_update()
 
 
-def name_as(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
+def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
     """Give units the names of the corresponding units of another tree."""
     for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name
 
 
-def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
+def label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     """Return the beginning of a label for a collective of a unit: the name of its tree. Empty where labels are not compared.
 
     If a name does not identify a tree, trees with this text are numbered in the order in which this unit is first gathered
     along these axes. Trees of which nothing travels are not counted, as one rank alone may use them.
     """
-    counts = counts_of(comm)
+    counts = tree_counts_of(comm)
     if counts is None:
         return ""
     name, place = node.tree_name, node.place

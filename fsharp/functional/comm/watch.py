@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.errors import AgreementError, CommError, problem
-from fsharp.functional.comm.settings_digests import differing_settings, settings_behind
+from fsharp.functional.comm.settings_digests import differing_settings, settings_by_digest
 from fsharp.tracebacks import traceback_text
 
 _log = logging.getLogger("fsharp")
@@ -76,11 +76,11 @@ class WatchedCall:
         self._since: float | None = None
         self._warned = False
 
-    def turn_to(self, rank: int) -> None:
+    def set_awaited_rank(self, rank: int) -> None:
         """Record that this rank now posts, or waits for, a message of the rank ``rank``."""
         self.peer = rank
 
-    def check(self) -> None:
+    def check_can_end(self) -> None:
         """Raise an error if the collective cannot end. Called twice a second while this rank waits for the collective.
 
         Raises the errors of :meth:`Watch.exchange_status`, and a CommError if the limit has passed.
@@ -91,7 +91,9 @@ class WatchedCall:
         late = self._watch.exchange_status(self)
         if waited_s > self._watch.limit_s:
             peer = "" if self.peer is None else f" for rank {self.peer}"
-            raise self._watch.refuse(CommError, f"waited {self._watch.limit_s:g} s{peer} in {self.label!r}; {late}")
+            raise self._watch.refuse_further_calls(
+                CommError, f"waited {self._watch.limit_s:g} s{peer} in {self.label!r}; {late}"
+            )
         if not self._warned and waited_s > min(_WARN_AFTER_S, self._watch.limit_s / 2):
             self._warned = True
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
@@ -113,7 +115,9 @@ class WatchedCall:
                 return known
             time.sleep(0.05)
         what = f"could not exchange data with rank {self.peer} in {self.label!r}: {error}; {late}"
-        return self._watch.refuse(CommError, f"{what}. Has a process ended or stopped, or is a host out of reach?")
+        return self._watch.refuse_further_calls(
+            CommError, f"{what}. Has a process ended or stopped, or is a host out of reach?"
+        )
 
 
 class RankStatuses:
@@ -140,7 +144,7 @@ class RankStatuses:
         self._heard_s: dict[int, float] = {}  # when a rank has left its newest note
         self._begun: dict[str, int] = {}  # by name of a watch; closed watches are kept, as other ranks may still wait in theirs
 
-    def exchange(self, note: "RankStatus", peer: int | None) -> list[int]:
+    def exchange_notes(self, note: "RankStatus", peer: int | None) -> list[int]:
         """Write this rank's note, and read the notes of some ranks, ``peer`` among them.
 
         Return the ranks whose notes were read.
@@ -158,35 +162,35 @@ class RankStatuses:
             self.seen[rank] = note
         return list(found)
 
-    def waits(self, rank: int) -> bool:
+    def is_waiting(self, rank: int) -> bool:
         """Return whether a rank has noted within two seconds that it waits.
 
         If it has not, the rank computes, has stopped, or is out of reach.
         """
         return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
 
-    def leave(self, error: BaseException | None) -> None:
+    def write_last_note(self, error: BaseException | None) -> None:
         """Write a last note, for ranks that will wait for this one: this rank ends, because of an error or without one."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{traceback_text(error)[-_SHOWN_TRACEBACK:]}"
         if self.board is not None:
-            self._write(RankStatus(0, "", 0, [], self.counts(), why))
+            self._write(RankStatus(0, "", 0, [], self.counts_by_watch(), why))
 
-    def fail(self, error: BaseException, where: str) -> None:
+    def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, a later one neither."""
-        text = self.failure(error, where, self.last)
+        text = self.failure_text(error, where, self.last)
         if self.error is None:
             self.error = AgreementError(text if self.board is None else self.board.claim(_ALL_FAILED, text))
         for watch in list(self.watches.values()):
-            watch.fail(error, where)
+            watch.report_failure(error, where)
 
-    def failure(self, error: BaseException, where: str, last: str) -> str:
+    def failure_text(self, error: BaseException, where: str, last: str) -> str:
         """Return the text that other ranks raise: this rank has failed, after which collective, with its traceback."""
         trace = traceback_text(error)[-_SHOWN_TRACEBACK:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
-    def counts(self) -> dict[str, int]:
+    def counts_by_watch(self) -> dict[str, int]:
         """Return by name of a watch how many calls this rank has begun."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
@@ -257,7 +261,7 @@ class Watch:
         if self.error is not None:
             raise self.error.with_traceback(None)  # else it shows where it was raised before as well
 
-    def end_if_failed(self) -> None:
+    def abort_if_failed(self) -> None:
         """End all collectives under way if another rank has failed."""
         failed = self._failure_text() if self.error is None else None
         if failed is not None:
@@ -269,14 +273,14 @@ class Watch:
         return own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
 
     def start_failure_monitor(self, every_s: float) -> None:
-        """Start a thread that calls :meth:`end_if_failed` every ``every_s`` seconds, while this rank is in the job.
+        """Start a thread that calls :meth:`abort_if_failed` every ``every_s`` seconds, while this rank is in the job.
 
         For collectives that the host issues to a device and does not wait for: nothing else would look.
         """
         arguments = weakref.ref(self), self.is_over, every_s
         threading.Thread(target=_monitor_failures, args=arguments, name="fsharp failure monitor", daemon=True).start()
 
-    def begin(self, label: str) -> WatchedCall:
+    def begin_call(self, label: str) -> WatchedCall:
         """Return the call of a collective that this rank begins."""
         self.check()
         call = WatchedCall(self, label, self.count)
@@ -301,12 +305,12 @@ class Watch:
         failed = self._failure_text()
         if failed is not None:
             raise self._end(AgreementError(failed))
-        settings = settings_behind(list(self._labels)[-_SHOWN_LABELS:])
-        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts(), settings=settings)
-        read = self.ranks.exchange(mine, call.peer)
+        settings = settings_by_digest(list(self._labels)[-_SHOWN_LABELS:])
+        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts_by_watch(), settings=settings)
+        read = self.ranks.exchange_notes(mine, call.peer)
         for rank, note in self.ranks.seen.items():
             if note.left and (not self._has_come(call, rank) or (is_lost and rank == call.peer)):
-                raise self.refuse(CommError, _left_text(call, rank, note), whole=True)
+                raise self.refuse_further_calls(CommError, _left_text(call, rank, note), whole=True)
             if rank in read and not note.left:
                 self._compare(call, rank, note)
         late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
@@ -314,7 +318,7 @@ class Watch:
             return self.board.trouble
         if not late:
             return "all ranks have come to it"
-        waiting = [r for r in late if self.ranks.waits(r)]
+        waiting = [r for r in late if self.ranks.is_waiting(r)]
         known = [f"rank {r} waits in {self.ranks.seen[r].labels[-1]!r}" for r in waiting[:4]]
         silent = [r for r in late if r not in waiting] or late
         return f"ranks {_some(silent)} have not come to it" + (f", while {'; '.join(known)}" if known else "")
@@ -331,11 +335,11 @@ class Watch:
                 if mine[number] != theirs[number]:
                     orders, known = (
                         {self.ranks.rank: mine, rank: theirs},
-                        settings_behind([mine[number]]) | (note.settings or {}),
+                        settings_by_digest([mine[number]]) | (note.settings or {}),
                     )
-                    raise self.refuse(AgreementError, _difference_text(number, orders, known), whole=True)
+                    raise self.refuse_further_calls(AgreementError, _difference_text(number, orders, known), whole=True)
             return
-        waits_for_me = self.ranks.counts().get(note.watch, 0) <= note.number
+        waits_for_me = self.ranks.counts_by_watch().get(note.watch, 0) <= note.number
         if not (waits_for_me and not self._has_come(call, rank)):
             self._blocked.pop(rank, None)
             return
@@ -343,11 +347,11 @@ class Watch:
         if before is not None and before.looks < note.looks and before[1:3] == note[1:3]:  # it still waits there
             theirs = _labels_by_number(note.counts[note.watch], note.labels)
             text = _difference_text(None, {self.ranks.rank: mine, rank: theirs})
-            raise self.refuse(AgreementError, text, whole=True)
+            raise self.refuse_further_calls(AgreementError, text, whole=True)
         if before is None or before[1:3] != note[1:3]:
             self._blocked[rank] = note
 
-    def refuse(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
+    def refuse_further_calls(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
         """Refuse all further collectives on all ranks. Return the error to raise, whose text is the same on all ranks."""
         text = text if whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
         if self.board is not None:
@@ -362,12 +366,14 @@ class Watch:
                 abort()
         return error
 
-    def fail(self, error: BaseException, where: str) -> None:
+    def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that this rank has failed, by an error of its own or by one that other ranks have, too."""
         if error is self.error:
             return
         known = self.error
-        self.refuse(AgreementError, self.ranks.failure(error, where, self._labels[-1] if self._labels else ""), whole=True)
+        self.refuse_further_calls(
+            AgreementError, self.ranks.failure_text(error, where, self._labels[-1] if self._labels else ""), whole=True
+        )
         self.error = known or self.error
 
 
@@ -376,7 +382,7 @@ def _monitor_failures(reference: "weakref.ref[Watch]", is_over: threading.Event,
         watch = reference()
         if watch is None or watch.error is not None:
             return
-        watch.end_if_failed()
+        watch.abort_if_failed()
         del watch
 
 

@@ -26,9 +26,9 @@ class Worker:
 
     def submit(self, job: Job, outcome: "Outcome") -> None:
         """Run a job after all earlier jobs. The job is released before its outcome lands."""
-        self.start().put((job, outcome))
+        self.start_thread().put((job, outcome))
 
-    def start(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":
+    def start_thread(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":
         """Start the thread, unless it runs already. Return the queue from which it takes jobs."""
         if self._queue is None:
             queue: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
@@ -57,7 +57,7 @@ def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
         del item
         outcome.run(job)
         del job
-        outcome.land()
+        outcome.wake_waiters()
         del outcome
 
 
@@ -74,13 +74,13 @@ class Outcome:
         self._result: Any = None
 
     def run(self, job: Job) -> None:
-        """Run the job and keep its result or error. :meth:`land` wakes the callers that wait."""
+        """Run the job and keep its result or error. :meth:`wake_waiters` wakes the callers that wait."""
         try:
             self._result = job()
         except Exception as error:
             self._error = error
 
-    def land(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake the callers that wait: the job is done, or has failed."""
         self._has_landed = True  # set first: Ctrl-C may interrupt a waiting caller, and leave the lock in any state
         self._under_way.release()
@@ -96,7 +96,7 @@ class Outcome:
         """The error of the job, once the job has failed; else None."""
         return self._error if self.is_done() else None
 
-    def take(self) -> Any:
+    def take_result(self) -> Any:
         """Block until the job is done. Return its result, which only the first caller gets."""
         self.is_done(-1)
         if self._error is not None:
@@ -120,14 +120,14 @@ class CollectiveOutcome(Outcome):
         self.landed_s: float | None = None
 
     @property
-    def over_s(self) -> float | None:
+    def done_at_s(self) -> float | None:
         """When the whole collective was done, on the clock of ``time.perf_counter``; None until then."""
-        return self.landed_s if self.second is None else self.second.over_s
+        return self.landed_s if self.second is None else self.second.done_at_s
 
-    def land(self) -> None:
+    def wake_waiters(self) -> None:
         """Record the time, and wake the callers that wait: the collective is done, or has failed."""
         self.landed_s = time.perf_counter()
-        super().land()
+        super().wake_waiters()
 
     def wait(self) -> Any:
         """Block until the collective is done. Return its result, which only the first caller gets.
@@ -138,9 +138,9 @@ class CollectiveOutcome(Outcome):
         """
         since = time.perf_counter()
         while not self.is_done(_LOOK_EVERY_S):
-            self.call.check()
+            self.call.check_can_end()
         if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
             self.call.add_wait(time.perf_counter() - since)
         if self._error is not None:
             raise self.call.connection_error(self._error) from self._error
-        return self.take()
+        return self.take_result()

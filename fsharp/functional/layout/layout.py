@@ -10,7 +10,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.paths import innermost
+from fsharp.functional.layout.paths import innermost_prefix
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
 from fsharp.functional.layout.text import nbytes_text, units_table
@@ -46,7 +46,7 @@ class Layout:
 
     def unit_around(self, path: str) -> UnitLayout | None:
         """Return the innermost unit at ``path`` or around it; None if there is none."""
-        name = innermost(path, self._by_name)
+        name = innermost_prefix(path, self._by_name)
         return None if name is None else self._by_name[name]
 
     @api_boundary

@@ -99,11 +99,11 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     capacity = max(-(-total // num_parts), largest)
     capacity = -(-capacity // step) * step
     for _ in range(_EXHAUSTIVE):
-        capacity = _next_possible(capacity, items, step)
-        if (offsets := _place(order, capacity, num_parts)) is not None:
+        capacity = _next_possible_capacity(capacity, items, step)
+        if (offsets := _place_leaves(order, capacity, num_parts)) is not None:
             return Packing(_in_order(offsets, len(sizes)), capacity)
         capacity += step
-    found, capacity = _search(order, capacity, step, num_parts, total)
+    found, capacity = _search_capacity(order, capacity, step, num_parts, total)
     return Packing(_in_order(found, len(sizes)), capacity)
 
 
@@ -111,7 +111,7 @@ def _in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
     return tuple(offsets.get(i, 0) for i in range(count))
 
 
-def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
+def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
     """Return the least capacity, ``capacity`` or more, that is a multiple of the atom of every leaf longer than two parts.
 
     Two part boundaries lie inside of such a leaf, whatever its offset. So a part between them holds whole atoms.
@@ -126,7 +126,7 @@ def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: i
         capacity = -(-shorter // step) * step
 
 
-def _search(
+def _search_capacity(
     order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
 ) -> tuple[dict[int, int], int]:
     """Return a feasible capacity, ``capacity`` or more, found in growing strides and then narrowed down by bisection.
@@ -134,25 +134,25 @@ def _search(
     All leaves fit into the first part if it holds ``total`` elements, so the search ends.
     """
     tried = capacity - step
-    while (offsets := _place(order, capacity, num_parts)) is None:
+    while (offsets := _place_leaves(order, capacity, num_parts)) is None:
         tried = capacity
         capacity = min(-(-(capacity + capacity // 256) // step) * step + step, -(-total // step) * step)
     while capacity - tried > step:
         middle = (tried + capacity) // 2 // step * step
-        if (found := _place(order, middle, num_parts)) is None:
+        if (found := _place_leaves(order, middle, num_parts)) is None:
             tried = middle
         else:
             capacity, offsets = middle, found
     return offsets, capacity
 
 
-def _place(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
+def _place_leaves(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
     """Return the offsets by leaf, each the first legal one in what is still free, or None if a leaf finds no place."""
     free = [(0, capacity * num_parts)]
     offsets = {}
     for atom, size, index in order:
         for k, (start, end) in enumerate(free):
-            offset = _first_legal(start, size, atom, capacity)
+            offset = _first_legal_offset(start, size, atom, capacity)
             if offset is not None and offset + size <= end:
                 gaps = [(start, offset), (offset + size, end)]
                 free[k : k + 1] = [gap for gap in gaps if gap[0] < gap[1]]
@@ -163,7 +163,7 @@ def _place(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int)
     return offsets
 
 
-def _first_legal(start: int, size: int, atom: int, capacity: int) -> int | None:
+def _first_legal_offset(start: int, size: int, atom: int, capacity: int) -> int | None:
     """Return the first offset from ``start`` on at which every part boundary inside the leaf lies between two atoms."""
     for _ in range(3):
         boundary = (start // capacity + 1) * capacity

@@ -19,12 +19,12 @@ Patterns = str | Sequence[str] | Mapping[str, bool] | Callable[[str], bool]
 """A pattern, several patterns, booleans by pattern (the last match counts), or a predicate on the path."""
 
 
-def join(entries: Iterable[Any]) -> str:
+def join_path(entries: Iterable[Any]) -> str:
     """Return the dotted form of a key path; the root is the empty string."""
     return ".".join(str(entry) for entry in entries)
 
 
-def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
+def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
     """Return paths, leaves and structure of ``tree``. Refuse keys that are empty, contain a dot or look alike."""
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
     for path in paths:
@@ -34,7 +34,7 @@ def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
                     f"the key {entry!r} in the path {path} is empty or contains a dot, which separates keys: nest the tree, "
                     "as make_functional() nests the names of a module's parameters."
                 )
-    dotted = tuple(map(join, paths))
+    dotted = tuple(map(join_path, paths))
     if len(set(dotted)) != len(dotted):
         twice = next(path for path in dotted if dotted.count(path) > 1)
         raise TreeError(f"two leaves have the path {twice!r}: a dict has keys that differ in type alone. Use keys of one type.")
@@ -82,10 +82,10 @@ def matches(pattern: str, path: str) -> bool:
     return _compiled(pattern).fullmatch(path + "." if path else "") is not None
 
 
-def ancestors(path: str) -> Iterator[str]:
+def self_and_ancestors(path: str) -> Iterator[str]:
     """Yield the path itself and every prefix of it, longest first; the root, ``""``, comes last.
 
-    >>> list(ancestors("layers.0.w"))
+    >>> list(self_and_ancestors("layers.0.w"))
     ['layers.0.w', 'layers.0', 'layers', '']
     """
     while path:
@@ -94,33 +94,33 @@ def ancestors(path: str) -> Iterator[str]:
     yield ""
 
 
-def prefixes(paths: Iterable[str]) -> dict[str, str | None]:
+def prefixes_with_parents(paths: Iterable[str]) -> dict[str, str | None]:
     """Return the paths and all of their prefixes, each with the path around it. Around the root, ``""``, there is None.
 
-    >>> prefixes(["a.b", "a.c"])
+    >>> prefixes_with_parents(["a.b", "a.c"])
     {'a.b': 'a', 'a': '', '': None, 'a.c': 'a'}
     """
     around: dict[str, str | None] = {}
     for path in paths:
-        for each in ancestors(path):
+        for each in self_and_ancestors(path):
             if each in around:
                 break  # and so are the prefixes of this one
             around[each] = each.rpartition(".")[0] if each else None
     return around
 
 
-def innermost(path: str, among: Container[str]) -> str | None:
+def innermost_prefix(path: str, among: Container[str]) -> str | None:
     """Return the longest of some paths that is ``path`` or a prefix of it; None if there is none.
 
-    >>> innermost("layers.0.w", {"", "layers.0", "layers.1"})
+    >>> innermost_prefix("layers.0.w", {"", "layers.0", "layers.1"})
     'layers.0'
     """
-    return next((each for each in ancestors(path) if each in among), None)
+    return next((each for each in self_and_ancestors(path) if each in among), None)
 
 
-def selects(pattern: str, path: str) -> bool:
+def matches_or_contains(pattern: str, path: str) -> bool:
     """Return whether ``pattern`` matches ``path`` or a subtree around it."""
-    return any(matches(pattern, prefix) for prefix in ancestors(path))
+    return any(matches(pattern, prefix) for prefix in self_and_ancestors(path))
 
 
 def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -128,16 +128,16 @@ def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
-def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
+def no_match_error(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
     """Return the error for a pattern that selects no path; the text names the most similar paths."""
-    known = sorted(filter(None, prefixes(paths)))
+    known = sorted(filter(None, prefixes_with_parents(paths)))
     near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
     facts = [("closest", ", ".join(near) or "there are none")]
     remedy = "In a pattern '*' stands for one key, and '**' for any number of keys."
     return PatternError(problem(where, f"the pattern {pattern!r} matches nothing.", facts, remedy))
 
 
-def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
+def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
     """Return the paths selected by any of the patterns; PatternError if one selects nothing, or stands for no boolean."""
     if not isinstance(patterns, Mapping):
         if callable(patterns):
@@ -146,10 +146,10 @@ def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[st
     for pattern, value in patterns.items():
         if not isinstance(value, bool):
             raise PatternError(f"{where}: the pattern {pattern!r} stands for {value!r}, expected True or False.")
-    return frozenset(path for path, value in assign(where, patterns, paths, default=False).items() if value)
+    return frozenset(path for path, value in value_by_path(where, patterns, paths, default=False).items() if value)
 
 
-def assign(
+def value_by_path(
     where: str, rules: T | Mapping[str, T] | Callable[[str], T], paths: Sequence[str], default: T | None = None
 ) -> dict[str, T]:
     """Return a value for each path, from one value, a function of the path, or values by pattern; the last match counts.
@@ -159,9 +159,9 @@ def assign(
     if isinstance(rules, Mapping):
         result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)
         for pattern, value in rules.items():
-            hit = [path for path in paths if selects(pattern, path)]
+            hit = [path for path in paths if matches_or_contains(pattern, path)]
             if not hit:
-                raise nothing_matches(where, pattern, paths)
+                raise no_match_error(where, pattern, paths)
             result.update(dict.fromkeys(hit, value))
         missing = [path for path in paths if path not in result]
         if missing:

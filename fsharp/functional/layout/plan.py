@@ -13,7 +13,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
-from fsharp.functional.layout.paths import Patterns, assign, chosen, flatten, join
+from fsharp.functional.layout.paths import Patterns, flatten_with_paths, join_path, select_paths, value_by_path
 from fsharp.functional.layout.placement import P, Strategy
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_scale
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
@@ -73,20 +73,20 @@ def plan(
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    paths, given, _ = flatten(params)
-    leaves = [_as_tensor(path, leaf) for path, leaf in zip(paths, given)]
+    paths, given, _ = flatten_with_paths(params)
+    leaves = [_tensor_like_leaf(path, leaf) for path, leaf in zip(paths, given)]
     ties = find_ties(paths, leaves)
     unit_of = unit_names(paths, units)
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
-    specs, strategies = _strategies(strategy, mesh, paths, leaves, unit_of)
-    frozen_paths = chosen("plan(frozen=...)", frozen, paths)
+    specs, strategies = _specs_and_strategies(strategy, mesh, paths, leaves, unit_of)
+    frozen_paths = select_paths("plan(frozen=...)", frozen, paths)
     no_cut: Atom = Element()
-    atom_of: dict[str, Atom] = assign("plan(atoms=...)", atoms, paths, default=no_cut)
+    atom_of: dict[str, Atom] = value_by_path("plan(atoms=...)", atoms, paths, default=no_cut)
     for path, atom in atom_of.items():
         if not isinstance(atom, Element | Rows | Whole):
             raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
     atom_of |= {path: Rows(1) for path, spec in specs.items() if spec.axes and atom_of[path] == Element()}
-    label_of = assign("plan(labels=...)", labels, paths, default="default")
+    label_by_path = value_by_path("plan(labels=...)", labels, paths, default="default")
     precision_of = _precisions(precision, paths)
 
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def plan(
                 "gradients become zero. Pass precision=Precision(compute=torch.bfloat16, main=torch.float32), or its path "
                 "in frozen=."
             )
-        return dtypes, trainable, label_of[path]
+        return dtypes, trainable, label_by_path[path]
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
     _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths}, specs)
@@ -137,7 +137,7 @@ def _unit(
         mine = [(path, t) for path, t in stored if rules[path][:3] == (dtypes, trainable, label)]
         sizes = tuple(t.numel() for _, t in mine)
         atoms = [rules[path][3].size(tuple(t.shape)) for path, t in mine]
-        packing = pack(*_aligned(sizes, atoms, dtypes.stored.leaf_alignment), num_parts, dtypes.block)
+        packing = pack(*_aligned_sizes_and_atoms(sizes, atoms, dtypes.stored_format.leaf_alignment), num_parts, dtypes.block)
         offsets.update({path: offset for (path, _), offset in zip(mine, packing.offsets)})
         groups.append(Group(dtypes, trainable, label, num_parts, packing.capacity, sum(sizes)))
     leaves = []
@@ -145,19 +145,19 @@ def _unit(
         owner = ties.get(path)
         leaves.append(
             Leaf(
-                path=within(path, name),
+                path=relative_path(path, name),
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
                 atom=rules[path][3],
                 group=-1 if owner else keys.index(rules[path][:3]),
                 offset=0 if owner else offsets[path],
-                tied_to=(unit_of[owner], within(owner, unit_of[owner])) if owner else None,
+                tied_to=(unit_of[owner], relative_path(owner, unit_of[owner])) if owner else None,
             )
         )
     return UnitLayout(name, mesh, strategy, tuple(leaves), tuple(groups), optree.tree_structure(subtree))
 
 
-def _aligned(sizes: Sequence[int], atoms: Sequence[int], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _aligned_sizes_and_atoms(sizes: Sequence[int], atoms: Sequence[int], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return sizes and atoms of leaves that begin, and are cut, at multiples of ``step`` elements."""
     sizes = [-(-size // step) * step for size in sizes]
     return tuple(sizes), tuple([min(math.lcm(atom, step), size) for atom, size in zip(atoms, sizes, strict=True)])
@@ -165,9 +165,9 @@ def _aligned(sizes: Sequence[int], atoms: Sequence[int], step: int) -> tuple[tup
 
 def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precision]:
     check_precisions("plan()", precision)
-    found: dict[str, Precision] = assign("plan(precision=...)", precision, paths, default=Precision())
+    found: dict[str, Precision] = value_by_path("plan(precision=...)", precision, paths, default=Precision())
     for path, each in found.items():
-        if each != each.of_parameters:
+        if each != each.without_module_options:
             raise LayoutError(
                 f"plan(): the precision of {path!r} is {each!r}, whose output or cast_inputs is for modules: "
                 "shard_module(precision=...) casts what they take and return. In a function, write x.to(dtype) there."
@@ -181,7 +181,7 @@ def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Preci
         for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
             if dtypes.update is None:
                 continue
-            asked = f"{unit.full_path(unit.leaves_of(i)[0])!r} has update={dtypes.update.name}"
+            asked = f"{unit.path_in_tree(unit.leaves_of_group(i)[0])!r} has update={dtypes.update.name}"
             if not unit.update_axes:
                 facts = [("unit", unit.display_name), ("strategy", unit.strategy)]
                 remedy = (
@@ -205,7 +205,7 @@ def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Preci
             )
 
 
-def within(path: str, unit: str) -> str:
+def relative_path(path: str, unit: str) -> str:
     """Return a path of the whole tree, relative to the unit that contains it."""
     return path[len(unit) :].removeprefix(".") if unit else path
 
@@ -214,7 +214,7 @@ def _is_rule(node: Any) -> bool:
     return isinstance(node, Strategy) or hasattr(node, "partitions")
 
 
-def _by_pattern(rules: Any) -> Any:
+def _rules_by_path(rules: Any) -> Any:
     """Return a tree of rules as rules by key path; return one rule, or rules by pattern, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_rule)
     for rule in found:
@@ -225,15 +225,15 @@ def _by_pattern(rules: Any) -> Any:
             )
     if _is_rule(rules) or (isinstance(rules, Mapping) and all(map(_is_rule, rules.values()))):
         return rules
-    return dict(zip(map(join, paths), found))
+    return dict(zip(map(join_path, paths), found))
 
 
-def _strategies(
+def _specs_and_strategies(
     rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
 ) -> tuple[dict[str, P], dict[str, Strategy]]:
     """Return the partition specs by leaf, for leaves that have one, and the strategy of each unit."""
-    rules = _by_pattern(rules)
-    rule_of: dict[str, Any] = assign("plan(strategy=...)", rules, paths)
+    rules = _rules_by_path(rules)
+    rule_of: dict[str, Any] = value_by_path("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
     chosen_by: dict[str, tuple[str, Strategy]] = {}
     for path, leaf in zip(paths, leaves):
@@ -254,7 +254,7 @@ def _strategies(
     return specs, result
 
 
-def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+def _tensor_like_leaf(path: str, leaf: Any) -> torch.Tensor:
     """Return a tensor with the shape and dtype of a leaf: the leaf itself, or a meta tensor for another library's array."""
     if not isinstance(leaf, torch.Tensor):
         dtype = getattr(torch, str(getattr(leaf, "dtype", None)), None)

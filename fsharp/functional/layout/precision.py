@@ -132,7 +132,7 @@ class Precision:
         return any(isinstance(each, Format) and each.seed is not None for each in (*wires, self.update))
 
     @property
-    def of_parameters(self) -> "Precision":
+    def without_module_options(self) -> "Precision":
         """This precision without ``output`` and ``cast_inputs``, which only modules have."""
         return replace(self, output=None, cast_inputs=True)
 
@@ -173,40 +173,40 @@ class Dtypes:
     feedback: bool = False
 
     @property
-    def stored(self) -> Format:
+    def stored_format(self) -> Format:
         """The format of parameters at rest and in collectives."""
         return self.format or plain(self.compute)
 
-    def wire_along(self, axis: str) -> Format:
+    def wire_format_along(self, axis: str) -> Format:
         """Return the format of gradients in collectives along an axis."""
         return dict(self.wires).get(axis, self.wire)
 
-    def sent_along(self, axis: str) -> torch.dtype:
+    def collective_dtype_along(self, axis: str) -> torch.dtype:
         """Return the dtype of gradients that a collective along an axis gets: a plain wire's, or ``accumulate`` to encode."""
-        wire = self.wire_along(axis)
+        wire = self.wire_format_along(axis)
         return wire.dtype if wire.is_plain else self.accumulate
 
     def has_feedback(self, axis: str) -> bool:
         """Return whether the error of a gradient's format along an axis is added to the next gradient."""
-        return self.feedback and not self.wire_along(axis).is_plain
+        return self.feedback and not self.wire_format_along(axis).is_plain
 
     @property
     def block(self) -> int:
         """Number of values in a block that no rank boundary may cut: a multiple of the blocks of all formats."""
         update = 1 if self.update is None else self.update.block
-        return math.lcm(self.stored.block, self.wire.block, update, *[wire.block for _, wire in self.wires])
+        return math.lcm(self.stored_format.block, self.wire.block, update, *[wire.block for _, wire in self.wires])
 
     @property
     def names(self) -> list[str]:
         """Names of dtypes and formats; buffers share a collective only if these names are equal."""
-        return self._listed(lambda each: each.name)
+        return self._list_formats(lambda each: each.name)
 
     @property
-    def texts(self) -> list[str]:
+    def texts_to_compare(self) -> list[str]:
         """Names of dtypes and formats, with planes and blocks of the formats: ranks compare these texts."""
-        return self._listed(str)
+        return self._list_formats(str)
 
-    def _listed(self, text: Callable[[Format], str]) -> list[str]:
+    def _list_formats(self, text: Callable[[Format], str]) -> list[str]:
         """Return all formats: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback."""
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:

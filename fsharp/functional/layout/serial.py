@@ -96,7 +96,7 @@ def _check_unit(unit: UnitLayout) -> None:
         raise LayoutError(f"unit {unit.display_name} is not divided into {parts} parts, as its strategy says.")
     for leaf in unit.leaves:
         if leaf.tied_to is None and not 0 <= leaf.offset <= unit.groups[leaf.group].size - leaf.numel:
-            raise LayoutError(f"{unit.full_path(leaf)!r} lies outside its buffer.")
+            raise LayoutError(f"{unit.path_in_tree(leaf)!r} lies outside its buffer.")
 
 
 def _dtypes_from_json(names: list[str]) -> Dtypes:

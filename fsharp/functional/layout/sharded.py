@@ -19,7 +19,7 @@ PlaceName = str | Place
 """``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`Place` of the unit's strategy."""
 
 
-class Context(NamedTuple):
+class ShardedContext(NamedTuple):
     """The static, hashable part of a :class:`Sharded`: all but its buffers, as described there.
 
     ``ledger`` is compared by identity. ``tree_name`` does not count in comparisons, as all TreeNames are equal.
@@ -43,7 +43,7 @@ class LazyBuffers:
         """Block until the tensors are filled, and return them."""
         raise NotImplementedError
 
-    def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
+    def with_aliases(self, buffers: Sequence[Any]) -> "LazyBuffers":
         """Return lazy buffers of new tensors that share the memory of these buffers."""
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class Sharded:
         """One tensor for each group in :attr:`groups`. Reading this attribute waits until the tensors are filled."""
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
-    def values(self, rank: int = 0, *, main: bool = False) -> tuple[Any, ...]:
+    def decoded_buffers(self, rank: int = 0, *, main: bool = False) -> tuple[Any, ...]:
         """Return the buffers with one number for each element: parameters that a format has encoded are decoded.
 
         Args:
@@ -129,26 +129,26 @@ class Sharded:
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
         if not unit.has_formats:
             return self.buffers
-        return tuple([unit.values(g, b, self.place, rank, main=main) for g, b in rows])
+        return tuple([unit.decoded_buffer(g, b, self.place, rank, main=main) for g, b in rows])
 
     @property
-    def is_stored(self) -> bool:
+    def is_encoded(self) -> bool:
         """Whether some buffers hold parameters that a format has encoded."""
         rows = zip(self.groups, self.raw_buffers, strict=True)
-        return self.unit.has_formats and any(self.unit.groups[g].is_stored(b) for g, b in rows)
+        return self.unit.has_formats and any(self.unit.groups[g].is_encoded(b) for g, b in rows)
 
-    def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
+    def with_aliases(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
         """Return a node with a ledger whose tensors share the memory of this node's buffers.
 
         Reading them waits for this node.
         """
-        held = buffers if self.lazy is None else self.lazy.aliased(buffers)
+        held = buffers if self.lazy is None else self.lazy.with_aliases(buffers)
         return self.with_buffers(held, ledger=ledger)
 
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
         """Tensors that collect gradients of the buffers, one for each trainable group; empty outside of a loss."""
-        return () if self.ledger is None else self.ledger.sinks(self.raw_buffers)
+        return () if self.ledger is None else self.ledger.find_sinks(self.raw_buffers)
 
     @property
     def name(self) -> str:
@@ -187,11 +187,11 @@ class Sharded:
             tree_name=TreeName(name.tree, name.updates, name.replaced + 1, name.mapped) if name.tree else UNNAMED,
         )
 
-    def drop(self) -> None:
+    def mark_donated(self) -> None:
         """Release the buffers and mark the node as donated: functions refuse it from now on."""
         self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True
 
-    def select(self, groups: Sequence[int]) -> "Sharded":
+    def select_groups(self, groups: Sequence[int]) -> "Sharded":
         """Return a node with some of this node's groups."""
         chosen = tuple(groups)
         if chosen == self.groups and self.ledger is None and self.scale is None:
@@ -212,7 +212,7 @@ class Sharded:
         owners = {each.name: each for each in ties} | {self.name: self}
         names = dict.fromkeys([self.name, *(leaf.tied_to[0] for leaf in self.unit.leaves if leaf.tied_to is not None)])
         views = {name: owners[name]._views() for name in names if name in owners}  # in one order on all ranks
-        return self.unit.subtree("Sharded.tree()", views)
+        return self.unit.build_subtree("Sharded.tree()", views)
 
     def _views(self) -> dict[str, torch.Tensor]:
         if self.place.sharded or self.place.partial or self.groups != self.unit.all_groups:
@@ -222,8 +222,8 @@ class Sharded:
                 problem("Sharded.tree()", f"this rank does not hold all of unit {self.unit.display_name}.", facts, remedy)
             )
         views = {}
-        for group, buffer in zip(self.groups, self.values(), strict=True):
-            leaves = self.unit.leaves_of(group)
+        for group, buffer in zip(self.groups, self.decoded_buffers(), strict=True):
+            leaves = self.unit.leaves_of_group(group)
             # One split with the gaps in it: its backward is one concatenation, where narrow() would make a buffer a leaf.
             sizes, end = [], 0
             for leaf in leaves:
@@ -240,9 +240,9 @@ class Sharded:
         Leaves without elements on ``rank`` are left out. Cost: none.
         """
         result = {}
-        for group, buffer in zip(self.groups, self.values(rank), strict=True):
+        for group, buffer in zip(self.groups, self.decoded_buffers(rank), strict=True):
             for span in self.unit.spans(group, self.place, rank):
-                result[self.unit.full_path(span.leaf)] = buffer[..., span.start : span.stop]
+                result[self.unit.path_in_tree(span.leaf)] = buffer[..., span.start : span.stop]
         return result
 
     @property
@@ -261,12 +261,12 @@ class Sharded:
         return f"Sharded({self.name!r}, {self.place}, {'; '.join(shown) or 'empty'})"
 
 
-def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:
+def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], ShardedContext]:
     """Return the children of a node, and its context."""
-    return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger, node.tree_name)
+    return node.buffers, ShardedContext(node.unit, node.place, node.groups, node.is_gathered, node.ledger, node.tree_name)
 
 
-def unflatten_node(context: Context, children: Any) -> Sharded:
+def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
     """Return the inverse of :func:`flatten_node`."""
     unit, place, groups, is_gathered, ledger, name = context
     mapped = TreeName(name.tree, name.updates, name.replaced, name.mapped + 1) if name.tree else UNNAMED
@@ -299,17 +299,18 @@ torch_pytree.register_pytree_node(
 )
 
 
-def decoded(tree: Any, rank: int) -> Any:
+def decode_tree(tree: Any, rank: int) -> Any:
     """Return the tree of a rank with stored parameters decoded into new tensors of the main dtype."""
     return map_units(
-        lambda node: node.with_buffers(node.values(rank, main=True)) if is_sharded(node) and node.is_stored else node, tree
+        lambda node: node.with_buffers(node.decoded_buffers(rank, main=True)) if is_sharded(node) and node.is_encoded else node,
+        tree,
     )
 
 
-def check_values(where: str, nodes: Sequence[Sharded]) -> None:
+def check_not_encoded(where: str, nodes: Sequence[Sharded]) -> None:
     """Raise a TreeError if parameters are stored in a format, for callers that compute with plain values."""
     for node in nodes:
-        if node.unit.has_formats and node.is_stored:
+        if node.unit.has_formats and node.is_encoded:
             raise TreeError(
                 f"{where}: parameters of unit {node.unit.display_name} are stored in a format, and not as values. Pass main "
                 'copies (state.main), or what gather() brings to "full".'
@@ -320,13 +321,13 @@ _LENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Address of the first byte that another library takes for constant, and what lives as long as that library reads there."""
 
 
-class _Loan:
+class _LoanToken:
     """An object that lives as long as one of the objects that use the same lent memory."""
 
 
-def lend(address: int, holder: Any) -> None:
+def mark_lent(address: int, holder: Any) -> None:
     """Mark the memory at an address as read-only while ``holder`` lives. The mark is kept in the attribute ``holder.loan``."""
-    holder.loan = _LENT.setdefault(address, _Loan())
+    holder.loan = _LENT.setdefault(address, _LoanToken())
 
 
 def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
@@ -366,7 +367,7 @@ def units_by_name(tree: Any) -> dict[str, Sharded]:
     return {node.unit.name: node for node in units_of(tree)}
 
 
-def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
+def check_not_donated(where: str, nodes: Iterable[Sharded]) -> None:
     """Raise a TreeError, which names the unit, if a node was donated."""
     for node in nodes:
         if node.is_donated:
@@ -418,7 +419,7 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
     return place
 
 
-def not_sharded(where: str, leaf: Any) -> TreeError:
+def not_sharded_error(where: str, leaf: Any) -> TreeError:
     """Return the error for a leaf of a tree of units that is not a :class:`Sharded`."""
     return TreeError(
         f"{where}: expected a tree of Sharded, got the leaf {leaf!r:.80}, a {type(leaf).__name__}. Call shard() first."
@@ -435,9 +436,9 @@ def trainable(tree: Any) -> Any:
 
     def one(node: Sharded) -> Sharded:
         if not is_sharded(node):
-            raise not_sharded("trainable()", node)
-        chosen = node.unit.trainable
-        return node.select(chosen if set(chosen) <= set(node.groups) else [g for g in chosen if g in node.groups])
+            raise not_sharded_error("trainable()", node)
+        chosen = node.unit.trainable_groups
+        return node.select_groups(chosen if set(chosen) <= set(node.groups) else [g for g in chosen if g in node.groups])
 
     return map_units(one, tree)
 
@@ -453,7 +454,7 @@ def merge(tree: Any, part: Any) -> Any:
     def one(whole: Sharded, new: Sharded) -> Sharded:
         for leaf in (whole, new):
             if not is_sharded(leaf):
-                raise not_sharded("merge()", leaf)
+                raise not_sharded_error("merge()", leaf)
         if not new.groups and whole.ledger is None and whole.scale is None:
             return whole
         held = dict(zip(new.groups, new.buffers, strict=True))

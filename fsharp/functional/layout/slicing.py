@@ -11,7 +11,7 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.plan import find_ties
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
@@ -52,11 +52,11 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
     nodes = []
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
         tensors = dict(zip(unit.leaves, optree.tree_leaves(subtree), strict=True))
-        nodes.append(build(unit, resolve_place(unit, place), rank, tensors.__getitem__, main=place == "optim"))
+        nodes.append(build_shard(unit, resolve_place(unit, place), rank, tensors.__getitem__, main=place == "optim"))
     return optree.tree_unflatten(layout.spec, nodes)
 
 
-def build(
+def build_shard(
     unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
 ) -> Sharded:
     """Return a unit's buffers on one rank. Reads one leaf at a time, and only leaves of which the rank holds a part."""
@@ -75,15 +75,15 @@ def build(
                 buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=value.device)
             if value.device != buffer.device:
                 raise TreeError(
-                    f"shard(): {unit.full_path(span.leaf)!r} is on {value.device}, other leaves of unit {unit.display_name} "
+                    f"shard(): {unit.path_in_tree(span.leaf)!r} is on {value.device}, other leaves of unit {unit.display_name} "
                     f"on {buffer.device}: move them to one device."
                 )
             buffer[span.start : span.stop] = value.detach().reshape(-1)[span.first : span.last]
             del value  # before the next one is made
         if buffer is None:
-            some = next((leaf_value(leaf) for leaf in unit.leaves_of(i)), torch.empty(0))
+            some = next((leaf_value(leaf) for leaf in unit.leaves_of_group(i)), torch.empty(0))
             buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=some.device)
-        buffers.append(buffer if main else group.store(buffer, partial(unit.facts, i)))
+        buffers.append(buffer if main else group.encode_values(buffer, partial(unit.error_facts, i)))
     return Sharded(buffers, unit, place)
 
 
@@ -124,10 +124,10 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
         )
     position = iter(whole)
     gathered = map_units(lambda node: next(position) if is_sharded(node) else node, trees[0])
-    return as_tree(gathered)
+    return as_user_tree(gathered)
 
 
-def as_tree(full: Any) -> Any:
+def as_user_tree(full: Any) -> Any:
     """Return a tree of full :class:`Sharded` as the user's tree, ties between units resolved."""
     nodes = units_of(full)
     return map_units(lambda node: node.tree(ties=nodes) if is_sharded(node) else node, full)
@@ -135,8 +135,8 @@ def as_tree(full: Any) -> Any:
 
 def check_tree(where: str, params: Any, layout: Layout) -> None:
     """Raise a TreeError, which names up to eight differences, if a tree is not the tree for which ``layout`` was planned."""
-    paths, leaves, _ = flatten(params)
-    planned = {unit.full_path(leaf): leaf for unit in layout.units for leaf in unit.leaves}
+    paths, leaves, _ = flatten_with_paths(params)
+    planned = {unit.path_in_tree(leaf): leaf for unit in layout.units for leaf in unit.leaves}
     rows: list[tuple[str, str]] = []
     for path in planned.keys() - set(paths):
         rows.append((repr(path), "missing from the tree"))
@@ -178,20 +178,20 @@ def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: 
     found = find_ties(paths, leaves)
     for unit in layout.units:
         for leaf in unit.leaves:
-            path = unit.full_path(leaf)
-            owner = unit.stored_path(leaf) if leaf.tied_to else None
+            path = unit.path_in_tree(leaf)
+            owner = unit.path_of_stored_leaf(leaf) if leaf.tied_to else None
             if owner is None and path in found:
                 yield repr(path), f"tied to {found[path]!r}, but laid out on its own"
             elif owner and found.get(path) != owner and not _same_bits(by_path[path], by_path[owner]):
                 yield repr(path), f"laid out as tied to {owner!r}, but has values of its own"
 
 
-def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes_covering_run(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of boxes that tile elements ``[first, last)`` of a flattened tensor, in order.
 
     There are at most two a dim, less one.
 
-    >>> list(boxes((4, 3), 2, 10))
+    >>> list(boxes_covering_run((4, 3), 2, 10))
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
     if first >= last:
@@ -208,6 +208,6 @@ def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[i
             first = stop * row
         else:
             end = min(row, last - start * row)
-            for offsets, sizes in boxes(shape[1:], within, end):
+            for offsets, sizes in boxes_covering_run(shape[1:], within, end):
                 yield (start, *offsets), (1, *sizes)
             first = start * row + end

@@ -12,7 +12,7 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
     """Return descriptions of units by field, one line for each leaf or unit: a message can show the lines that differ."""
 
     def leaves(show: Callable[[UnitLayout, Leaf], object]) -> str:
-        return "\n".join(f"{unit.full_path(leaf)}: {show(unit, leaf)}" for unit in units for leaf in unit.leaves)
+        return "\n".join(f"{unit.path_in_tree(leaf)}: {show(unit, leaf)}" for unit in units for leaf in unit.leaves)
 
     def groups(show: Callable[[UnitLayout], object]) -> str:
         return "\n".join(f"{unit.name or '(root)'}: {show(unit)}" for unit in units)
@@ -27,7 +27,9 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
         "frozen": leaves(lambda u, leaf: leaf.group >= 0 and not u.groups[leaf.group].trainable),
         "labels": leaves(lambda u, leaf: u.groups[leaf.group].label if leaf.group >= 0 else "tied"),
         "ties": leaves(lambda _, leaf: leaf.tied_to),
-        "precision": leaves(lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.texts) if leaf.group >= 0 else "tied"),
+        "precision": leaves(
+            lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.texts_to_compare) if leaf.group >= 0 else "tied"
+        ),
         "containers": groups(lambda u: u.spec),
     }
 
@@ -35,10 +37,10 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
 def units_table(units: Sequence[UnitLayout]) -> list[str]:
     """Return head and rows of a table of units. Consecutive units that differ in a number in their name alone share a row."""
     rows = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
-    for name, alike in alike_units(units):
+    for name, alike in runs_of_alike_units(units):
         first = alike[0]
         buffers = ", ".join(
-            g.dtypes.stored.name
+            g.dtypes.stored_format.name
             + (f" (main {dtype_name(g.dtypes.main)}{_updates(g)})" if g.dtypes.has_main_copy and g.trainable else "")
             + (" frozen" if not g.trainable else "")
             + (f" {g.label}" if g.label != "default" else "")
@@ -56,14 +58,14 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
                 nbytes_text(local),
             )
         )
-    return columns(rows)
+    return align_columns(rows)
 
 
 def _updates(group: Group) -> str:
     return "" if group.dtypes.update is None else f", updates {group.dtypes.update.name}"
 
 
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: Collection[int] = ()) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: Collection[int] = ()) -> list[str]:
     """Return rows of cells as lines of text with aligned columns; the columns in ``right`` are aligned to the right.
 
     A line is drawn before each row whose number is in ``rules``.
@@ -75,7 +77,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: C
     return [each for i, line in enumerate(lines) for each in ((rule, line) if i in rules else (line,))]
 
 
-def alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
+def runs_of_alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
     """Yield runs of consecutive units that differ in a number in their name alone, each with a name: ``layers.* x12``."""
     for (pattern, *_), run in groupby(units, key=_kind):
         alike = list(run)

@@ -33,7 +33,7 @@ class TreeName:
         changes = [f", {what} {times}x" for what, times in (("replaced", self.replaced), ("mapped", self.mapped)) if times]
         return f"tree {self.tree} at update {self.updates}{''.join(changes)}" if self.tree else ""
 
-    def updated(self) -> "TreeName":
+    def after_update(self) -> "TreeName":
         """Return the name of the values that the next update makes from these values."""
         if not self.tree:
             return UNNAMED

@@ -79,14 +79,14 @@ class Group:
         """Number of elements in the whole buffer, with padding."""
         return self.num_parts * self.capacity
 
-    def is_stored(self, buffer: torch.Tensor) -> bool:
+    def is_encoded(self, buffer: torch.Tensor) -> bool:
         """Return whether a buffer holds parameters that a format has encoded."""
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
 
-    def store(self, values: torch.Tensor, facts: Facts) -> torch.Tensor:
+    def encode_values(self, values: torch.Tensor, facts: Facts) -> torch.Tensor:
         """Return the stored form of the values of whole parts. A format encodes values in the main dtype."""
         values = values if self.dtypes.format is None else values.to(self.dtypes.main)
-        return self.dtypes.stored.store(values, self.capacity, facts)
+        return self.dtypes.stored_format.store(values, self.capacity, facts)
 
 
 class Span(NamedTuple):
@@ -161,19 +161,19 @@ class UnitLayout:
         return repr(self.name) if self.name else "(root)"
 
     @cached_property
-    def trainable(self) -> tuple[int, ...]:
+    def trainable_groups(self) -> tuple[int, ...]:
         """Indices of the groups that have gradients."""
         return tuple(i for i, group in enumerate(self.groups) if group.trainable)
 
     @cached_property
-    def with_main_copy(self) -> tuple[int, ...]:
+    def groups_with_main_copy(self) -> tuple[int, ...]:
         """Indices of the trainable groups that have a main copy."""
-        return tuple(i for i in self.trainable if self.groups[i].dtypes.has_main_copy)
+        return tuple(i for i in self.trainable_groups if self.groups[i].dtypes.has_main_copy)
 
     @cached_property
     def gradient_sizes(self) -> tuple[int, ...]:
         """Number of elements of each trainable group's gradient that one rank holds between microbatches."""
-        return tuple(self.local_size(i, self.strategy.grads) for i in self.trainable)
+        return tuple(self.local_size(i, self.strategy.grads) for i in self.trainable_groups)
 
     @cached_property
     def has_formats(self) -> bool:
@@ -190,10 +190,10 @@ class UnitLayout:
     @cached_property
     def has_leaf_formats(self) -> bool:
         """Whether parameters of some group are stored in a format that encodes whole leaves."""
-        return any(group.dtypes.stored.leaves is not None for group in self.groups)
+        return any(group.dtypes.stored_format.leaves is not None for group in self.groups)
 
     @cached_property
-    def varying(self) -> tuple[str, ...]:
+    def varying_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds different parameters."""
         return self.strategy.full.varying
 
@@ -213,20 +213,20 @@ class UnitLayout:
 
     def stored_size(self, group: int, place: Place) -> int:
         """Return the length of the buffer in which one rank stores a group's parameters in ``place``."""
-        return self.travelling_size(group, place) + self.scales_size(group)
+        return self.gathered_part_size(group, place) + self.scales_size(group)
 
-    def travelling_size(self, group: int, place: Place) -> int:
+    def gathered_part_size(self, group: int, place: Place) -> int:
         """Return the length of the part of this buffer that a gather sends: all but the scales of whole leaves."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
-        return size // capacity * self.groups[group].dtypes.stored.size(capacity) if capacity else 0
+        return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
-    def travelling_nbytes(self, group: int, place: Place) -> int:
+    def gather_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
-        return self.travelling_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
+        return self.gathered_part_size(group, place) * self.groups[group].dtypes.stored_format.dtype.itemsize
 
     def stored_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of the buffer in which one rank holds a group's parameters in ``place``."""
-        return self.stored_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
+        return self.stored_size(group, place) * self.groups[group].dtypes.stored_format.dtype.itemsize
 
     @cached_property
     def update_axes(self) -> tuple[str, ...]:
@@ -246,7 +246,7 @@ class UnitLayout:
         """Return the bytes of one rank's part of a group that travels when updated parameters are gathered."""
         form = self.update_format(group)
         if form is None:
-            return self.travelling_nbytes(group, self.strategy.optim)
+            return self.gather_nbytes(group, self.strategy.optim)
         return form.size(self.groups[group].capacity) * form.dtype.itemsize
 
     def residual_sizes(self, group: int) -> Mapping[str, int]:
@@ -256,7 +256,7 @@ class UnitLayout:
     @cached_property
     def _residual_sizes(self) -> dict[int, dict[str, int]]:
         found = {}
-        for g in self.trainable:
+        for g in self.trainable_groups:
             runs = self.encoded_runs(g, 0)
             if sizes := {run.axis: run.size for run in runs if self.groups[g].dtypes.has_feedback(run.axis)}:
                 found[g] = sizes
@@ -267,35 +267,35 @@ class UnitLayout:
         source, target, dtypes = self.strategy.full.dual, self.strategy.optim, self.groups[group].dtypes
         summed = [axis for axis in source.order if source[axis] is Partial and self.mesh.axis_size(axis) > 1]
         start, size, number = 0, self.groups[group].size, 0
-        for axis in sorted(summed, key=lambda axis: target[axis] is not Shard):  # as move_sums() has them
-            if size and not dtypes.wire_along(axis).is_plain:
+        for axis in sorted(summed, key=lambda axis: target[axis] is not Shard):  # as reduce_partial_sums() has them
+            if size and not dtypes.wire_format_along(axis).is_plain:
                 yield EncodedRun(axis, number, start, size)
                 number += 1
             if target[axis] is Shard:
                 size //= self.mesh.axis_size(axis)
                 start += self.mesh.coord(axis, rank) * size
 
-    def indices(self, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
+    def leaves_in_run(self, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
         """Yield, for each leaf in a run of a group's buffer: begin and end in the run, path, and index of its first element.
 
         Along axes on which the unit varies all ranks' leaves are one, as in checkpoints.
         """
-        before = self.mesh.index_along(self.varying, rank)
-        for leaf in self.leaves_of(group):
+        before = self.mesh.index_along(self.varying_axes, rank)
+        for leaf in self.leaves_of_group(group):
             low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
             if low < high:
-                yield low - start, high - start, self.full_path(leaf), before * leaf.numel + low - leaf.offset
+                yield low - start, high - start, self.path_in_tree(leaf), before * leaf.numel + low - leaf.offset
 
     @cached_property
     def is_stochastic(self) -> bool:
         """Whether gradients of some group are rounded stochastically."""
-        rows = [(self.groups[g].dtypes, run.axis) for g in self.trainable for run in self.encoded_runs(g, 0)]
-        return any(dtypes.wire_along(axis).seed is not None for dtypes, axis in rows)
+        rows = [(self.groups[g].dtypes, run.axis) for g in self.trainable_groups for run in self.encoded_runs(g, 0)]
+        return any(dtypes.wire_format_along(axis).seed is not None for dtypes, axis in rows)
 
     @cached_property
     def has_noisy_updates(self) -> bool:
         """Whether updates of some group are rounded stochastically."""
-        forms = [self.update_format(g) for g in self.trainable]
+        forms = [self.update_format(g) for g in self.trainable_groups]
         return any(form is not None and form.seed is not None for form in forms)
 
     @cached_property
@@ -309,11 +309,11 @@ class UnitLayout:
 
     @cached_property
     def _scales_sizes(self) -> tuple[int, ...]:
-        codecs = [group.dtypes.stored.leaves for group in self.groups]
+        codecs = [group.dtypes.stored_format.leaves for group in self.groups]
         rows = zip(codecs, self._stored, strict=True)
         return tuple(0 if c is None else sum(aligned(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows)
 
-    def travelling(self, group: int, stored: torch.Tensor) -> torch.Tensor:
+    def sent_part(self, group: int, stored: torch.Tensor) -> torch.Tensor:
         """Return the part of a stored buffer that a gather sends."""
         scales = self._scales_sizes[group]
         return stored[..., : stored.shape[-1] - scales] if scales else stored
@@ -331,16 +331,16 @@ class UnitLayout:
         yielded once, as an empty part. Each part comes with the index of its first element in the buffer. ``stored`` is the
         buffer without scales. ``values`` are what the buffer is to encode, one number for each element; None to decode.
         """
-        form, capacity = self.groups[group].dtypes.stored, self.groups[group].capacity
+        form, capacity = self.groups[group].dtypes.stored_format, self.groups[group].capacity
         assert form.leaves is not None
         rows = [*stored.view(-1, form.size(capacity))] if stored.numel() else [stored]
         parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
         spans = {span.leaf.path: span for span in self.spans(group, place, rank)}
         end = 0
-        for leaf in self.leaves_of(group):
+        for leaf in self.leaves_of_group(group):
             begin, size = end, form.leaves.scales_nbytes(leaf.shape)
             end = begin + aligned(size)
-            about = self.full_path(leaf), leaf.shape, self.groups[group].dtypes.compute
+            about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
             span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
             for start in (span.start, *range((span.start // capacity + 1) * capacity, span.stop, capacity)):
                 part, low = divmod(start, capacity)
@@ -354,7 +354,7 @@ class UnitLayout:
     @cached_property
     def leaf_classes(self) -> Mapping[int, LeafClass]:
         """The classes of tensors that functions get, by group; only groups whose class is not torch.Tensor."""
-        codecs = {i: group.dtypes.stored.leaves for i, group in enumerate(self.groups)}
+        codecs = {i: group.dtypes.stored_format.leaves for i, group in enumerate(self.groups)}
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
     def whole_leaves(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
@@ -363,19 +363,19 @@ class UnitLayout:
         ``planes`` has one 1-D tensor for each plane of the format, with the numbers of the full buffer. ``scales`` has the
         scales of all leaves of the group.
         """
-        form, found, end = self.groups[group].dtypes.stored, {}, 0
+        form, found, end = self.groups[group].dtypes.stored_format, {}, 0
         assert form.leaves is not None
-        for leaf in self.leaves_of(group):
+        for leaf in self.leaves_of_group(group):
             begin, size = end, form.leaves.scales_nbytes(leaf.shape)
             end = begin + aligned(size)
             where = [form.numbers(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
             held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
-            about = self.full_path(leaf), leaf.shape, self.groups[group].dtypes.compute
+            about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
             found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])
         return found
 
     @api_boundary
-    def values(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:
+    def decoded_buffer(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:
         """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
         Decoded values have the dtype in which functions use them. With ``main`` they have the dtype of the main copy, in which
@@ -387,9 +387,11 @@ class UnitLayout:
         dtypes, size = self.groups[group].dtypes, self.local_size(group, place)
         if dtypes.format is None:
             return buffer
-        is_stored = self.groups[group].is_stored(buffer)
+        is_stored = self.groups[group].is_encoded(buffer)
         if is_stored and buffer.shape[-1] == self.stored_size(group, place):
-            return self.decoded(group, buffer, self.scales(group, buffer), place, rank, dtypes.main if main else dtypes.compute)
+            return self.decode_stored(
+                group, buffer, self.scales(group, buffer), place, rank, dtypes.main if main else dtypes.compute
+            )
         if buffer.shape[-1] != size:
             raise TreeError(
                 f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "
@@ -398,26 +400,26 @@ class UnitLayout:
             )
         return buffer
 
-    def decoded(
+    def decode_stored(
         self, group: int, stored: torch.Tensor, scales: torch.Tensor, place: Place, rank: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the values, in ``dtype``, of the stored buffer that a rank holds in a place.
 
         ``scales`` has the scales of all leaves, for a format that encodes whole leaves.
         """
-        form = self.groups[group].dtypes.stored
-        stored = stored[: self.travelling_size(group, place)]
+        form = self.groups[group].dtypes.stored_format
+        stored = stored[: self.gathered_part_size(group, place)]
         if form.leaves is None:
-            return form.load(stored, self.groups[group].capacity, dtype, partial(self.facts, group))
+            return form.load(stored, self.groups[group].capacity, dtype, partial(self.error_facts, group))
         out = torch.zeros(self.local_size(group, place), dtype=dtype, device=stored.device)
         for start, part in self.leaf_parts(group, place, rank, stored, scales, None):
             if part.first < part.last:
-                out[start : start + part.last - part.first] = form.decode_leaf(part, partial(self.facts, group))
+                out[start : start + part.last - part.first] = form.decode_leaf(part, partial(self.error_facts, group))
         return out
 
-    def facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
+    def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
         """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
-        leaves = [self.full_path(leaf) for leaf in self.leaves_of(group)]
+        leaves = [self.path_in_tree(leaf) for leaf in self.leaves_of_group(group)]
         along = (
             ("gradients", f"along axis {axis!r}")
             if axis
@@ -426,7 +428,7 @@ class UnitLayout:
         return [("unit", self.display_name), ("leaves", first_few(leaves)), along]
 
     @api_boundary
-    def subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
+    def build_subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
         """Return the unit's subtree, made of stored leaves by unit and path.
 
         Raises:
@@ -438,7 +440,7 @@ class UnitLayout:
             if owner not in leaves:
                 facts = [("tied to", f"{path!r} of unit {owner!r}")]
                 remedy = f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{owner!r}]])."
-                what = f"{self.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given."
+                what = f"{self.path_in_tree(leaf)!r} is tied to a leaf of a unit that this call was not given."
                 raise TreeError(problem(where, what, facts, remedy))
             found.append(leaves[owner][path])
         return optree.tree_unflatten(self.spec, found)
@@ -450,22 +452,22 @@ class UnitLayout:
     def spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
         """Yield a :class:`Span` for each leaf of a group that ``rank`` holds a part of in ``place``, in order of the buffer."""
         start, size = self.local_start(group, place, rank), self.local_size(group, place)
-        for leaf in self.leaves_of(group):
+        for leaf in self.leaves_of_group(group):
             low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
             if low < high:
                 yield Span(leaf, low - start, high - start, low - leaf.offset, high - leaf.offset)
 
-    def run_of(self, leaf: Leaf, place: Place, rank: int) -> tuple[int, int]:
+    def run_of_leaf(self, leaf: Leaf, place: Place, rank: int) -> tuple[int, int]:
         """Return the elements ``[first, last)`` of a flattened leaf that ``rank`` holds in ``place``; ``(0, 0)`` if none."""
         start = self.local_start(leaf.group, place, rank) - leaf.offset
         first, last = max(start, 0), min(start + self.local_size(leaf.group, place), leaf.numel)
         return (first, last) if first < last else (0, 0)
 
-    def is_same_part(self, place: Place, rank: int, other: int) -> bool:
+    def hold_same_part(self, place: Place, rank: int, other: int) -> bool:
         """Return whether two ranks hold the same elements in ``place``."""
         return all(self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded + place.varying)
 
-    def leaves_of(self, group: int) -> tuple[Leaf, ...]:
+    def leaves_of_group(self, group: int) -> tuple[Leaf, ...]:
         """Return the leaves in a group's buffer, in order of offset; leaves without elements come first."""
         return self._stored[group]
 
@@ -474,10 +476,10 @@ class UnitLayout:
         by_offset = sorted(self.leaves, key=lambda leaf: (leaf.offset, leaf.numel))
         return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
 
-    def stored_path(self, leaf: Leaf) -> str:
+    def path_of_stored_leaf(self, leaf: Leaf) -> str:
         """Return the path in the user's tree of ``leaf``, or of the leaf to which ``leaf`` is tied."""
-        return self.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
+        return self.path_in_tree(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
 
-    def full_path(self, leaf: Leaf) -> str:
+    def path_in_tree(self, leaf: Leaf) -> str:
         """Return the path of a leaf of this unit in the user's tree."""
         return f"{self.name}.{leaf.path}" if self.name and leaf.path else self.name or leaf.path

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.layout.paths import as_patterns, innermost, is_literal, matches, nothing_matches, prefixes
+from fsharp.functional.layout.paths import (
+    as_patterns,
+    innermost_prefix,
+    is_literal,
+    matches,
+    no_match_error,
+    prefixes_with_parents,
+)
 
 
 class UnitPartition(NamedTuple):
@@ -28,21 +35,21 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
     """
     matched: dict[str, str] = {}
-    around = prefixes(paths)
+    around = prefixes_with_parents(paths)
     for pattern in as_patterns(patterns):
         is_path = is_literal(pattern) and pattern in around
         hits = [pattern] if is_path else [path for path in around if matches(pattern, path)]
         if not hits:
-            raise nothing_matches("plan(units=...)", pattern, paths)
+            raise no_match_error("plan(units=...)", pattern, paths)
         for hit in hits:
             if hit in matched:
                 raise _overlap((matched[hit], hit), (pattern, hit))
             matched[hit] = pattern
     for hit in matched:
         above = around[hit]
-        if above is not None and (outer := innermost(above, matched)) is not None:
+        if above is not None and (outer := innermost_prefix(above, matched)) is not None:
             raise _overlap((matched[outer], outer), (matched[hit], hit))
-    split = set(prefixes(matched).values())
+    split = set(prefixes_with_parents(matched).values())
     units: dict[str, str] = {}
     for path in sorted(around, key=len):  # outer paths come before inner ones
         above = around[path]

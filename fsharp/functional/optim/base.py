@@ -16,11 +16,11 @@ import optree
 import torch
 
 from fsharp.errors import OptionError, TreeError, problem
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.paths import assign
-from fsharp.functional.layout.sharded import Sharded, check_values, is_sharded, units_of
+from fsharp.functional.layout.paths import value_by_path
+from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_sharded, units_of
 from fsharp.functional.optim.probe import try_pair
 from fsharp.tracebacks import api_boundary
 
@@ -57,7 +57,7 @@ class Transform:
 
     def __post_init__(self) -> None:
         if self.extra is None:
-            object.__setattr__(self, "extra", _extra_of(self.update, *filter(None, [self.apply])))
+            object.__setattr__(self, "extra", _extra_arguments_of(self.update, *filter(None, [self.apply])))
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _dropping_unknown_keywords(fn))
@@ -67,7 +67,7 @@ class Transform:
         return iter((self.init, self.update))
 
 
-def _extra_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
+def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
     """Return the names of the extra arguments that functions use; None if a function takes any names."""
     names = set[str]()
     for fn in functions:
@@ -78,13 +78,13 @@ def _extra_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(names - {"comm", "donate", "params", "inplace"})
 
 
-def known_extra(*transforms: Transform) -> frozenset[str] | None:
+def known_extra_arguments(*transforms: Transform) -> frozenset[str] | None:
     """Return the names of the extra arguments that some transformation uses; None if a transformation takes any names."""
     known = [tx.extra for tx in transforms if tx.extra is not None]
     return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 
 
-def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
+def check_extra_arguments(tx: Transform, extra: Mapping[str, Any]) -> None:
     """Raise an error for extra arguments of an update that the transformation does not use, except for ``value``."""
     known = frozenset(extra) if tx.extra is None else tx.extra | {"value"}
     if unknown := sorted(extra.keys() - known):
@@ -111,7 +111,7 @@ def _refusing_stored(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(init)
     def call(params: Any, *args: Any, **keywords: Any) -> Any:
-        check_values("init()", units_of(params))
+        check_not_encoded("init()", units_of(params))
         return init(params, *args, **keywords)
 
     return call
@@ -143,7 +143,9 @@ def as_transform(tx: Any) -> Transform:
         if comm is None:
             try_pair(where, init, tried, params)
         else:
-            together(where, comm, lambda: try_pair(where, init, tried, params), lambda size: {"updates of small tensors": size})
+            check_on_all_ranks(
+                where, comm, lambda: try_pair(where, init, tried, params), lambda size: {"updates of small tensors": size}
+            )
         return _unflatten_leaf_lists(init(params), params)
 
     def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
@@ -151,7 +153,7 @@ def as_transform(tx: Any) -> Transform:
         return updates, _unflatten_leaf_lists(new, params)
 
     kind = type(tx).__qualname__
-    return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_of(update))
+    return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_arguments_of(update))
 
 
 class ByLeaf(NamedTuple):
@@ -197,7 +199,9 @@ Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 """A function of a transformation, gradients, state and parameters to updates or new parameters, and state."""
 
 
-def around(step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def update_and_apply_from(
+    step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions ``update`` and ``apply`` of a wrapper of transformations, both made from one function ``step``.
 
     ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the wrapped transformations. It returns updates and
@@ -248,7 +252,7 @@ def chain(*transforms: Any) -> Transform:
         return params, (*new, last)
 
     config = {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}
-    return Transform(init, update, config, apply, wrapper_name("chain", *(tx.name for tx in txs)), known_extra(*txs))
+    return Transform(init, update, config, apply, wrapper_name("chain", *(tx.name for tx in txs)), known_extra_arguments(*txs))
 
 
 def wrapper_name(outer: str, *inner: str) -> str:
@@ -269,19 +273,19 @@ def settings_of(tx: Transform) -> str:
     return "\n".join(lines(tx.config, ""))
 
 
-def config_of(**values: Any) -> dict[str, str]:
+def config_texts(**values: Any) -> dict[str, str]:
     """Return settings by name, as texts that ranks compare."""
     return {name: exact_text(value) for name, value in values.items()}
 
 
-def per_leaf(
+def value_per_leaf(
     where: str, params: Any, rules: Callable[[list[str]], Mapping[str, Any]] | Any, default: Any = None
 ) -> dict[str, Any]:
-    """Return a value for every leaf in the groups of ``params``: by a function of all paths, or as :func:`assign` reads it."""
-    paths = [s.unit.full_path(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of(g)]
+    """Return a value for each leaf in the groups of ``params``, from a function of all paths, or by :func:`value_by_path`."""
+    paths = [s.unit.path_in_tree(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of_group(g)]
     if default is not None:
         return dict.fromkeys(paths, default) | dict(rules(paths))
-    return assign(where, rules, paths)
+    return value_by_path(where, rules, paths)
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
@@ -294,7 +298,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
         )
 
     for g, p in zip(filter(is_sharded, ours), filter(is_sharded, theirs), strict=True):
-        check_shared(where, g)
+        check_reduced(where, g)
         for what, got, expected in _differences(g, p):
             facts = [("differs", what), ("got", got), ("expected", expected)]
             remedy = "Pass the gradients that value_and_grad() returned, through reduce_scatter() and average()."
@@ -321,7 +325,7 @@ def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
             yield f"group {i}", f"{x.dtype}{list(x.shape)}", f"{want}{list(y.shape)}"
 
 
-def check_shared(where: str, grads: Sharded) -> None:
+def check_reduced(where: str, grads: Sharded) -> None:
     """Raise an error if ``grads`` are gradients of gathered parameters, which are not summed over ranks yet."""
     if grads.is_gathered:
         raise TreeError(

@@ -18,7 +18,7 @@ import torch
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.optim.base import Transform, config_of, per_leaf
+from fsharp.functional.optim.base import Transform, config_texts, value_per_leaf
 from fsharp.type_checks import options_checked
 
 ScalarOrSchedule = float | Callable[[int], float]
@@ -45,7 +45,7 @@ class MomentumState(NamedTuple):
     mu: Any
 
 
-def at(schedule: ScalarOrSchedule, count: int) -> float:
+def schedule_value(schedule: ScalarOrSchedule, count: int) -> float:
     """Return the value of a schedule after ``count`` updates."""
     return float(schedule(count) if callable(schedule) else schedule)
 
@@ -119,7 +119,9 @@ def adamw(
 
     def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
         before = state.count
-        rate: Any = _at_tensor(learning_rate, before) if isinstance(before, torch.Tensor) else at(learning_rate, before)
+        rate: Any = (
+            _at_tensor(learning_rate, before) if isinstance(before, torch.Tensor) else schedule_value(learning_rate, before)
+        )
         count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
         params, mu, nu = _writable(donate, params, state.mu, state.nu)
 
@@ -139,7 +141,7 @@ def adamw(
 
     settings = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "lr_scale": lr_scale}
     settings |= {"capturable": True} if capturable else {}
-    config = {"adamw": config_of(learning_rate=learning_rate, **settings)}
+    config = {"adamw": config_texts(learning_rate=learning_rate, **settings)}
     return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(learning_rate, s.count))
 
 
@@ -177,7 +179,7 @@ def sgd(
     ) -> tuple[Any, MomentumState]:
         trees = (params,) if momentum is None else (params, state.mu)
         params, *buffers = _writable(donate, *trees)
-        rate = at(learning_rate, state.count)
+        rate = schedule_value(learning_rate, state.count)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             if lists[0][0].device.type == "cpu" and lists[0][0].itemsize == 2:
@@ -202,7 +204,7 @@ def sgd(
         return params, MomentumState(state.count + 1, buffers[0] if buffers else None)
 
     settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "lr_scale": lr_scale}
-    config = {"sgd": config_of(learning_rate=learning_rate, **settings)}
+    config = {"sgd": config_texts(learning_rate=learning_rate, **settings)}
     tx = _in_place_transform(init, step, config, weight_decay)
     return tx if momentum is None else replace(tx, name="sgd with momentum")
 
@@ -242,7 +244,7 @@ def lion(
         grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
     ) -> tuple[Any, MomentumState]:
         params, momentum = _writable(donate, params, state.mu)
-        rate = at(learning_rate, state.count)
+        rate = schedule_value(learning_rate, state.count)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             for p, g, m in zip(*lists, strict=True):
@@ -254,8 +256,8 @@ def lion(
         return params, MomentumState(state.count + 1, momentum)
 
     settings = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "lr_scale": lr_scale}
-    config = {"lion": config_of(learning_rate=learning_rate, **settings)}
-    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: at(learning_rate, s.count))
+    config = {"lion": config_texts(learning_rate=learning_rate, **settings)}
+    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: schedule_value(learning_rate, s.count))
 
 
 def _in_place_transform(
@@ -278,16 +280,16 @@ def _in_place_transform(
     def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
         if rate is None:
             grads = optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params)
-            grads = add_parameters(grads, params, 1.0, comm.rank, lr_scale, weight_decay)
+            grads = add_scaled_parameters_(grads, params, 1.0, comm.rank, lr_scale, weight_decay)
         updates, new = step(grads, state, _zeros(params), 0.0, comm=comm, donate=False)
         if rate is not None:
-            updates = add_parameters(updates, params, -rate(state), comm.rank, lr_scale, weight_decay)
+            updates = add_scaled_parameters_(updates, params, -rate(state), comm.rank, lr_scale, weight_decay)
         return updates, new
 
     return Transform(init, update, config, apply, next(iter(config)))
 
 
-def add_parameters(tree: Any, params: Any, factor: Any, rank: int, lr_scale: PerPath, weight_decay: PerPath) -> Any:
+def add_scaled_parameters_(tree: Any, params: Any, factor: Any, rank: int, lr_scale: PerPath, weight_decay: PerPath) -> Any:
     """Add ``factor * lr_scale * weight_decay`` times the parameters to a tree, in place, and return the tree."""
 
     def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
@@ -331,13 +333,15 @@ def _each_run(
     uniform = None
     if isinstance(lr_scale, int | float) and isinstance(weight_decay, int | float):
         uniform = (float(lr_scale), float(weight_decay))
-    tables = {} if uniform else {name: per_leaf(f"{name}=", trees[0], rule) for name, rule in rules.items()}
+    tables = {} if uniform else {name: value_per_leaf(f"{name}=", trees[0], rule) for name, rule in rules.items()}
     by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
     for nodes in zip(*of_trees, strict=True):
         rows = [node.raw_buffers if node.lazy is None else node.buffers for node in nodes]
         for group, *row in zip(nodes[0].groups, *rows, strict=True):
             row[1] = row[1].to(row[0].dtype)
-            for value, start, stop in [(uniform, 0, row[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
+            for value, start, stop in (
+                [(uniform, 0, row[0].numel())] if uniform else _hyperparameter_runs(nodes[0], group, rank, tables)
+            ):
                 if value not in by_value:
                     by_value[value] = [[] for _ in row]
                 if start < stop:
@@ -350,11 +354,11 @@ def _each_run(
             _in_whole_vectors(run, [[column[j] for j in chosen] for column in lists])
 
 
-def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
+def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
     """Return rows ``((scale, decay), start, stop)`` that tile a buffer; padding goes with the leaf before it."""
     starts: list[tuple[tuple[float, float], int]] = []
     for span in node.unit.spans(group, node.place, rank):
-        path = node.unit.full_path(span.leaf)
+        path = node.unit.path_in_tree(span.leaf)
         value = (float(tables["lr_scale"][path]), float(tables["weight_decay"][path]))
         if not starts or starts[-1][0] != value:
             starts.append((value, span.start if starts else 0))

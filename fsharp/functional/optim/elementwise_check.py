@@ -6,7 +6,7 @@ import optree
 import torch
 
 from fsharp.errors import OptionError, TreeError, problem
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, as_transform, wrapper_name
@@ -63,10 +63,10 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
         if state.num_checked >= steps:
             updates, new = tx.update(grads, state.inner_state, params, comm=comm, **extra)
             return updates, CheckedState(state.num_checked, new)
-        expected = tx.update(*(_user_tree(x, comm) for x in (grads, state.inner_state, params)), **extra)
+        expected = tx.update(*(_tree_of_whole_trained_leaves(x, comm) for x in (grads, state.inner_state, params)), **extra)
         updates, new = tx.update(grads, state.inner_state, params, comm=comm, **extra)
-        found = _user_tree(updates, comm), _user_tree(new, comm)
-        together(where, comm, lambda: _compare(where, expected, found))
+        found = _tree_of_whole_trained_leaves(updates, comm), _tree_of_whole_trained_leaves(new, comm)
+        check_on_all_ranks(where, comm, lambda: _compare(where, expected, found))
         return updates, CheckedState(state.num_checked + 1, new)
 
     name = wrapper_name("check_elementwise", tx.name)
@@ -90,7 +90,7 @@ def _compare(where: str, expected: Any, found: Any) -> None:
             raise TreeError(problem(where, f"{what} of whole leaves is not that of shards.", facts, remedy))
 
 
-def _user_tree(tree: Any, comm: Comm) -> Any:
+def _tree_of_whole_trained_leaves(tree: Any, comm: Comm) -> Any:
     """Return a tree of whole leaves of a tree of shards, without leaves that are frozen or tied to another leaf.
 
     A 0-D buffer is returned for each leaf. Cost: a gather of all buffers, and their memory.
@@ -102,7 +102,7 @@ def _user_tree(tree: Any, comm: Comm) -> Any:
             for axis in reversed(node.place.sharded):
                 if buffer.dim() and node.unit.mesh.axis_size(axis) > 1:
                     buffer = comm.all_gather(buffer, axis, label=f"{node.name} to compare updates").flatten()
-            for leaf in node.unit.leaves_of(group):
+            for leaf in node.unit.leaves_of_group(group):
                 cut = buffer[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) if buffer.dim() else buffer
                 found[leaf.path] = cut.clone()
         return optree.tree_unflatten(node.unit.spec, [found.get(leaf.path, ()) for leaf in node.unit.leaves])

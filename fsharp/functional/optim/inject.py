@@ -7,9 +7,9 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Inner, Transform, around, as_transform, config_of, wrapper_name
+from fsharp.functional.optim.base import Inner, Transform, as_transform, config_texts, update_and_apply_from, wrapper_name
 from fsharp.type_checks import options_checked
 
 
@@ -92,21 +92,21 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
                 if set(state.hyperparams) != {*start, *schedules}:
                     facts = [("in the state", sorted(state.hyperparams)), ("expected", sorted({*start, *schedules}))]
                     raise TreeError(problem("inject_hyperparams()", "hyper-parameters are missing or unknown.", facts))
-                return {name: _number(name, state.hyperparams[name]) for name in start} | scheduled(state.count)
+                return {name: _as_python_number(name, state.hyperparams[name]) for name in start} | scheduled(state.count)
 
             def fields(values: dict[str, Any]) -> dict[str, str]:
                 return {name: repr(float(value)) for name, value in values.items()}
 
-            return together("inject_hyperparams()", comm, check, fields)
+            return check_on_all_ranks("inject_hyperparams()", comm, check, fields)
 
         def step(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
             values = current(state, comm)
             out, new = run(build(values), grads, state.inner_state, params)
             return out, InjectHyperparamsState(state.count + 1, values, new)
 
-        update, apply = around(step)
+        update, apply = update_and_apply_from(step)
         first = build(start | scheduled(0))
-        config = {"inject_hyperparams": dict(first.config), "schedules": config_of(**schedules)}
+        config = {"inject_hyperparams": dict(first.config), "schedules": config_texts(**schedules)}
         return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra)
 
     return make
@@ -116,7 +116,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _number(name: str, value: Any) -> Any:
+def _as_python_number(name: str, value: Any) -> Any:
     """Return a Python number from a number, or from a tensor or array with one element."""
     plain = value.item() if hasattr(value, "item") else value
     if not _is_number(plain):

@@ -10,8 +10,8 @@ from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import Whole
 from fsharp.functional.layout.sharded import map_units, units_of
-from fsharp.functional.optim.base import Transform, config_of, per_leaf
-from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, at
+from fsharp.functional.optim.base import Transform, config_texts, value_per_leaf
+from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, schedule_value
 from fsharp.type_checks import options_checked
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -98,8 +98,8 @@ def muon(
         return MomentumState(0, optree.tree_map(torch.zeros_like, params))
 
     def update(grads: Any, state: MomentumState, params: Any, *, comm: Comm) -> tuple[Any, MomentumState]:
-        rate, count, rms = at(learning_rate, state.count), state.count + 1, consistent_rms
-        scale, decay = (per_leaf(f"{n}=", params, r) for n, r in (("lr_scale", lr_scale), ("weight_decay", weight_decay)))
+        rate, count, rms = schedule_value(learning_rate, state.count), state.count + 1, consistent_rms
+        scale, decay = (value_per_leaf(f"{n}=", params, r) for n, r in (("lr_scale", lr_scale), ("weight_decay", weight_decay)))
         moved = optree.tree_map(lambda m, g: m * beta + g.to(m.dtype) * (1 - beta), state.mu, grads)
         part, rest = beta / (1 - beta ** (count + 1)), (1 - beta) / (1 - beta**count)
         if nesterov:
@@ -111,7 +111,7 @@ def muon(
             out = node.replace([torch.zeros_like(b) for b in node.buffers])
             for i, group in enumerate(node.groups):
                 for span in node.unit.spans(group, node.place, comm.rank):
-                    path, shape = node.unit.full_path(span.leaf), span.leaf.shape
+                    path, shape = node.unit.path_in_tree(span.leaf), span.leaf.shape
                     place = slice(span.start, span.stop)
                     direction = orthogonalise(
                         node.buffers[i][place].view(shape), coefficients=ns_coeffs, steps=ns_steps, eps=eps, dtype=dtype
@@ -127,14 +127,14 @@ def muon(
 
     settings = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "beta": beta, "eps": eps, "weight_decay": weight_decay}
     settings |= {"nesterov": nesterov, "consistent_rms": consistent_rms, "lr_scale": lr_scale, "dtype": dtype}
-    return Transform(init, update, {"muon": config_of(learning_rate=learning_rate, **settings)}, name="muon")
+    return Transform(init, update, {"muon": config_texts(learning_rate=learning_rate, **settings)}, name="muon")
 
 
 def _check(params: Any) -> None:
     for node in units_of(params):
         for group in node.groups:
-            for leaf in node.unit.leaves_of(group):
-                name = node.unit.full_path(leaf)
+            for leaf in node.unit.leaves_of_group(group):
+                name = node.unit.path_in_tree(leaf)
                 facts = [("leaf", f"{name}: {list(leaf.shape)}"), ("atom", leaf.atom), ("place", node.place)]
                 if len(leaf.shape) != 2:
                     remedy = "Give matrices a label of their own and use partition({'muon': muon(...), 'default': adamw(...)})."

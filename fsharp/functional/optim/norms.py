@@ -8,9 +8,9 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError
-from fsharp.functional.comm.agree import largest
+from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.collectives import all_reduce
-from fsharp.functional.comm.protocol import Comm, telling_format_errors
+from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform
 from fsharp.type_checks import options_checked
@@ -36,7 +36,7 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
     Cost: one ``all_reduce`` of 8 bytes for each axis along which the tree is sharded or varies. With ``deterministic`` two, of
     8 and 24 bytes, and about six passes over the elements in place of one. Not differentiable.
     """
-    return _norm(tree, comm, deterministic).to(_dtype(tree))
+    return _float64_norm(tree, comm, deterministic).to(_dtype(tree))
 
 
 def _dtype(tree: Any) -> torch.dtype:
@@ -44,21 +44,21 @@ def _dtype(tree: Any) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
+def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
     """Return the norm in float64, in which squares of elements do not overflow."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    with telling_format_errors(comm, "global_norm()"):
+    with reporting_format_errors(comm, "global_norm()"):
         for node in units_of(tree):
             if node.place.partial:
                 raise TreeError(
                     f"global_norm(): unit {node.unit.display_name} rests partial ({node.place}): sum it by reduce_scatter() "
                     "first."
                 )
-            held = [b.detach() for b in node.values(comm.rank) if b.numel()]
+            held = [b.detach() for b in node.decoded_buffers(comm.rank) if b.numel()]
             by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(held)
     with torch.no_grad():
         if deterministic:
-            return _exact(by_axes, comm)
+            return _exact_norm(by_axes, comm)
         total = torch.zeros((), dtype=torch.float64, device=comm.device)
         for axes, buffers in by_axes.items():
             part = torch.zeros_like(total)
@@ -75,13 +75,13 @@ def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
     return x
 
 
-def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
+def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
     """Return the norm by integer addition, which is associative: order and grouping of the summands leave no trace."""
     most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
         for buffer in buffers:
             most = torch.maximum(most, buffer.abs().max().double().to(most.device))  # propagates NaN
-    most = largest(most.nan_to_num(nan=math.inf, posinf=math.inf), comm)
+    most = max_over_ranks(most.nan_to_num(nan=math.inf, posinf=math.inf), comm)
     if not torch.isfinite(most) or most == 0:
         return most[0]
     exponent = max(math.frexp(float(most))[1], -1000)  # beyond that 2.0**-exponent would overflow
@@ -130,7 +130,7 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         return ClipState(torch.zeros((), dtype=_dtype(params)))
 
     def update(grads: Any, state: ClipState, params: Any, *, comm: Comm) -> tuple[Any, ClipState]:
-        norm = _norm(grads, comm, deterministic)  # float64: the norm of finite gradients is finite
+        norm = _float64_norm(grads, comm, deterministic)  # float64: the norm of finite gradients is finite
         factor = torch.clamp(max_norm / norm, max=1.0)  # stays so: in half precision it might be zero
         return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_dtype(grads)))
 

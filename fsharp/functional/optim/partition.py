@@ -6,9 +6,17 @@ from typing import Any, NamedTuple
 from fsharp.errors import LayoutError, PatternError, problem
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.paths import chosen
+from fsharp.functional.layout.paths import select_paths
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Inner, Transform, around, as_transform, known_extra, per_leaf, wrapper_name
+from fsharp.functional.optim.base import (
+    Inner,
+    Transform,
+    as_transform,
+    known_extra_arguments,
+    update_and_apply_from,
+    value_per_leaf,
+    wrapper_name,
+)
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -46,13 +54,13 @@ def partition(
     config = {label: dict(tx.config) for label, tx in txs.items()}
     kind = "partition" if param_labels is None else "partition by param_labels"  # with state for all leaves
     name = wrapper_name(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
-    extra = known_extra(*txs.values())
+    extra = known_extra_arguments(*txs.values())
     if param_labels is not None:
         init, update = _partition_by_masks(txs, param_labels)
         return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name, extra=extra)
 
     def part(tree: Any, label: str) -> Any:
-        return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].label == label]), tree)
+        return map_units(lambda s: s.select_groups([g for g in s.groups if s.unit.groups[g].label == label]), tree)
 
     def init_parts(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
         _check_labels({s.unit.groups[g].label for s in units_of(params) for g in s.groups}, txs)
@@ -64,7 +72,7 @@ def partition(
             outs[label], new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
         return _join(params, list(outs.values())), PartitionState(new)
 
-    update, apply = around(step)
+    update, apply = update_and_apply_from(step)
     return Transform(init_parts, update, config, apply, name, extra)
 
 
@@ -77,7 +85,7 @@ def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
 
 def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def labels_of(params: Any) -> dict[str, str]:
-        labels = per_leaf("partition(param_labels)", params, param_labels)
+        labels = value_per_leaf("partition(param_labels)", params, param_labels)
         for path, label in labels.items():
             if not isinstance(label, str):
                 raise PatternError(f"partition(): param_labels gives {path!r} the label {label!r}, expected a string.")
@@ -136,7 +144,9 @@ def masked(inner: Any, mask: Any) -> Transform:
     tx = as_transform(inner)
 
     def flags_of(params: Any) -> dict[str, bool]:
-        return per_leaf("masked(mask)", params, lambda paths: dict.fromkeys(chosen("masked()", mask, paths), True), False)
+        return value_per_leaf(
+            "masked(mask)", params, lambda paths: dict.fromkeys(select_paths("masked()", mask, paths), True), False
+        )
 
     def init(params: Any, /, *, comm: Comm | None = None) -> MaskedState:
         flags_of(params)

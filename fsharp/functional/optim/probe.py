@@ -42,7 +42,7 @@ def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
         except Exception as error:
             raise _trial_error(where, "small tensors in a tree like yours", error) from error
         torch.manual_seed(torch.initial_seed() + 1)
-        if path := trial.difference(expected[:2], trial.run(init, update, num_steps=2)):
+        if path := trial.first_differing_path(expected[:2], trial.run(init, update, num_steps=2)):
             remedy = (
                 "Keep what changes in the state that init() and update() return. Random numbers would repeat between ranks, or "
                 "differ where they must not: fs.optim.from_optax() draws those of whole leaves."
@@ -53,7 +53,7 @@ def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
                 found = trial.run(init, update, piece, len(expected))
             except Exception as error:
                 raise _trial_error(where, "flat buffers, though not on a tree like yours", error) from error
-            if path := trial.difference(expected, found, piece):
+            if path := trial.first_differing_path(expected, found, piece):
                 why = "ranks have parts of leaves" if len(trial.pieces) > 1 else "leaves of a unit share a flat buffer"
                 what = f"it looks at more than each element alone, and {why}: updates would be others than on the whole tree."
                 remedy = (
@@ -101,9 +101,9 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         for node in nodes:
             for index, buffer in zip(node.groups, node.buffers, strict=True):
-                leaves = node.unit.leaves_of(index)
+                leaves = node.unit.leaves_of_group(index)
                 shapes = [[min(size, _LARGEST_DIM) for size in leaf.shape] for leaf in leaves]
-                keys, paths = [(node.name, leaf.path) for leaf in leaves], [node.unit.full_path(leaf) for leaf in leaves]
+                keys, paths = [(node.name, leaf.path) for leaf in leaves], [node.unit.path_in_tree(leaf) for leaf in leaves]
                 self._groups.append(_Group(keys, paths, shapes, [math.prod(shape) for shape in shapes]))
                 drawn = torch.randn(1 + len(_SCALES), sum(self._groups[-1].sizes), generator=generator)
                 self._start.append(drawn[0].to(buffer.device, buffer.dtype))
@@ -136,7 +136,9 @@ class _Trial:
             result.append(self._vectors(updates, piece))
         return result
 
-    def difference(self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None) -> str | None:
+    def first_differing_path(
+        self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None
+    ) -> str | None:
         """Return the path of a leaf whose updates differ in ``found``; None if no leaf differs."""
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):

@@ -8,11 +8,11 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.comm.agree import agree, largest, together
+from fsharp.functional.comm.agree import agree, check_on_all_ranks, max_over_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Inner, Transform, apply_transform, around, as_transform, wrapper_name
+from fsharp.functional.optim.base import Inner, Transform, apply_transform, as_transform, update_and_apply_from, wrapper_name
 from fsharp.type_checks import options_checked
 
 
@@ -80,7 +80,7 @@ def all_finite(tree: Any, *, comm: Comm) -> bool:
     # The smallest and the largest element are as fast as a sum, and do not overflow. The host waits once, for all buffers.
     extremes = [torch.stack(torch.aminmax(b)).to(comm.device, torch.float64) for b in buffers]
     finite = torch.cat([torch.zeros(1, dtype=torch.float64, device=comm.device), *extremes]).isfinite().all()
-    return not largest((~finite).float().view(1), comm).item()
+    return not max_over_ranks((~finite).float().view(1), comm).item()
 
 
 class MultiStepsState(NamedTuple):
@@ -148,7 +148,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         def fields(k: int) -> dict[str, str]:
             return {"k": str(k), "mini_step": str(state.mini_step), "gradient_step": str(state.gradient_step)}
 
-        k = together("MultiSteps()", comm, lambda: steps(state.gradient_step), fields)
+        k = check_on_all_ranks("MultiSteps()", comm, lambda: steps(state.gradient_step), fields)
         is_last = state.mini_step + 1 >= k
         acc = optree.tree_map(add, state.acc_grads, grads)
         if not is_last:
@@ -180,7 +180,7 @@ def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any
 
         return step(grads, state, lambda seen, own: run(inner, seen, own, params), rest, comm, bool(donate))
 
-    update, apply = around(either)
+    update, apply = update_and_apply_from(either)
     return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra)
 
 

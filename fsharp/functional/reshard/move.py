@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fsharp.functional.comm.agree import largest
+from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.reshard.pieces import Piece, Ranks, in_rounds, pieces
+from fsharp.functional.reshard.pieces import MovedPiece, Ranks, cut_into_rounds, pieces_between
 from fsharp.functional.reshard.state_trees import StateTree
 
 
@@ -28,64 +28,70 @@ def move_state_tree(
     me, everyone = comm.rank, range(comm.mesh.size)
     device = next((buffer.device for buffers in old for buffer in buffers), comm.device)
 
-    def rounds(unit: UnitLayout, source: int, target: int) -> list[list[Piece]]:
-        return [] if source == target else in_rounds(_pieces_between(state_tree, unit, ranks, source, target), limit)
+    def rounds(unit: UnitLayout, source: int, target: int) -> list[list[MovedPiece]]:
+        return [] if source == target else cut_into_rounds(_pieces_between(state_tree, unit, ranks, source, target), limit)
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
     # A rank has to take part in as many collectives as others need.
     most = torch.tensor([max(map(len, each)) for each in incoming], device=comm.device)
-    most = largest(most, comm, label=f"reshard {state_tree}")
-    left = Counter(position.node for position in state_tree.positions.values())
+    most = max_over_ranks(most, comm, label=f"reshard {state_tree}")
+    left = Counter(position.node for position in state_tree.position_by_path.values())
     nodes = []
     for unit, arriving, num_rounds in zip(layout.units, incoming, most.tolist(), strict=True):
         new = [
-            torch.zeros(unit.local_size(group, state_tree.place(unit)), dtype=state_tree.dtype(unit, group), device=device)
-            for group in (state_tree.groups(unit) if me in ranks.new else ())
+            torch.zeros(
+                unit.local_size(group, state_tree.place_in(unit)), dtype=state_tree.dtype_in(unit, group), device=device
+            )
+            for group in (state_tree.groups_in(unit) if me in ranks.new else ())
         ]
         for piece in _pieces_between(state_tree, unit, ranks, me, me):
             _target(new, piece).copy_(_source(old, piece))
         leaving = [rounds(unit, me, rank) for rank in everyone]
         for k in range(num_rounds):
             send, receive = ([each[k] if k < len(each) else [] for each in way] for way in (leaving, arriving))
-            dtypes = [state_tree.dtype(unit, group) for group in state_tree.groups(unit)]
+            dtypes = [state_tree.dtype_in(unit, group) for group in state_tree.groups_in(unit)]
             sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
             named = f"reshard {state_tree} {unit.name or '(root)'} {k}"
             # No name for the bytes: those of one round would live until those of the next are there.
             _unpack(comm.all_to_all(_pack_pieces(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
         if donate:
             moved = Counter(
-                state_tree.positions[unit.full_path(leaf)].node
-                for group in state_tree.groups(unit)
-                for leaf in unit.leaves_of(group)
+                state_tree.position_by_path[unit.path_in_tree(leaf)].node
+                for group in state_tree.groups_in(unit)
+                for leaf in unit.leaves_of_group(group)
             )
             left -= moved
             for node in moved.keys() - left.keys():
                 old[node].clear()
         nodes.append(
             Sharded(
-                new, unit, state_tree.place(unit), state_tree.groups(unit) if me in ranks.new else (), scale=state_tree.scale
+                new,
+                unit,
+                state_tree.place_in(unit),
+                state_tree.groups_in(unit) if me in ranks.new else (),
+                scale=state_tree.gradient_reduction,
             )
         )
     return nodes
 
 
-def _pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
+def _pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[MovedPiece]:
     """Return the pieces of ``unit`` that rank ``target`` of the Comm takes from rank ``source``, which may be ``target``."""
     if source not in ranks.old or target not in ranks.new:
         return []
-    return list(pieces(state_tree, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
+    return list(pieces_between(state_tree, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
 
 
-def _source(old: list[list[torch.Tensor]], piece: Piece) -> torch.Tensor:
+def _source(old: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
     return old[piece.node][piece.buffer][piece.start : piece.start + piece.numel]
 
 
-def _target(new: list[torch.Tensor], piece: Piece) -> torch.Tensor:
+def _target(new: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
     return new[piece.new_buffer][piece.to : piece.to + piece.numel]
 
 
 def _pack_pieces(
-    send: Sequence[Sequence[Piece]], old: list[list[torch.Tensor]], dtypes: Sequence[torch.dtype], device: torch.device
+    send: Sequence[Sequence[MovedPiece]], old: list[list[torch.Tensor]], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> torch.Tensor:
     """Pack the pieces for all ranks into one buffer of bytes, in order of rank, with at most one more piece in memory."""
     x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
@@ -97,7 +103,7 @@ def _pack_pieces(
     return x
 
 
-def _unpack(x: torch.Tensor, receive: Sequence[Sequence[Piece]], new: list[torch.Tensor]) -> None:
+def _unpack(x: torch.Tensor, receive: Sequence[Sequence[MovedPiece]], new: list[torch.Tensor]) -> None:
     end = 0
     for each in receive:
         for piece in each:

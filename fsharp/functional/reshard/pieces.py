@@ -23,7 +23,7 @@ class Ranks:
     old: tuple[int, ...]
     new: tuple[int, ...]
 
-    def serves(self, source: int, target: int, place: Place) -> bool:
+    def is_source_for(self, source: int, target: int, place: Place) -> bool:
         """Return whether ``target``, a rank of the new mesh, takes values in ``place`` from ``source``, a rank of the old mesh.
 
         If several ranks have the same values, the target takes them from the rank at its own coordinates. So values that a rank
@@ -36,7 +36,7 @@ class Ranks:
         )
 
 
-class Piece(NamedTuple):
+class MovedPiece(NamedTuple):
     """A run of elements of one leaf that moves from one buffer to another.
 
     Attributes:
@@ -63,16 +63,16 @@ class Piece(NamedTuple):
         return self.numel * self.itemsize
 
 
-def pieces(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> Iterator[Piece]:
+def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> Iterator[MovedPiece]:
     """Yield the pieces of a new unit that rank ``target`` of the new mesh takes from rank ``source`` of the old mesh."""
     serves: dict[int, bool] = {}
-    for new_buffer, group in enumerate(state_tree.groups(unit)):
-        itemsize = state_tree.dtype(unit, group).itemsize
-        for span in unit.spans(group, state_tree.place(unit), target):
-            old = state_tree.positions[unit.full_path(span.leaf)]
+    for new_buffer, group in enumerate(state_tree.groups_in(unit)):
+        itemsize = state_tree.dtype_in(unit, group).itemsize
+        for span in unit.spans(group, state_tree.place_in(unit), target):
+            old = state_tree.position_by_path[unit.path_in_tree(span.leaf)]
             node = state_tree.nodes[old.node]
             if old.node not in serves:
-                serves[old.node] = ranks.serves(source, target, node.place)
+                serves[old.node] = ranks.is_source_for(source, target, node.place)
             if not serves[old.node]:
                 continue
             old_group = node.groups[old.buffer]
@@ -81,12 +81,12 @@ def pieces(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, t
             low, high = max(start, old.leaf.offset + span.first), min(stop, old.leaf.offset + span.last)
             if low < high:
                 to = span.start + low - old.leaf.offset - span.first
-                yield Piece(old.node, old.buffer, low - start, new_buffer, to, high - low, itemsize)
+                yield MovedPiece(old.node, old.buffer, low - start, new_buffer, to, high - low, itemsize)
 
 
-def in_rounds(todo: Iterable[Piece], limit: int) -> list[list[Piece]]:
+def cut_into_rounds(todo: Iterable[MovedPiece], limit: int) -> list[list[MovedPiece]]:
     """Return rounds of pieces in order. Pieces are cut so that a round has at most ``limit`` bytes."""
-    rounds: list[list[Piece]] = []
+    rounds: list[list[MovedPiece]] = []
     left = 0
     for piece in todo:
         while piece.numel:

@@ -8,21 +8,21 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, MeshError, problem
-from fsharp.functional.comm.agree import gather_bytes, together
+from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import name_trees
+from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, check_not_lent, decoded, is_sharded, units_of
+from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import move_state_tree
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
-from fsharp.functional.reshard.pieces import Ranks, pieces
+from fsharp.functional.reshard.pieces import Ranks, pieces_between
 from fsharp.functional.reshard.state_trees import Kind, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
-from fsharp.functional.stored import encode_blocks, encode_leaves
+from fsharp.functional.stored import encode_blocks, encode_whole_leaves
 from fsharp.type_checks import options_explained
 
 _LARGEST_ITEM = 16
@@ -85,8 +85,8 @@ def reshard(
     have moved, and a new unit's are made when its move begins. Time on the host grows with the number of leaves times ranks.
     """
     where = "reshard()"
-    has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
-    given, tree = tree, together(where, comm, lambda: decoded(_with_residuals(tree, None), comm.rank))
+    has_tree = [flag == b"\1" for flag in all_gather_bytes(b"\0" if tree is None else b"\1", comm)]
+    given, tree = tree, check_on_all_ranks(where, comm, lambda: decode_tree(_with_residuals(tree, None), comm.rank))
     if any(has_tree) and not all(has_tree):
         tree = _share_outline(tree, has_tree, comm)
 
@@ -119,13 +119,13 @@ def reshard(
         options = {"ranks": str(route.new), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
         return {**describe_units(layout.units), **old, "tree": "\n".join(map(_facts_text, state_trees)), **options}
 
-    state_trees, route = together(where, comm, check, fields)
+    state_trees, route = check_on_all_ranks(where, comm, check, fields)
     with torch.no_grad():
         buffers = [[list(node.buffers) if given is not None else [] for node in state_tree.nodes] for state_tree in state_trees]
         if donate and given is not None:
             state_trees = [replace(state_tree, nodes=tuple(map(on_meta, state_tree.nodes))) for state_tree in state_trees]
             for node in units_of(given):
-                node.drop()
+                node.mark_donated()
         limit = buffer_nbytes // (2 * comm.mesh.size - 1)
         new = {}
         for state_tree, held in zip(state_trees, buffers, strict=True):
@@ -134,7 +134,7 @@ def reshard(
                 nodes = _in_resting_format(state_tree, nodes, layout, comm)
             new[state_tree.path] = optree.tree_unflatten(layout.spec, nodes)
     for new_tree in new.values():
-        name_trees(new_tree, comm)
+        with_new_tree_name(new_tree, comm)
     zeros = zero_residuals(layout.units, comm.device)
     return _with_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new else None
 
@@ -159,7 +159,7 @@ def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layo
         new = unit.groups[group]
         if new.dtypes.format is not None:
             return buffer
-        position = state_tree.positions[unit.full_path(unit.leaves_of(group)[0])]
+        position = state_tree.position_by_path[unit.path_in_tree(unit.leaves_of_group(group)[0])]
         old = state_tree.nodes[position.node].unit.groups[position.leaf.group].dtypes
         return buffer if old.format is None else buffer.to(new.dtypes.compute)
 
@@ -167,8 +167,8 @@ def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layo
     values = [node.with_buffers([one(node.unit, *row) for row in pairs]) for node, pairs in rows]
     if not any(unit.has_formats for unit in layout.units):
         return values
-    encoded = together("reshard()", comm, lambda: encode_blocks(values))
-    return encode_leaves(encoded, comm)  # type: ignore[no-any-return]
+    encoded = check_on_all_ranks("reshard()", comm, lambda: encode_blocks(values))
+    return encode_whole_leaves(encoded, comm)  # type: ignore[no-any-return]
 
 
 @options_explained
@@ -210,7 +210,7 @@ def reshard_nbytes(
         for unit in layout.units
         for target, to in enumerate(route.new)
         if to != rank
-        for piece in pieces(state_tree, unit, route, route.old.index(rank), target)
+        for piece in pieces_between(state_tree, unit, route, route.old.index(rank), target)
     )
 
 
@@ -251,13 +251,15 @@ def _facts_text(state_tree: StateTree) -> str:
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
     """Return this rank's tree. A rank without a tree gets the tree of the first rank that has one, on the meta device."""
     first = has_tree.index(True)
-    data = together("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
-    sizes = [int.from_bytes(each, "little") for each in gather_bytes(len(data).to_bytes(8, "little"), comm)]
+    data = check_on_all_ranks("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
+    sizes = [int.from_bytes(each, "little") for each in all_gather_bytes(len(data).to_bytes(8, "little"), comm)]
     send = [len(data) * (not has) for has in has_tree]
     receive = [size * (not has_tree[comm.rank]) for size in sizes]
     x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
     x = x.to(comm.device).repeat(has_tree.count(False))
     got = comm.all_to_all(x, send, receive, label="the tree for ranks that join")
     is_new = not has_tree[comm.rank]
-    found = together("reshard()", comm, lambda: outline_from_bytes(bytes(got.cpu().numpy()), comm.device) if is_new else None)
+    found = check_on_all_ranks(
+        "reshard()", comm, lambda: outline_from_bytes(bytes(got.cpu().numpy()), comm.device) if is_new else None
+    )
     return found if is_new else tree

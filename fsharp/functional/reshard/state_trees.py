@@ -53,38 +53,38 @@ class StateTree:
     is_cast: bool = False
 
     @cached_property
-    def positions(self) -> dict[str, LeafPosition]:
+    def position_by_path(self) -> dict[str, LeafPosition]:
         """The position of each leaf in the state tree, by path of the leaf; tied leaves are left out."""
         return {
-            node.unit.full_path(leaf): LeafPosition(n, i, leaf)
+            node.unit.path_in_tree(leaf): LeafPosition(n, i, leaf)
             for n, node in enumerate(self.nodes)
             for i, group in enumerate(node.groups)
-            for leaf in node.unit.leaves_of(group)
+            for leaf in node.unit.leaves_of_group(group)
         }
 
     @property
-    def scale(self) -> Literal["sum", "mean"] | None:
+    def gradient_reduction(self) -> Literal["sum", "mean"] | None:
         """Whether the tree holds sums or means of gradients over ranks; None for other values. See :class:`~fsharp.Sharded`."""
         return self.nodes[0].scale
 
-    def groups(self, unit: UnitLayout) -> tuple[int, ...]:
+    def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
         """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves the state tree holds."""
-        return tuple(g for g in unit.all_groups if unit.full_path(unit.leaves_of(g)[0]) in self.positions)
+        return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
 
-    def place(self, unit: UnitLayout) -> Place:
+    def place_in(self, unit: UnitLayout) -> Place:
         """Return the place of the state tree in ``unit``, a unit of the new layout."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
-    def dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
+    def dtype_in(self, unit: UnitLayout, group: int) -> torch.dtype:
         """Return the dtype of the state tree's buffer for a group of ``unit``, a unit of the new layout."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
             return dtypes.compute if dtypes.format is None else dtypes.main  # from which it is encoded
-        return self.source_dtype(unit.full_path(unit.leaves_of(group)[0]))
+        return self.source_dtype(unit.path_in_tree(unit.leaves_of_group(group)[0]))
 
     def source_dtype(self, path: str) -> torch.dtype:
         """Return the dtype of the old buffer that holds a leaf."""
-        position = self.positions[path]
+        position = self.position_by_path[path]
         return self.nodes[position.node].raw_buffers[position.buffer].dtype  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
@@ -166,8 +166,8 @@ def check_state_tree(state_tree: StateTree, layout: Layout) -> None:
         ]
     for unit in layout.units if not rows else ():
         for group in unit.all_groups:
-            paths = [unit.full_path(leaf) for leaf in unit.leaves_of(group)]
-            kinds = {state_tree.source_dtype(path) if path in state_tree.positions else None: path for path in paths}
+            paths = [unit.path_in_tree(leaf) for leaf in unit.leaves_of_group(group)]
+            kinds = {state_tree.source_dtype(path) if path in state_tree.position_by_path else None: path for path in paths}
             if len(kinds) > 1:
                 rows += [(repr(path), f"has {'no buffer' if d is None else dtype_name(d)}") for d, path in kinds.items()]
     if rows:
@@ -193,7 +193,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
         size = node.unit.local_size(group, node.place)
         if not isinstance(buffer, torch.Tensor) or buffer.shape != (size,):
             got = f"{dtype_name(buffer.dtype)}{list(buffer.shape)}" if isinstance(buffer, torch.Tensor) else repr(buffer)[:60]
-            leaves = ", ".join(node.unit.full_path(leaf) for leaf in node.unit.leaves_of(group)[:4])
+            leaves = ", ".join(node.unit.path_in_tree(leaf) for leaf in node.unit.leaves_of_group(group)[:4])
             facts += [("leaves", leaves), ("got", got), ("expected", f"[{size}], one number for each element")]
             remedy = "What is not elementwise belongs outside of the Sharded nodes, where it is kept as it is."
             raise TreeError(problem("reshard()", "a buffer has not one number for each element.", facts, remedy))
@@ -209,8 +209,8 @@ def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, 
             group = unit.groups[leaf.group]
             if not state_tree.is_cast:
                 facts["compute dtype"] = dtype_name(group.dtypes.compute)
-                facts["format"] = group.dtypes.stored.name  # with one that is not plain there is a main copy
+                facts["format"] = group.dtypes.stored_format.name  # with one that is not plain there is a main copy
             if state_tree.kind == "optim":
                 facts |= {"trained": group.trainable, "label": group.label}
                 facts |= {"main dtype": dtype_name(group.dtypes.main), "sum's dtype": dtype_name(group.dtypes.accumulate)}
-        yield unit.full_path(leaf), facts
+        yield unit.path_in_tree(leaf), facts

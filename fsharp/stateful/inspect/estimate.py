@@ -22,7 +22,7 @@ from functools import partial
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import assign
+from fsharp.functional.layout.paths import value_by_path
 from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes
 from fsharp.stateful.inspect.presets import ADAM_NBYTES, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
@@ -315,7 +315,7 @@ class _Simulation:
         on_host = [self.is_synchronous and op.spec.cost != "send" for op in self.ops]
         self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
-        times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
+        times = value_by_path("Hardware.compute", hardware.compute, entered) if entered else {}
         for unit, pair in times.items():
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(0 <= each < math.inf for each in pair)):
                 what = f"Hardware.compute of unit {unit!r} is {pair!r}, expected seconds (forward, backward) of at least 0."

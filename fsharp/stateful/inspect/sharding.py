@@ -16,7 +16,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import P, Partial, Place
 from fsharp.functional.layout.sharded import PlaceName, resolve_place
-from fsharp.functional.layout.text import alike_units, columns
+from fsharp.functional.layout.text import align_columns, runs_of_alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, options_explained
@@ -89,7 +89,7 @@ class LeafSharding:
         Raises:
             MeshError: there is no such rank.
         """
-        return self.unit.run_of(self.leaf, self.place, rank)
+        return self.unit.run_of_leaf(self.leaf, self.place, rank)
 
     @property
     def _differs(self) -> dict[str, str]:
@@ -140,8 +140,8 @@ class LeafSharding:
         return f"{least:,} to {max(sizes):,} elements" if least < max(sizes) else f"{least:,} elements"
 
     def _notes(self) -> Iterator[str]:
-        if self.path != self.unit.full_path(self.leaf):
-            yield f"tied to {self.unit.full_path(self.leaf)!r}, where it is stored"
+        if self.path != self.unit.path_in_tree(self.leaf):
+            yield f"tied to {self.unit.path_in_tree(self.leaf)!r}, where it is stored"
         for axis, what in self._differs.items():
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
@@ -192,7 +192,7 @@ class TreeSharding:
         leaves = {}
         for (name, path), (unit, leaf) in stored.items():
             owner, value = stored[leaf.tied_to or (name, path)]
-            full_path = unit.full_path(leaf)
+            full_path = unit.path_in_tree(leaf)
             leaves[full_path] = LeafSharding(full_path, owner, value, places[owner.name])
         object.__setattr__(self, "leaves", leaves)
 
@@ -221,7 +221,7 @@ class TreeSharding:
         return "\n".join(
             [
                 f"Sharding of {self.place} on {self.layout.mesh}",
-                *columns([(_clipped(row[0], max(room, 12)), *row[1:]) for row in rows], rules={1}),
+                *align_columns([(_clipped(row[0], max(room, 12)), *row[1:]) for row in rows], rules={1}),
                 *([f"and {left_out:,} rows more; sharding(layout)[path] is one leaf"] if left_out else []),
                 f"a cell is {per_cell} rank{'s' * (size > cells)}: █ with some of the leaf, · with nothing of it",
             ]
@@ -229,13 +229,13 @@ class TreeSharding:
 
     def _named_rows(self) -> Iterator[tuple[str, LeafSharding | None]]:
         """Yield rows of the table: titles of units of several leaves, and leaves. One unit stands for all that equal it."""
-        for title, alike in alike_units(self.layout.units):
+        for title, alike in runs_of_alike_units(self.layout.units):
             unit = alike[0]
             if len(unit.leaves) > 1 or unit.leaves[0].path:
                 yield title, None
             for leaf in unit.leaves:
                 name = f"  {leaf.path}" if leaf.path else title
-                yield name + " (tied)" * (leaf.tied_to is not None), self[unit.full_path(leaf)]
+                yield name + " (tied)" * (leaf.tied_to is not None), self[unit.path_in_tree(leaf)]
 
     __repr__ = __str__
 

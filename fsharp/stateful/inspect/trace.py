@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median, median_low
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.layout.text import columns, nbytes_text
+from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, senders
 from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds
 from fsharp.stateful.schedule.schedule import Schedule
@@ -197,7 +197,7 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
     head = ("", "predicted", "measured", "ratio")
     blocks = [[_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)]
     rules = {1, 5, 5 + len(blocks[0])}
-    return "\n".join(columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3}, rules=rules))
+    return "\n".join(align_columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3}, rules=rules))
 
 
 def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:

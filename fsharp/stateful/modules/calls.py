@@ -15,10 +15,10 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import innermost, prefixes
+from fsharp.functional.layout.paths import innermost_prefix, prefixes_with_parents
 from fsharp.functional.layout.sharded import Sharded, units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.release import cloned
+from fsharp.functional.release import independent_clone
 from fsharp.stateful.modules.initial.dtensors import Spec, as_dtensors, local
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import owners
@@ -38,7 +38,7 @@ class ParameterEntries:
     """
 
     def __init__(self, module: nn.Module, unit: UnitLayout, present: dict[tuple[int, str], Any]) -> None:
-        self._paths, self.stored = list(map(unit.full_path, unit.leaves)), list(map(unit.stored_path, unit.leaves))
+        self._paths, self.stored = list(map(unit.path_in_tree, unit.leaves)), list(map(unit.path_of_stored_leaf, unit.leaves))
         self._present = present
         entries: dict[tuple[int, str], tuple[int, dict[str, Any], str]] = {}  # a module may have several paths
         packed: dict[int, weakref.ref[nn.Module]] = {}
@@ -161,8 +161,8 @@ class ModuleCalls:
         by_path = owners(layout, chosen)
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
-            members[innermost(path, by_path) or ""].append(each)
-        has_inner = set(prefixes(by_path).values())
+            members[innermost_prefix(path, by_path) or ""].append(each)
+        has_inner = set(prefixes_with_parents(by_path).values())
         self.owners = {
             path: GatheredModule(
                 units=names,
@@ -219,7 +219,7 @@ class ModuleCall:
         self.owner, self.flat = calls.owners[path], flat_arguments(args, kwargs)
         self.out: Any = None
         self._given_away: list[torch.Tensor] = []
-        self._passed = [*args, *kwargs.values()]
+        self._comm_and_label = [*args, *kwargs.values()]
 
     @uncompiled
     def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ class ModuleCall:
     @uncompiled
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
         """Call the code with these leaves of full parameters, by unit. Return all tensors that leave the code."""
-        calls, path, owner, passed = self.calls, self.path, self.owner, self._passed
+        calls, path, owner, passed = self.calls, self.path, self.owner, self._comm_and_label
         before = owner.side_outputs.find_tensors(passed)
         if calls.paused:
             rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(owner.entries, full, strict=True)]
@@ -242,7 +242,7 @@ class ModuleCall:
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
         if views := views_of(parameters, found):  # these are released: the copies' gradients are theirs
-            out = replaced(out, views, [cloned(x) for x in views], path)
+            out = replaced(out, views, [independent_clone(x) for x in views], path)
             found = tensors_in(out)
         self.out = out
         side = owner.side_outputs.since(before, passed, parameters, path)
@@ -254,7 +254,7 @@ class ModuleCall:
         """Return the result of the code, with the tensors in ``found`` in place of those that left the code."""
         if all(map(is_, found, self._given_away)):
             return self.out
-        self.owner.side_outputs.replace(self._passed, self._given_away, found, self.path)
+        self.owner.side_outputs.replace(self._comm_and_label, self._given_away, found, self.path)
         return replaced(self.out, self._given_away, found, self.path)
 
 

@@ -137,7 +137,7 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
     gradients: dict[tuple[str, ...], list[GradientBuffer]] = {}
     for unit in units:
         if unit.gradient is not None:
-            gradients.setdefault(unit.layout.varying, []).append(unit.gradient)
+            gradients.setdefault(unit.layout.varying_axes, []).append(unit.gradient)
     for varying, alike in gradients.items():
         has = [gradient.found >> i & 1 for gradient in alike for i in range(len(gradient.route.leaves))]
         is_complete = all(has)
@@ -149,6 +149,6 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
             if has and size > 1 and axis not in varying:
                 flags = comm.all_reduce(flags, axis, op="max", label=label)
         if not is_complete:
-            paths = [gradient.route.unit.full_path(leaf) for gradient in alike for leaf in gradient.route.leaves]
+            paths = [gradient.route.unit.path_in_tree(leaf) for gradient in alike for leaf in gradient.route.leaves]
             missing |= {path for path, found in zip(paths, flags.tolist(), strict=True) if not found}
     return missing

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.comm.protocol import Comm, Labelled
+from fsharp.functional.comm.protocol import Comm, LabelledComm
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
-from fsharp.functional.moves import gather, on_device
+from fsharp.functional.moves import buffers_on_device, gather
 from fsharp.functional.state import TrainState
-from fsharp.functional.stored import stored
+from fsharp.functional.stored import encode_at_rest
 
 
 class ModuleState:
@@ -50,16 +50,16 @@ class ModuleState:
 
     def spread(self) -> None:
         """Set parameters at rest to the values of the optimizer's copies, a unit at a time. A collective."""
-        comm = Labelled(self._comm, "parameters that were written in place: ")
+        comm = LabelledComm(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
             for held, kept in zip(units_of(self.visible()), units_of(trainable(self.train_state.params)), strict=True):
-                new = gather(stored(held, comm), comm=comm, to="params")
+                new = gather(encode_at_rest(held, comm), comm=comm, to="params")
                 for buffer, value in zip(kept.buffers, new.buffers, strict=True):
                     if buffer is not value:
                         buffer.copy_(value)
         self.record_versions()
 
-    def account_for_writes(self, account: Callable[[str], None]) -> None:
+    def add_write_settings(self, account: Callable[[str], None]) -> None:
         """Add to labels whether parameters were written to since the last step, to find a rank that did so alone."""
         if self.is_written:
             account("parameters written in place=True")
@@ -67,7 +67,7 @@ class ModuleState:
 
     def adopt(self, state: TrainState) -> None:
         """Take a state of this layout as the module's own. Raise an error for another place or dtype."""
-        state = state._replace(main=on_device(state.main, self._comm.device))
+        state = state._replace(main=buffers_on_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):

@@ -56,7 +56,7 @@ class ModuleStep:
         self.recover()
         self.follow_writes()
         if self.run is None:
-            self.state.account_for_writes(self.scheduler.account)
+            self.state.add_write_settings(self.scheduler.add_settings)
             self.means.clear()
             self.updated_by = None
             self.run = self.scheduler.open(self.scheduled, self.state.train_state.params)
@@ -158,8 +158,8 @@ class ModuleStep:
         run = self.run
         assert run is not None
         self.state.notice_writes()
-        self.state.account_for_writes(self.scheduler.account)
-        self.scheduler.account(f"{settings}\n{self.means.changes()}")
+        self.state.add_write_settings(self.scheduler.add_settings)
+        self.scheduler.add_settings(f"{settings}\n{self.means.changes()}")
         with self._guarded():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used = set(self.means.present)

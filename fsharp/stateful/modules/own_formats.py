@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.gather_hooks import format_of, hooked_in
 from fsharp.functional.formats.te import formats_in
 from fsharp.functional.layout.packing import Element, Rows
-from fsharp.functional.layout.paths import selects
+from fsharp.functional.layout.paths import matches_or_contains
 from fsharp.functional.layout.precision import Precision
 
 
@@ -53,4 +53,4 @@ def own_formats(
 
 def _last(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
     """Return the value of the last pattern that selects a path, or ``default``."""
-    return next((each for pattern, each in reversed([*by_pattern.items()]) if selects(pattern, path)), default)
+    return next((each for pattern, each in reversed([*by_pattern.items()]) if matches_or_contains(pattern, path)), default)

@@ -116,8 +116,8 @@ def held_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Ten
     """
     here = node.local_leaves(rank)
     for group, buffer in zip(node.groups, node.buffers, strict=True):
-        for leaf in node.unit.leaves_of(group):
-            path = node.unit.full_path(leaf)
+        for leaf in node.unit.leaves_of_group(group):
+            path = node.unit.path_in_tree(leaf)
             yield path, leaf, here.get(path, buffer[:0])
 
 

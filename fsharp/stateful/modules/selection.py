@@ -8,7 +8,7 @@ from torch import nn
 
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import innermost, matches
+from fsharp.functional.layout.paths import innermost_prefix, matches
 from fsharp.type_checks import short_repr
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -64,7 +64,7 @@ def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]
     seen: set[str] = set()
     for group in groups:
         for path in group:
-            inside = innermost(path.rpartition(".")[0], group)
+            inside = innermost_prefix(path.rpartition(".")[0], group)
             if path in seen or inside is not None:
                 why = "is in two groups" if path in seen else f"is inside of {inside!r}, which is in the same group"
                 raise PatternError(
@@ -86,7 +86,7 @@ def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     """
     every: dict[str, list[str]] = {"": [], **{path: [] for path in chosen}}
     for unit in layout.units:
-        every[innermost(unit.name, every) or ""].append(unit.name)
+        every[innermost_prefix(unit.name, every) or ""].append(unit.name)
     return every
 
 

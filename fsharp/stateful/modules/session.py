@@ -15,7 +15,7 @@ from torch import nn
 
 from fsharp.errors import FsharpError, LayoutError, ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import name_trees
+from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name, units_of
@@ -67,7 +67,9 @@ class Session:
         self.calls = ModuleCalls(module, layout, chosen, specs, self.paused)
         means = MeanGradients(self.parameters, specs, scheduler)
         self.step = ModuleStep(self.state, means, scheduler, self.paused)
-        self._trained = {unit.full_path(leaf) for unit in layout.units for g in unit.trainable for leaf in unit.leaves_of(g)}
+        self._trained = {
+            unit.path_in_tree(leaf) for unit in layout.units for g in unit.trainable_groups for leaf in unit.leaves_of_group(g)
+        }
         self.is_unsharded = self.is_averaged = False
         self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.of(params, comm)), "evaluation")
 
@@ -126,7 +128,7 @@ class Session:
             call.compute(source, [])
             return call.out
         units = nodes[0] if len(nodes) == 1 else nodes
-        if source.comm is self.scheduler and self.scheduler.takes((units, ties)):
+        if source.comm is self.scheduler and self.scheduler.can_run_forward((units, ties)):
             compute = partial(call.compute, source)
             return call.result_with(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
         compute = partial(call.compute_with_param_trees, source)
@@ -142,7 +144,7 @@ class Session:
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
             self.scheduler.reset_history()
-            name_trees((self.state.train_state.params, self.state.train_state.main), self.scheduler)
+            with_new_tree_name((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     @property
     def ranks(self) -> Comm:
@@ -172,7 +174,7 @@ class Session:
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
             self.step.means.edits.append(f"{what} {part.path}")
         elif parameter.untyped_storage().data_ptr() == memory:
-            self.scheduler.account(f"{what} {part.path}")
+            self.scheduler.add_settings(f"{what} {part.path}")
 
     def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter while the backward of its unit is under way, else None.
@@ -264,7 +266,7 @@ class Session:
         self.parameters.clear()
         rank, trained = self.scheduler.rank, units_by_name(self.state.visible())
         for node in units_of(self.state.train_state.params):
-            frozen = node.select([g for g in node.groups if not node.unit.groups[g].trainable])
+            frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
                 for path, leaf, data in held_leaves(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}

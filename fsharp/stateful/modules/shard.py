@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharp.errors import OptionError, TreeError
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element
-from fsharp.functional.layout.paths import Patterns, prefixes
+from fsharp.functional.layout.paths import Patterns, prefixes_with_parents
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
@@ -140,7 +140,7 @@ def shard_module(
                 f"shard_module(): the precision of {seeded[0]!r} has a format that rounds stochastically, which functions "
                 "alone have: a module counts no steps. Pass the format itself, or train model.functional() by fs.train_step."
             )
-        dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
+        dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}
         dtypes, own_atoms = own_formats(module, dtypes, atoms, comm)
         cut = Element() if own_atoms is None else own_atoms
         specs = specs_of(module, comm)
@@ -150,14 +150,14 @@ def shard_module(
         groups = grouped(module, units or ())
         entries = entries_of(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-        around = set(prefixes(chosen).values())
+        around = set(prefixes_with_parents(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
-        casts = casts_of(rules, chosen, [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves])
+        casts = casts_of(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
         return tree, layout, specs, chosen, groups, entries, casts
 
-    tree, layout, specs, chosen, groups, entries, casts = together("shard_module()", comm, planned)
+    tree, layout, specs, chosen, groups, entries, casts = check_on_all_ranks("shard_module()", comm, planned)
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
     start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
     state = init_state(_NOTHING, start, comm=comm, donate=True)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import ScheduleError, TreeError, problem
-from fsharp.functional.comm.agree import gather_bytes, together
-from fsharp.functional.comm.equal_values import check_same, digest, taken_from_rank
+from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
+from fsharp.functional.comm.equal_values import broadcast_from_rank, check_same_on_ranks, tensor_digest
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.placement import Place
@@ -62,13 +62,13 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         kinds = (f"{path}: {'part' if isinstance(x, ShardedTensor) else 'whole'}" for path, x in read[1].items())
         return {"parameters": "\n".join(kinds)}
 
-    result, given, parts, buffers = together(where, comm, lambda: _read(where, session, module, load), fields)
+    result, given, parts, buffers = check_on_all_ranks(where, comm, lambda: _read(where, session, module, load), fields)
     values, varying = {}, {}
     for path, value in given.items():
         is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
         values[path] = parts[path].local if is_part else value
         varying[path] = place.varying + (place.sharded if is_part else ())
-    check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
+    check_same_on_ranks(where, values, comm, remedy=SAME_VALUES, varying=varying)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -97,7 +97,7 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
     for path, each in awaiting.items():
         if not each.given:
             continue
-        if len({digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
+        if len({tensor_digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
             raise TreeError(f"{where}: {path!r} is tied, and its names have different values. Give all of them the same one.")
         given[path], parameter = each.given[0], session.parameters[path]
         parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
@@ -116,7 +116,11 @@ def own_part(
     what, got = "", tensor_text(value)
     if isinstance(value, ShardedTensor):
         is_same = (value.unit, value.leaf, value.place) == (like.unit, like.leaf, like.place)
-        if not is_same or not like.unit.is_same_part(like.place, value.rank, like.rank) or value.local.numel() != last - first:
+        if (
+            not is_same
+            or not like.unit.hold_same_part(like.place, value.rank, like.rank)
+            or value.local.numel() != last - first
+        ):
             what = "is a part of another rank or layout"
         got = f"elements {list(value.run)} of {got}"
         got += f" in unit {value.unit.display_name}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
@@ -160,7 +164,7 @@ def gather_to_rank(
                 )
 
     names = "\n".join(f"{kind} {path}" for kind, path in parts)
-    together(where, comm, check, lambda _: {"rank": repr(rank), "parts": names})
+    check_on_all_ranks(where, comm, check, lambda _: {"rank": repr(rank), "parts": names})
     is_kept = rank is None or comm.rank == rank
     whole: dict[tuple[str, str], torch.Tensor] = {}
     for kind in dict.fromkeys(kind for kind, _ in parts):
@@ -193,7 +197,7 @@ def whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[
         for group, dtype in dtypes.items():
             buffer = torch.zeros(unit.local_size(group, place), dtype=dtype, device=comm.device)
             for span in unit.spans(group, place, comm.rank):
-                if (held := mine.get(unit.full_path(span.leaf))) is not None:
+                if (held := mine.get(unit.path_in_tree(span.leaf))) is not None:
                     buffer[span.start : span.stop] = held.local.reshape(-1)
             buffers.append(buffer)
         with torch.no_grad():
@@ -221,17 +225,17 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
             )
         return _packed(where, given) if comm.rank == rank else b""
 
-    data = together(where, comm, check, lambda _: {"rank": repr(rank)})
-    nbytes = int.from_bytes(gather_bytes(len(data).to_bytes(8, "little"), comm)[rank], "little")
+    data = check_on_all_ranks(where, comm, check, lambda _: {"rank": repr(rank)})
+    nbytes = int.from_bytes(all_gather_bytes(len(data).to_bytes(8, "little"), comm)[rank], "little")
     mine = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     if data:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    outline, metadata = _unpacked(bytes(taken_from_rank(mine, rank, comm).cpu().numpy()))
+    outline, metadata = _unpacked(bytes(broadcast_from_rank(mine, rank, comm).cpu().numpy()))
 
     def fill(path: Any, x: Any, own: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        value, keys = taken_from_rank(own, rank, comm), tuple(each.key for each in path if hasattr(each, "key"))
+        value, keys = broadcast_from_rank(own, rank, comm), tuple(each.key for each in path if hasattr(each, "key"))
         part = like.get(keys[:2])
         if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value

@@ -7,7 +7,7 @@ from typing import Literal, cast
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import chosen
+from fsharp.functional.layout.paths import select_paths
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program
@@ -63,7 +63,7 @@ def plan_step(
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
     names = _in_order(layout, order)
-    trained = [name for name in names if layout[name].trainable]
+    trained = [name for name in names if layout[name].trainable_groups]
     keys = {name: name or "(root)" for name in names}
     units = {name: _unit(layout, name, transport, optimizer_buffers if policy.offload else None) for name in names}
     known = {"several_uses": False, "several_microbatches": microbatches > 1}
@@ -79,7 +79,7 @@ def _in_order(layout: Layout, order: Sequence[str]) -> list[str]:
     names = [unit.name for unit in layout.units if unit.groups]
     if not order:
         return names
-    selected = [chosen("plan_step()", (pattern,), names) for pattern in order]
+    selected = [select_paths("plan_step()", (pattern,), names) for pattern in order]
     found = [name for each in selected for name in names if name in each]
     if missing := [name for name in names if name not in found]:
         what, remedy = f"order says nothing of unit {missing[0]!r}.", "Add its name, or a pattern, where the loss uses it."

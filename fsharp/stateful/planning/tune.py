@@ -12,8 +12,8 @@ import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import assign
-from fsharp.functional.layout.text import columns, nbytes_text
+from fsharp.functional.layout.paths import value_by_path
+from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.planning.plan_step import Backend, plan_step
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -93,7 +93,7 @@ class Choice:
         for x in self.candidates:
             predicted = (f"{1e3 * x.step_s:.2f}", nbytes_text(x.sent_nbytes)) if math.isfinite(x.step_s) else ("", "")
             rows.append((x.layout, x.policy, predicted[0], nbytes_text(x.peak_nbytes), predicted[1], x.lost or "chosen"))
-        return "\n".join(columns([head, *rows], right={2, 3, 4}))
+        return "\n".join(align_columns([head, *rows], right={2, 3, 4}))
 
 
 @options_checked
@@ -188,7 +188,7 @@ def _candidate(
     planned: Mapping[str, Any],
 ) -> Candidate:
     units = [unit.name or "(root)" for unit in layout.units]
-    kept = assign("tune(activations=)", activations, units, default=0.0)
+    kept = value_by_path("tune(activations=)", activations, units, default=0.0)
     if wrong := [unit for unit, nbytes in kept.items() if not 0 <= nbytes < math.inf]:
         what = f"activations of unit {wrong[0]!r} are {kept[wrong[0]]!r} bytes, expected a finite number of at least 0."
         raise ScheduleError(problem("tune()", what))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.release import is_plain, is_since, kept_tensors, saved_tensors, written_to
+from fsharp.functional.release import is_node_since, is_plain_memory, saved_tensors, tensors_kept_on_ctx, written_to_error
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, stamp
@@ -82,7 +82,7 @@ def _plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
     if not is_traceable_wrapper_subclass(x):
         return None
     inner = {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
-    return inner if all(type(each) is torch.Tensor and is_plain(each) for each in inner.values()) else None
+    return inner if all(type(each) is torch.Tensor and is_plain_memory(each) for each in inner.values()) else None
 
 
 def _wrapper_rebuild(x: Any, rebuilds: Mapping[str, Rebuild]) -> Rebuild:
@@ -138,7 +138,7 @@ class UnitUse:
     def check_unwritten(self) -> None:
         """Raise an error if the function has written to a leaf, as writes to gathered parameters would be lost."""
         if self._full is not None and self._full.is_written_since(self._versions):
-            raise written_to(self.unit.key)
+            raise written_to_error(self.unit.key)
         self._full = None
 
     def pack(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
@@ -154,17 +154,17 @@ class UnitUse:
         place, full = self.copy.memory.untyped_storage().data_ptr(), self.copy.full
         leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
         roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-        roots = {root for root in roots if is_since(root, first)}
+        roots = {root for root in roots if is_node_since(root, first)}
 
         def is_here(x: torch.Tensor) -> bool:
-            return is_plain(x) and x.untyped_storage().data_ptr() == place
+            return is_plain_memory(x) and x.untyped_storage().data_ptr() == place
 
         def unpack(rebuild: torch.Tensor | Rebuild) -> torch.Tensor:
             memory = fill().memory
             assert memory is not None
             return rebuild if isinstance(rebuild, torch.Tensor) else rebuild(memory)
 
-        for x in kept_tensors(roots, first):  # as TransformerEngine keeps weights
+        for x in tensors_kept_on_ctx(roots, first):  # as TransformerEngine keeps weights
             if type(x) is torch.Tensor and is_here(x):
                 full.register_alias(x)
         for raw in saved_tensors(roots, first):

@@ -13,7 +13,7 @@ import torch
 from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, innermost
+from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.schedule.schedule import Op
@@ -101,7 +101,7 @@ class Executor:
 
     def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
         self.transport, self.lanes, self.comm = transport, lanes, comm
-        self._own, self._separate_groups, self.is_connected = innermost(own), separate_groups, False
+        self._own, self._separate_groups, self.is_connected = innermost_comm(own), separate_groups, False
         self.number = 0
         self.begin("")
 
@@ -113,7 +113,7 @@ class Executor:
             # Groups are made over the job's store, where a rank that has ended is not noticed: notice it here.
             agree("Scheduler", {"separate_groups": str(self._separate_groups)}, self._own)
             if self._separate_groups and not self._own.is_native:
-                self._own.make_groups()
+                self._own.make_own_groups()
         if self.transport.groups is not None:
             self.transport.groups.make()
         self.is_connected = True
@@ -165,13 +165,13 @@ class Executor:
         try:
             action()
         except FormatError as error:
-            self.tell(error, "a call outside of any step")
+            self.report_failure(error, "a call outside of any step")
             raise
 
-    def tell(self, error: BaseException, where: str) -> None:
+    def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that this rank has failed: in the step under way, or else in ``where``."""
         if isinstance(self._own, ProcessGroupComm):
-            self._own.watch.fail(error, self.step or where)
+            self._own.watch.report_failure(error, self.step or where)
 
     def waited_s(self) -> float:
         """Return the seconds for which the main thread has waited for collectives so far."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.placement import zero3
@@ -65,16 +65,16 @@ def measure(
         given = {"compute": compute, "update_s": update_s, "contention": contention, "steps": steps}
         return {name: _as_text(value) for name, value in given.items()}
 
-    together("measure()", comm, checked, lambda given: given)
+    check_on_all_ranks("measure()", comm, checked, lambda given: given)
     if contention is None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
         found_here = is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks
-        contention = max(float(text) for text in exchange(str(float(found_here)), comm))
+        contention = max(float(text) for text in all_gather_texts(str(float(found_here)), comm))
     known: dict[str, Any] = {"synchronous_host": is_synchronous, "contention": contention}
     alone, _ = _trace_of_model(SingleComm(device=comm.device), steps)
     trace, schedule = _trace_of_model(comm, steps)
     mine = Hardware.fit(trace, schedule, alone=alone, **known)
-    everyones = [json.loads(text) for text in exchange(_text(mine), comm)]
+    everyones = [json.loads(text) for text in all_gather_texts(_text(mine), comm)]
     found = {name: _median([each[name] for each in everyones]) for name in _FIELDS}
     return Hardware(compute=compute, update_s=update_s, **known, **found)
 

@@ -98,7 +98,7 @@ class Recorder:
         waiting = []
         for row in self._rows:
             bound, waits, start, stop, outcomes, step = row
-            landed = [outcome.over_s for outcome in outcomes]
+            landed = [outcome.done_at_s for outcome in outcomes]
             if None in landed:
                 waiting.append(row)
                 continue

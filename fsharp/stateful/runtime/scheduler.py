@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.agree import agree, gather_bytes
+from fsharp.functional.comm.agree import agree, all_gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm, Labelled, PassingComm, innermost
+from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelledComm, innermost_comm
 from fsharp.functional.comm.settings_digests import SettingsHistory
-from fsharp.functional.comm.tree_names import TreeCounts, counts_of
+from fsharp.functional.comm.tree_names import TreeCounts, tree_counts_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
@@ -72,7 +72,7 @@ class StepUnderWay:
 
 
 @options_checked
-class Scheduler(PassingComm, Tracer):
+class Scheduler(DelegatingComm, Tracer):
     """A Comm that runs training steps by a schedule: it overlaps gathers and reductions with compute, and keeps all bits.
 
     ``scheduler(step)`` wraps a function that has an argument ``comm``. The first call of the wrapped function records the order
@@ -130,27 +130,27 @@ class Scheduler(PassingComm, Tracer):
             for compiled in scheduled.programs.bound.values():
                 compiled.bind(self.executor)
 
-    def tell(self, error: Exception, where: str) -> None:
+    def report_failure(self, error: Exception, where: str) -> None:
         """Tell other ranks that this rank has failed: all further collectives of this scheduler raise an error."""
-        self.executor.tell(error, where)
+        self.executor.report_failure(error, where)
 
     @property
     def tree_counts(self) -> TreeCounts | None:
         """Counters of tree names of the wrapped Comm."""
-        return counts_of(self.comm)
+        return tree_counts_of(self.comm)
 
-    all_gather, reduce_scatter = api_boundary(PassingComm.all_gather), api_boundary(PassingComm.reduce_scatter)
-    all_reduce, all_to_all = api_boundary(PassingComm.all_reduce), api_boundary(PassingComm.all_to_all)
+    all_gather, reduce_scatter = api_boundary(DelegatingComm.all_gather), api_boundary(DelegatingComm.reduce_scatter)
+    all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
 
-    def _passed(self, label: str, *call: Any) -> tuple[Comm, str]:
+    def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Pass a collective of the caller on, unscheduled. If the scheduler is closed, raise an error."""
         self._refuse()
         self.executor.connect()
         return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
 
-    def account(self, text: str) -> None:
+    def add_settings(self, text: str) -> None:
         """Add settings to the labels of all later collectives, so that ranks with other settings are found."""
-        self._history.account(text)
+        self._history.add_settings(text)
         if self._now.step is not None:
             self.executor.set_names(step=f"{self._now.title}{self._of_history}")
 
@@ -168,7 +168,7 @@ class Scheduler(PassingComm, Tracer):
     @property
     def comparing(self) -> Comm:
         """Return this Comm with the history in its labels, for collectives outside of steps that combine parts of all ranks."""
-        return self if self._now.step is not None else Labelled(self, f"after history {self._history.digest or 'none'}: ")
+        return self if self._now.step is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
     def _of_history(self) -> str:
@@ -240,7 +240,7 @@ class Scheduler(PassingComm, Tracer):
         if self._closed is not None:
             return
         self._closed = f"{type(error).__name__}: {error}"
-        self.executor.tell(error, "a call outside of any step")
+        self.executor.report_failure(error, "a call outside of any step")
         if self._now.step is not None:
             self._now.step.abandon()
         for unit in self.units.values():
@@ -259,7 +259,7 @@ class Scheduler(PassingComm, Tracer):
             AgreementError: another rank has failed.
         """
         self._refuse()
-        comm = innermost(self.own)
+        comm = innermost_comm(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.check()
 
@@ -327,7 +327,7 @@ class Scheduler(PassingComm, Tracer):
         None if some rank holds parameters beyond their use, as a schedule reuses their memory.
         """
         self.executor.connect()
-        if b"1" in gather_bytes(b"1" if is_held else b"0", self.own):
+        if b"1" in all_gather_bytes(b"1" if is_held else b"0", self.own):
             return None
         schedule = compile_schedule(program, self.policy, has_streams=self.device.type != "cpu")
         verify(schedule)

@@ -18,7 +18,7 @@ from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.residuals import Views
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
-from fsharp.functional.release import cloned, inner_tensors
+from fsharp.functional.release import independent_clone, inner_tensors
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, before_backward
 from fsharp.stateful.runtime.executor import Executor
@@ -57,7 +57,7 @@ class HandedOutGradients:
             gradient.settle()
         tensors = gradient.rest.hand_out()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
-        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable, scale=scale)
+        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, scale=scale)
         return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
     def check_unsent(self) -> None:
@@ -71,7 +71,7 @@ class HandedOutGradients:
 
     def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
         """Return whether these are exactly the gradients that were handed out, unchanged."""
-        filled = [node for node in nodes if node.unit.trainable]
+        filled = [node for node in nodes if node.unit.trainable_groups]
         if len(filled) != len(self._rows) or not filled:
             return False
         for node, (unit, tensors, versions) in zip(filled, self._rows, strict=True):
@@ -132,7 +132,7 @@ class Tracer(Engine):
         """Keep main copies on the device from now on, also with ``offload``, as a module shows them."""
         self.main_stays = True
 
-    def takes(self, units: Any) -> bool:
+    def can_run_forward(self, units: Any) -> bool:
         """Return whether the engine takes a call: not under ``torch.func``, and not if buffers themselves need gradients.
 
         Calls under ``make_fx`` and calls with donated nodes are not taken, and ``forward`` raises an error for them.
@@ -189,7 +189,7 @@ class Tracer(Engine):
             with torch.enable_grad():
                 probed = with_sinks(params, SinkLedger(residuals))
                 loss = as_loss(compiled_by_caller(loss_fn, probed, part, self))
-                check_loss(loss, has_sinks=any(unit.layout.trainable for unit in units))
+                check_loss(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
                 self.current().begin_backward(is_last=number == len(parts))
@@ -230,7 +230,7 @@ class Tracer(Engine):
             if residuals:
                 self._handed_out.check_unsent()
             step.move()
-            return moves.reduce_sums(tree, nodes, to, self.own, residuals)
+            return moves.reduce_scatter_unchecked(tree, nodes, to, self.own, residuals)
         units, self._handed_out = self._handed_out.units, HandedOutGradients()
         if residuals:
             _feed_back(units, residuals)
@@ -239,10 +239,10 @@ class Tracer(Engine):
             _feed_back(units, {})
         position = iter(units)
         return map_units(
-            lambda node: _reduced_gradient(node, next(position).gradient if node.unit.trainable else None, to), tree
+            lambda node: _reduced_gradient(node, next(position).gradient if node.unit.trainable_groups else None, to), tree
         )
 
-    def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+    def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """Copy offloaded state from host memory to the device."""
         self._offload = None
         if not self.policy.offload:
@@ -347,7 +347,7 @@ def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
                 continue
             for first, last in bounds:
                 if first <= at < last:
-                    return cloned(x)
+                    return independent_clone(x)
         return x
 
     if isinstance(out, torch.Tensor):

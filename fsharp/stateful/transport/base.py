@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from fsharp.functional.comm.process_group import ProcessGroupComm, abort
+from fsharp.functional.comm.process_group import ProcessGroupComm, abort_groups
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.comm.worker_threads import CollectiveOutcome
 from fsharp.functional.formats.format import Carried, Facts, Format
@@ -280,4 +280,4 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """End all collectives under way in these groups with an error."""
-        abort(list(self._made.values()), is_native=self.comm.is_native)
+        abort_groups(list(self._made.values()), is_native=self.comm.is_native)

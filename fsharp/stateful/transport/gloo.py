@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.process_group import Messages, ProcessGroupComm
+from fsharp.functional.comm.process_group import GroupMessages, ProcessGroupComm
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.formats.format import dtype_name
@@ -89,14 +89,14 @@ class GlooTransport(Transport):
         results[mine].copy_(parts[mine])
         return self._swap("reduce", [parts], [results], mine, self._begin(label, "all_to_all", [x], axis))
 
-    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> Messages:
+    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> GroupMessages:
         """Tell other ranks which collective this rank begins now. Return the messages of the collective."""
         sizes = "+".join([str(len(x)) for x in xs])
-        call = self.comm.watch.begin(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
+        call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.messages(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
 
     def _swap(
-        self, kind: str, send: Rows, receive: Rows, mine: int, messages: Messages, outcome: CollectiveOutcome | None = None
+        self, kind: str, send: Rows, receive: Rows, mine: int, messages: GroupMessages, outcome: CollectiveOutcome | None = None
     ) -> Work:
         """Send other ranks their parts of each row in ``send``; receive each other rank's part into the rows of ``receive``."""
 
@@ -115,7 +115,7 @@ class GlooTransport(Transport):
         outs: Sequence[torch.Tensor],
         mine: int,
         summands: Sequence[Summand],
-        messages: Messages,
+        messages: GroupMessages,
         then: Callable[[], Any] = lambda: None,
         second: CollectiveOutcome | None = None,
     ) -> Work:
@@ -163,14 +163,14 @@ class GlooTransport(Transport):
         poster, finisher = self._crew["posts"], self._crew[kind]
         if self._on_collective is not None and kind != "share":  # a second half, of which the first one tells
             self._on_collective(outcome)
-        poster.start()
-        finisher.start()
+        poster.start_thread()
+        finisher.start_thread()
 
         def begin() -> None:
             posted = Outcome()
             posted.run(post)
-            posted.land()
-            finisher.submit(lambda: finish(posted.take()), outcome)
+            posted.wake_waiters()
+            finisher.submit(lambda: finish(posted.take_result()), outcome)
 
         poster.submit(begin, Outcome())
         return Work(then=outcome.wait)

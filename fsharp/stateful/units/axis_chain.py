@@ -10,7 +10,7 @@ import torch
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.formats.format import Carried, Format
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.traffic import calls_reducing
+from fsharp.functional.traffic import calls_to_reduce_group
 from fsharp.stateful.transport.base import Summand, Transport, Work, encoded_parts
 from fsharp.stateful.units.full import Pieces
 
@@ -58,10 +58,12 @@ class AxisChain:
     ) -> None:
         self.transport, self.unit, self.group, self.size, self.has_target = transport, unit, group, size, has_target
         self.dtypes = dtypes = unit.groups[group].dtypes
-        self.stages = tuple([each for stage in stages for each in _encoded(stage, dtypes.wire_along(stage.axis))])
+        self.stages = tuple([each for stage in stages for each in _encoded(stage, dtypes.wire_format_along(stage.axis))])
         summing = [each.n > 1 and each.op != "all_gather" for each in self.stages]
         pairs = zip(self.stages, summing, strict=True)
-        self.sent = [dtypes.sent_along(each.axis) if is_summing else dtypes.accumulate for each, is_summing in pairs]
+        self.sent = [
+            dtypes.collective_dtype_along(each.axis) if is_summing else dtypes.accumulate for each, is_summing in pairs
+        ]
         self.first, last = (self.sent[0], self.sent[-1]) if self.sent else (dtypes.accumulate, dtypes.accumulate)
         self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
 
@@ -72,7 +74,7 @@ class AxisChain:
             if stage.op == "reduce_scatter":
                 size //= stage.n
             elif stage.op == "all_to_all":
-                whole, size = size, self.dtypes.wire_along(stage.axis).padded(size, stage.n)
+                whole, size = size, self.dtypes.wire_format_along(stage.axis).padded(size, stage.n)
             elif stage.op == "all_gather":
                 size = whole
             result.append(size)
@@ -81,7 +83,7 @@ class AxisChain:
     def calls(self) -> tuple[Call, ...]:
         """Return the collectives, with the bytes that each sends."""
         stages = zip(self.stages, self.output_sizes(), strict=True)
-        return tuple(calls_reducing(self.dtypes, [(*stage, out) for stage, out in stages]))
+        return tuple(calls_to_reduce_group(self.dtypes, [(*stage, out) for stage, out in stages]))
 
     def scratch_pieces(self) -> Pieces:
         """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
@@ -102,7 +104,7 @@ class AxisChain:
         found, last = [0, 0, 0], len(self.stages) - 1
         for k, (stage, out) in enumerate(zip(self.stages, self.output_sizes(), strict=True)):
             if stage.op == "all_to_all":
-                wire = self.dtypes.wire_along(stage.axis)
+                wire = self.dtypes.wire_format_along(stage.axis)
                 nbytes = stage.n * wire.size(out) * wire.dtype.itemsize
                 found[0 if k == 0 else 1] += nbytes
                 found[2 if k == last else 1] += nbytes
@@ -113,8 +115,8 @@ class AxisChain:
         if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
             return None
         _, axis, n = self.stages[stage]
-        facts = partial(self.unit.facts, self.group, axis)
-        return encoded_parts(x, n, self.dtypes.wire_along(axis), residuals.get(axis, Carried()), facts)
+        facts = partial(self.unit.error_facts, self.group, axis)
+        return encoded_parts(x, n, self.dtypes.wire_format_along(axis), residuals.get(axis, Carried()), facts)
 
 
 def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
@@ -175,11 +177,13 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
-            facts = [partial(leg.chain.unit.facts, leg.chain.group, axis) for leg in legs]
+            facts = [partial(leg.chain.unit.error_facts, leg.chain.group, axis) for leg in legs]
             pairs = zip(legs, xs, strict=True)
             stored = [leg.chain.encode(x, leg.residuals, k) if k or leg.encoded is None else leg.encoded for leg, x in pairs]
             sent = [each for each in stored if each is not None]
-            last = transport.reduce_scatter_encoded(summands, sent, axis, n, chain.dtypes.wire_along(axis), facts, label=label)
+            last = transport.reduce_scatter_encoded(
+                summands, sent, axis, n, chain.dtypes.wire_format_along(axis), facts, label=label
+            )
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:

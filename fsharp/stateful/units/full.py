@@ -46,7 +46,7 @@ class LeafTable:
         if self._is_untied:
             return self.unit.spec.unflatten(own)
         by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in leaves.items()}
-        return self.unit.subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
+        return self.unit.build_subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
 
     def leaves(self, own: list[torch.Tensor], leaves: Mapping[str, "Stored"]) -> list[torch.Tensor]:
         """Return the leaves of :meth:`tree`."""
@@ -67,7 +67,7 @@ class LeafTable:
         gaps = []
         for group, flat in flats.items():
             end = 0
-            for leaf in self.unit.leaves_of(group):
+            for leaf in self.unit.leaves_of_group(group):
                 if leaf.offset > end:
                     gaps.append(flat[end : leaf.offset])
                 end = max(end, leaf.offset + leaf.numel)
@@ -108,11 +108,11 @@ class FullUnit:
         self.index, self.flats, self.stored = leaf_table(unit), tuple(flats), stored or flats
         classed: dict[int, tuple[LeafClass, LeafPart]] = {}
         for g, cls in unit.leaf_classes.items():
-            form, size = unit.groups[g].dtypes.stored, unit.groups[g].size
+            form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
             if len(flats[g]):
                 planes = carve(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
             else:
-                planes = [unit.travelling(g, stored[g]).view(form.planes[0].dtype)]
+                planes = [unit.sent_part(g, stored[g]).view(form.planes[0].dtype)]
             for path, part in unit.whole_leaves(g, planes, unit.scales(g, stored[g])).items():
                 classed[self.index.position[path]] = cls, part
         self.has_classes = bool(classed)
@@ -128,11 +128,11 @@ class FullUnit:
         unit = self.index.unit
         for g, flat, data in zip(unit.all_groups, self.flats, self.stored, strict=True):
             if g not in unit.leaf_classes and data is not flat:
-                flat.copy_(unit.decoded(g, data, unit.scales(g, data), unit.strategy.full, rank, flat.dtype))
+                flat.copy_(unit.decode_stored(g, data, unit.scales(g, data), unit.strategy.full, rank, flat.dtype))
             elif g in unit.leaf_classes and len(flat):
                 num_parts, start = unit.groups[g].num_parts, 0
-                rows = unit.travelling(g, data).view(num_parts, -1)
-                for column in unit.groups[g].dtypes.stored.columns(rows, unit.groups[g].capacity):
+                rows = unit.sent_part(g, data).view(num_parts, -1)
+                for column in unit.groups[g].dtypes.stored_format.columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
         self.attach()
@@ -255,7 +255,7 @@ def encoded_nbytes(unit: UnitLayout, group: int) -> int:
 
     Return 0 if the only plane is used where it was gathered.
     """
-    form, size, capacity = (of := unit.groups[group]).dtypes.stored, of.size, of.capacity
+    form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]
     return 0 if is_in_place else sum(map(aligned, nbytes))

@@ -139,7 +139,7 @@ class GradientBuffer:
         self._ignored.clear()
         if paths:
             leaves = enumerate(self.route.leaves)
-            self._ignored |= {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
+            self._ignored |= {i for i, leaf in leaves if self.route.unit.path_in_tree(leaf) in paths}
 
     def feed_back(self, residuals: Mapping[int, ByAxis]) -> None:
         """Pass residuals to reductions, by group and axis: they are added to gradients, and overwritten."""
@@ -165,7 +165,7 @@ class GradientBuffer:
         if block is None:
             self._enter_phase(GradientPhase.RESTING)
             first = not self.num_added
-            leaves, gaps = self.rest.leaves(self.route.index, self.route.unit.trainable)
+            leaves, gaps = self.rest.leaves(self.route.index, self.route.unit.trainable_groups)
             self.num_added += 1
         else:
             self._enter_phase(GradientPhase.COLLECTING)

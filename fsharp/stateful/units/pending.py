@@ -32,7 +32,7 @@ class FutureBuffers(LazyBuffers):
             self._joined.add(stream)
         return self.raw
 
-    def aliased(self, buffers: Sequence[Any]) -> "FutureBuffers":
+    def with_aliases(self, buffers: Sequence[Any]) -> "FutureBuffers":
         """Return future buffers of new tensors with the same memory."""
         return FutureBuffers(buffers, self.wait, self._gathered_on)
 

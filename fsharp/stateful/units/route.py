@@ -49,8 +49,8 @@ class GradientRoute:
         self.index = leaf_table(unit)
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
         each, once = _stages(unit, trivial=trivial)
-        self.chains = [AxisChain(transport, unit, g, unit.groups[g].size, each) for g in unit.trainable]
-        at_rest = {g: unit.local_size(g, unit.strategy.grads) for g in unit.trainable}
+        self.chains = [AxisChain(transport, unit, g, unit.groups[g].size, each) for g in unit.trainable_groups]
+        at_rest = {g: unit.local_size(g, unit.strategy.grads) for g in unit.trainable_groups}
         self.finishes = [AxisChain(transport, unit, g, size, once, has_target=True) for g, size in at_rest.items()]
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
         self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
@@ -58,7 +58,7 @@ class GradientRoute:
     def buffer_sizes(self, place: Place) -> Pieces:
         """Return number of elements and dtype of each group's buffer in a place."""
         unit = self.unit
-        return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable]
+        return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
     def resting(self, window: torch.Tensor | None = None) -> RestingGradient:
         """Return the buffers of the gradient at rest: in these bytes of the arena, or in memory of its own."""
@@ -98,7 +98,7 @@ class GradientRoute:
             collected.append(row.pop(0))
             sent.append(row.pop(0) if self.is_reduced and chain.casts_first and several_uses else collected[-1])
             received.append(row.pop() if self.is_reduced and chain.casts_last else None)
-        leaves, gaps = self.index.trained_leaves(dict(zip(self.unit.trainable, collected, strict=True)))
+        leaves, gaps = self.index.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
         return OutgoingBlock(leaves, gaps, collected, sent, rows, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:

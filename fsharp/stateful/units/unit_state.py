@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import label_of
+from fsharp.functional.comm.tree_names import label_prefix
 from fsharp.functional.layout.placement import Shard
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.traffic import calls_gathering
+from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
@@ -62,9 +62,13 @@ class UnitState:
         gradients of microbatches are added.
         """
         layout, params, dtypes = self.layout, self.layout.strategy.params, {group.dtypes for group in self.layout.groups}
-        gathers = [calls_gathering(layout, layout.travelling_nbytes(g, params), self.axes) for g in layout.all_groups]
-        updates = [calls_gathering(layout, layout.update_nbytes(g), self.update_axes) for g in layout.trainable * updated]
-        differences = [layout.update_nbytes(g) for g in layout.trainable * updated if layout.update_format(g) is not None]
+        gathers = [calls_to_gather_buffer(layout, layout.gather_nbytes(g, params), self.axes) for g in layout.all_groups]
+        updates = [
+            calls_to_gather_buffer(layout, layout.update_nbytes(g), self.update_axes) for g in layout.trainable_groups * updated
+        ]
+        differences = [
+            layout.update_nbytes(g) for g in layout.trainable_groups * updated if layout.update_format(g) is not None
+        ]
         facts = UnitFacts(
             self.key,
             gathered=full_nbytes(layout) if self.axes else 0,
@@ -103,7 +107,7 @@ class UnitState:
     def label(self, comm: Comm) -> str:
         """Return the name of the tree of the unit's parameters, with which labels of their gathers begin."""
         if self.tree_label is None:
-            self.tree_label = "" if self.node is None else label_of(self.node, comm)
+            self.tree_label = "" if self.node is None else label_prefix(self.node, comm)
         return self.tree_label
 
     @torch.inference_mode(False)  # kept leaves will be trained, too
@@ -119,7 +123,7 @@ class UnitState:
             full.decode(0)
             return full
         if self.layout.has_formats:
-            return FullUnit(self.layout, [b.detach() for b in self.node.values()])
+            return FullUnit(self.layout, [b.detach() for b in self.node.decoded_buffers()])
         key = tuple(b.data_ptr() for b in buffers)
         if self._at_rest is None or self._at_rest[0] != key:
             self._at_rest = (key, FullUnit(self.layout, [b.detach() for b in buffers]))
@@ -139,7 +143,7 @@ class UnitState:
 
     def train(self, transport: Transport, place: RestingGradient | None) -> None:
         """Begin a new gradient, if the unit is trained."""
-        if not self.layout.trainable:
+        if not self.layout.trainable_groups:
             return
         if self.gradient is None:
             device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")

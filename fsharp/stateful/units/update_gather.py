@@ -8,7 +8,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.stored import with_difference
+from fsharp.functional.stored import add_encoded_difference
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import Move
 from fsharp.stateful.units.full import nested_parts
@@ -58,9 +58,9 @@ class UpdateGather:
             buffers.append(buffer)
             if old.unit.scales_size(group):
                 old.unit.scales(group, buffer).copy_(old.unit.scales(group, part))
-            room = old.unit.travelling(group, buffer.detach())
+            room = old.unit.sent_part(group, buffer.detach())
             if room.numel():
-                self.moves.append((old.unit.travelling(group, part), nested_parts(room, old.unit, self.axes, rank)))
+                self.moves.append((old.unit.sent_part(group, part), nested_parts(room, old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def _send_difference(self, group: int, params: torch.Tensor, part: torch.Tensor, old: Sharded, rank: int) -> None:
@@ -82,5 +82,5 @@ class UpdateGather:
         while self.differences:
             group, params, encoded = self.differences[-1]
             with torch.no_grad(), _unsafe_preserve_version_counter(params):  # as what arrives by a gather
-                params.copy_(with_difference(self.unit.layout, group, params, encoded))
+                params.copy_(add_encoded_difference(self.unit.layout, group, params, encoded))
             self.differences.pop()  # marked as added afterwards, so that after an error the next read raises the error again

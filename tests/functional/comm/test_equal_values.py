@@ -7,7 +7,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import AgreementError, MeshError, OptionError, TreeError
 from fsharp.functional.comm import equal_values as module_values
-from fsharp.functional.comm.equal_values import check_same, digest, taken_from_rank
+from fsharp.functional.comm.equal_values import broadcast_from_rank, check_same_on_ranks, tensor_digest
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, Net, train, values
@@ -38,22 +38,24 @@ def test_a_digest_sees_every_bit(dtype, monkeypatch):
     monkeypatch.setattr(module_values, "_NBYTES", 64)  # several pieces
     monkeypatch.setattr(module_values, "_ROW", 8)  # of several rows
     for x in samples(dtype):
-        assert digest(x) == digest(x.clone()) == digest(torch.stack([x, x], -1)[..., 0])
-        assert digest(torch.cat([x[:0], x])[0:]) == digest(x)
+        assert tensor_digest(x) == tensor_digest(x.clone()) == tensor_digest(torch.stack([x, x], -1)[..., 0])
+        assert tensor_digest(torch.cat([x[:0], x])[0:]) == tensor_digest(x)
         for i in {0, len(x) // 2, len(x) - 1} if len(x) else ():
             other = x.clone()
             last = bits(other)
             other.view(torch.uint8).view(-1)[i * dtype.itemsize] = last[i * dtype.itemsize] ^ 1
-            assert digest(other) != digest(x)
+            assert tensor_digest(other) != tensor_digest(x)
         if len(x) > 36:
-            assert digest(x.flip(0) if dtype is not torch.float8_e4m3fn else x.view(torch.uint8).flip(0)) != digest(x)
-            assert digest(x[1:]) != digest(x[:-1])  # not aligned
+            assert tensor_digest(
+                x.flip(0) if dtype is not torch.float8_e4m3fn else x.view(torch.uint8).flip(0)
+            ) != tensor_digest(x)
+            assert tensor_digest(x[1:]) != tensor_digest(x[:-1])  # not aligned
 
 
 def test_a_digest_sees_constants_and_signs():
     all_of = [torch.zeros(4), torch.ones(4), torch.full((4,), 2.0), -torch.ones(4), torch.zeros(4) * -1]
     some = [torch.ones(8).index_fill(0, torch.tensor(each), -1.0) for each in ([0], [1], [0, 1], [0, 7], [2, 3], [0, 1, 2, 3])]
-    assert len({digest(x) for x in (*all_of, *some)}) == len(all_of) + len(some)
+    assert len({tensor_digest(x) for x in (*all_of, *some)}) == len(all_of) + len(some)
 
 
 @pytest.mark.parametrize("source", [0, 1, 3])
@@ -63,7 +65,9 @@ def test_taken_to_the_bit(dtype, source, monkeypatch):
 
     def rank_fn(comm):
         mine = list(samples(dtype))
-        return [taken_from_rank(x if comm.rank == source else torch.empty_like(x, device="meta"), source, comm) for x in mine]
+        return [
+            broadcast_from_rank(x if comm.rank == source else torch.empty_like(x, device="meta"), source, comm) for x in mine
+        ]
 
     for found in simulate(HYBRID, rank_fn):
         for mine, expected in zip(found, samples(dtype)):
@@ -182,17 +186,23 @@ def test_values_that_may_differ_along_an_axis():
             "expert": torch.full((3,), float(inner)),
             "both": torch.full((3,), float(comm.rank)),
         }
-        check_same("f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")})
+        check_same_on_ranks(
+            "f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")}
+        )
         with pytest.raises(
             AgreementError,
             match=r"f\(\): 1 of 3 .*\n  expert  rank 1: other values than rank 0; rank 3: other values than rank 2\n",
         ):
-            check_same("f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("outer",), "both": ("inner", "outer")})
+            check_same_on_ranks(
+                "f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("outer",), "both": ("inner", "outer")}
+            )
         tensors["expert"] = tensors["expert"] + outer
         with pytest.raises(
             AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
         ):
-            check_same("f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")})
+            check_same_on_ranks(
+                "f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")}
+            )
 
     simulate(HYBRID, rank_fn)
 

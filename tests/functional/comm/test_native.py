@@ -57,7 +57,7 @@ def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
     heard = Heard()
     ranks[1].watch.aborts.append(weakref.WeakMethod(heard.abort))
     ranks[1].watch.start_failure_monitor(0.001)
-    ranks[0].watch.fail(ValueError("a batch of 0 tokens"), "train_step #3")
+    ranks[0].watch.report_failure(ValueError("a batch of 0 tokens"), "train_step #3")
     assert aborted.wait(30), "nobody has told rank 1"
     assert notes == [["start", "dp", "end"]] * 2
     for comm in ranks:
@@ -92,7 +92,7 @@ def test_after_an_abort_a_comm_makes_new_communicators(monkeypatch):
     comm.abort()
     comm.abort()
     assert notes == ["start", "dp", "end"]
-    assert [comm.group("dp"), comm._everyone(), comm.group("dp")] == ["new dp"] * 3
+    assert [comm.group("dp"), comm._group_of_all_ranks(), comm.group("dp")] == ["new dp"] * 3
     assert made == ["dp"]
 
 

@@ -10,7 +10,7 @@ import torch
 import fsharp as fs
 from fsharp.checkpoint import load, save
 from fsharp.errors import CommError
-from fsharp.functional.comm.agree import exchange
+from fsharp.functional.comm.agree import all_gather_texts
 from fsharp.testing import simulate
 
 SHAPES = {"a": torch.empty(6, 2), "b": torch.empty(5)}
@@ -104,7 +104,7 @@ def two_loads_in_opposite_order(comm, run):
 
 
 def shared_folder(comm):
-    return exchange(tempfile.mkdtemp() if comm.rank == 0 else "", comm)[0]
+    return all_gather_texts(tempfile.mkdtemp() if comm.rank == 0 else "", comm)[0]
 
 
 def at_once(comm):

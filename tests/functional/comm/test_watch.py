@@ -11,7 +11,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError
 from fsharp.functional.comm import job_store
-from fsharp.functional.comm.protocol import Labelled
+from fsharp.functional.comm.protocol import LabelledComm
 from fsharp.functional.comm.watch import RankStatuses, Watch
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
@@ -126,31 +126,31 @@ def two_ranks():
 
 def test_labels_make_tags():
     a, b = two_ranks()
-    assert a.begin("gather a").tag == b.begin("gather a").tag
-    assert a.begin("gather b").tag != b.begin("gather c").tag
-    first = a.begin("again").tag
-    assert a.begin("again").tag != first
+    assert a.begin_call("gather a").tag == b.begin_call("gather a").tag
+    assert a.begin_call("gather b").tag != b.begin_call("gather c").tag
+    first = a.begin_call("again").tag
+    assert a.begin_call("again").tag != first
 
 
 def test_the_first_difference_is_shown_with_both_orders():
     a, b = two_ranks()
-    calls = [(a.begin(x), b.begin(y)) for x, y in (("p", "p"), ("q", "r"), ("s", "s"))]
-    calls[1][0].check()
+    calls = [(a.begin_call(x), b.begin_call(y)) for x, y in (("p", "p"), ("q", "r"), ("s", "s"))]
+    calls[1][0].check_can_end()
     with pytest.raises(AgreementError, match=r"the first difference is number 1(.|\n)*rank 0 .*q(.|\n)*rank 1 .*r"):
-        calls[1][1].check()
+        calls[1][1].check_can_end()
     with pytest.raises(AgreementError, match="number 1"):
-        calls[1][0].check()
+        calls[1][0].check_can_end()
     with pytest.raises(AgreementError, match="number 1"):
-        a.begin("anything")
+        a.begin_call("anything")
 
 
 def test_where_ranks_are_and_what_to_do_come_before_labels_around():
     a, b = two_ranks()
     for i in range(9):
-        call, other = a.begin(f"both {i}" if i != 4 else "mine"), b.begin(f"both {i}" if i != 4 else "theirs")
-    call.check()
+        call, other = a.begin_call(f"both {i}" if i != 4 else "mine"), b.begin_call(f"both {i}" if i != 4 else "theirs")
+    call.check_can_end()
     with pytest.raises(AgreementError) as raised:
-        other.check()
+        other.check_can_end()
     head, *rows, remedy, around = str(raised.value).partition("\n  rank 0, ")[0].splitlines()
     assert head == "fsharp: ranks take part in different collectives; the first difference is number 4."
     assert rows == ["  rank 0  mine", "  rank 1  theirs"]
@@ -165,11 +165,11 @@ def test_ranks_that_wait_for_each_other_in_two_comms_are_told_apart():
     table = Table()
     ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
     watches = [[Watch(name, each, table, limit_s=60) for name in ("one", "two")] for each in ranks]
-    first, second = watches[0][0].begin("in one"), watches[1][1].begin("in two")
+    first, second = watches[0][0].begin_call("in one"), watches[1][1].begin_call("in two")
     for call in (first, second, first):
-        call.check()
+        call.check_can_end()
     with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  in one\n  rank 1  in two\nEvery rank has to"):
-        second.check()
+        second.check_can_end()
 
 
 @pytest.mark.parametrize(("label", "found"), [("", "the end of step 3"), ("of 2", "the end of step 3: of 2")])
@@ -181,96 +181,96 @@ def test_a_label_of_a_wrapper_has_a_separator_only_if_something_follows(label, f
             seen.append(label)
             return super().all_gather(x, axis, label=label)
 
-    Labelled(Seen(fs.Mesh({"dp": 1})), "the end of step 3: ").all_gather(torch.ones(1), "dp", label=label)
+    LabelledComm(Seen(fs.Mesh({"dp": 1})), "the end of step 3: ").all_gather(torch.ones(1), "dp", label=label)
     assert seen == [found]
 
 
 def test_a_rank_that_is_behind_is_waited_for():
     a, b = two_ranks()
-    one, two = a.begin("p"), a.begin("q")
-    b.begin("p").check()
-    one.check()
-    two.check()
+    one, two = a.begin_call("p"), a.begin_call("q")
+    b.begin_call("p").check_can_end()
+    one.check_can_end()
+    two.check_can_end()
 
 
 def test_an_error_that_all_have_heard_of_is_said_once():
     a, b = two_ranks()
-    a.fail(ValueError("bad batch"), "step #3")
-    call = b.begin("gather")
+    a.report_failure(ValueError("bad batch"), "step #3")
+    call = b.begin_call("gather")
     with pytest.raises(AgreementError, match=r"rank 0 of 2 failed in step #3(.|\n)*ValueError: bad batch"):
-        call.check()
+        call.check_can_end()
     error = b.error
-    b.fail(error, "step #3")
+    b.report_failure(error, "step #3")
     assert "bad batch" in a.board.read("failed")
 
 
 def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     table = Table()
     a, b, c = (Watch("one", RankStatuses(rank, 3, table), table, limit_s=60) for rank in range(3))
-    c.begin("p")
-    waits = b.begin("p")
-    waits.check()
-    ahead = a.begin("p"), a.begin("q")
+    c.begin_call("p")
+    waits = b.begin_call("p")
+    waits.check_can_end()
+    ahead = a.begin_call("p"), a.begin_call("q")
     assert a.exchange_status(ahead[1]) == "ranks [2] have not come to it, while rank 1 waits in 'p'"
-    waits.check()
+    waits.check_can_end()
     assert a.exchange_status(ahead[0]) == "ranks [2] have not come to it"
 
 
 def test_a_rank_that_has_left_is_not_waited_for():
     a, b = two_ranks()
-    first = b.begin("step #3")
-    a.begin("step #3")
-    a.ranks.leave(None)
-    first.check()  # it took part in this one
+    first = b.begin_call("step #3")
+    a.begin_call("step #3")
+    a.ranks.write_last_note(None)
+    first.check_can_end()  # it took part in this one
     text = r"rank 0 has left the job(.|\n)*rank 0 .*its last collective was 'step #3'(.|\n)*waits for it in 'step #4'"
     with pytest.raises(CommError, match=text):
-        b.begin("step #4").check()
+        b.begin_call("step #4").check_can_end()
 
 
 def test_a_rank_that_has_left_had_come_to_what_it_has_forgotten_since():
     table = Table()
     ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
     a, b = (Watch("of a model", each, table, limit_s=60) for each in ranks)
-    call = b.begin("gather of a model")
-    a.begin("gather of a model")
+    call = b.begin_call("gather of a model")
+    a.begin_call("gather of a model")
     del a  # with the model
     other = Watch("of another one", ranks[0], table, limit_s=60)
-    waits = other.begin("gather of another one")
+    waits = other.begin_call("gather of another one")
     for _ in range(3):  # rank 0 waits for this one, which waits for nobody who has not come
-        waits.check()
-        call.check()
-    ranks[0].leave(None)
-    call.check()
+        waits.check_can_end()
+        call.check_can_end()
+    ranks[0].write_last_note(None)
+    call.check_can_end()
 
 
 def test_a_rank_that_has_left_because_of_an_error_says_which():
     a, b = two_ranks()
-    a.ranks.leave(ValueError("bad batch"))
-    call = b.begin("step #0")
+    a.ranks.write_last_note(ValueError("bad batch"))
+    call = b.begin_call("step #0")
     text = r"rank 0 +after no collective yet, .*below\.\n  another rank .*step #0'\nEvery rank .*\n(.|\n)*ValueError: bad batch"
     with pytest.raises(CommError, match=text):
-        call.check()
+        call.check_can_end()
 
 
 def test_a_rank_whose_messages_stop_in_a_collective_it_has_come_to_has_left():
     a, b = two_ranks()
-    a.begin("gather")
-    call = b.begin("gather")
+    a.begin_call("gather")
+    call = b.begin_call("gather")
     call.peer = 0
-    a.ranks.leave(None)
-    call.check()
+    a.ranks.write_last_note(None)
+    call.check_can_end()
     assert "rank 0 has left the job" in str(call.connection_error(RuntimeError("closed")))
 
 
 def test_a_store_that_does_not_answer_is_said_so_and_waited_for_once(monkeypatch):
-    store, answer = job_store._Store(), threading.Event()
-    assert store.ask(lambda: 3, 0) == (3, "")
+    store, answer = job_store._StoreThread(), threading.Event()
+    assert store.query(lambda: 3, 0) == (3, "")
     monkeypatch.setattr(job_store, "_ANSWERS_WITHIN_S", 0.1)
-    assert store.ask(answer.wait, False) == (False, "does not answer")
+    assert store.query(answer.wait, False) == (False, "does not answer")
     monkeypatch.setattr(job_store, "_ANSWERS_WITHIN_S", 3600.0)  # whoever waits again takes longer than a test may
-    assert [store.ask(lambda: 3, 0) for _ in range(50)] == [(0, "does not answer")] * 50
+    assert [store.query(lambda: 3, 0) for _ in range(50)] == [(0, "does not answer")] * 50
     answer.set()
-    while store.ask(lambda: 3, 0) != (3, ""):
+    while store.query(lambda: 3, 0) != (3, ""):
         time.sleep(0.01)
 
 

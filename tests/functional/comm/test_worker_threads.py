@@ -24,8 +24,8 @@ def test_one_who_was_interrupted_while_it_waited_keeps_nobody_waiting():
     outcome = Outcome()
     assert not outcome.is_done()
     assert not outcome.is_done(0.01)
-    outcome.land()
+    outcome.wake_waiters()
     assert outcome._under_way.acquire(timeout=0)  # as Ctrl-C leaves it, between taking it and giving it back
     assert outcome.is_done()
     assert outcome.is_done(-1)
-    assert outcome.take() is None
+    assert outcome.take_result() is None

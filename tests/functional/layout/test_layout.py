@@ -31,7 +31,7 @@ def test_every_group_is_one_kind_and_every_leaf_has_its_place(case):
             assert group.num_parts == math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
             assert group.used <= group.size
         for leaf in unit.leaves:
-            tensor = tensors[unit.full_path(leaf)]
+            tensor = tensors[unit.path_in_tree(leaf)]
             assert (leaf.shape, leaf.dtype) == (tuple(tensor.shape), tensor.dtype)
             assert (leaf.tied_to is None) is (leaf.group >= 0)
             if leaf.group >= 0:
@@ -76,7 +76,7 @@ def test_ties_within_a_unit_and_across_units():
     shared, other = torch.ones(4, 3), torch.ones(5)
     tree = {"embed": shared, "layers": [{"a": other, "b": other}], "head": {"w": shared, "v": torch.ones(2)}}
     layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"), units=["embed", "layers.*", "head"])
-    ties = {unit.full_path(leaf): leaf.tied_to for unit in layout.units for leaf in unit.leaves}
+    ties = {unit.path_in_tree(leaf): leaf.tied_to for unit in layout.units for leaf in unit.leaves}
     assert ties == {"embed": None, "head.v": None, "head.w": ("embed", ""), "layers.0.a": None, "layers.0.b": ("layers.0", "a")}
     assert layout.num_params == 12 + 5 + 2
     nodes = fs.layouts.units_of(fs.shard_for(tree, layout, 0, place="full"))
@@ -114,7 +114,7 @@ def test_groups_of_frozen_integer_and_labelled_leaves():
     assert [path for path, group in groups.items() if group.trainable] == ["b", "half", "w"]
     assert groups["w"].label == "matrix"
     assert len({id(group) for group in groups.values()}) == 5
-    assert layout[""].trainable == tuple(i for i, g in enumerate(layout[""].groups) if g.trainable)
+    assert layout[""].trainable_groups == tuple(i for i, g in enumerate(layout[""].groups) if g.trainable)
     predicate = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"), frozen=lambda path: path == "old", labels={"w": "matrix"})
     assert predicate == layout
 

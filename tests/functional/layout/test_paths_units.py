@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharp.errors import PatternError
-from fsharp.functional.layout.paths import ancestors, assign, chosen, flatten, innermost, is_literal, matches, prefixes, selects
+from fsharp.functional.layout.paths import (
+    flatten_with_paths,
+    innermost_prefix,
+    is_literal,
+    matches,
+    matches_or_contains,
+    prefixes_with_parents,
+    select_paths,
+    self_and_ancestors,
+    value_by_path,
+)
 from fsharp.functional.layout.units import cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
 
@@ -17,7 +27,7 @@ PATHS = ["embed.w", "layers.0.attn.q", "layers.0.mlp.w", "layers.1.attn.q", "lay
 
 
 def cut(tree, patterns):
-    return cut_at(tree, frozenset(unit_names(flatten(tree)[0], patterns).values()))
+    return cut_at(tree, frozenset(unit_names(flatten_with_paths(tree)[0], patterns).values()))
 
 
 @pytest.mark.parametrize(
@@ -77,21 +87,23 @@ def test_one_segment_matches_as_file_names_do(pattern, segment):
 @given(st.lists(st.text("ab1", min_size=1, max_size=3), max_size=4))
 def test_a_path_is_selected_by_itself_and_by_its_ancestors_alone(segments):
     path = ".".join(segments)
-    assert list(ancestors(path)) == [".".join(segments[:n]) for n in reversed(range(len(segments) + 1))]
-    for prefix in filter(None, ancestors(path)):
-        assert selects(prefix, path)
+    assert list(self_and_ancestors(path)) == [".".join(segments[:n]) for n in reversed(range(len(segments) + 1))]
+    for prefix in filter(None, self_and_ancestors(path)):
+        assert matches_or_contains(prefix, path)
         assert matches(prefix, path) is (prefix == path)
-    assert not selects(f"{path}.w" if path else "w", path)
+    assert not matches_or_contains(f"{path}.w" if path else "w", path)
 
 
 @given(st.lists(st.lists(st.text("ab", min_size=1, max_size=2), max_size=4).map(".".join), max_size=6), st.data())
 def test_each_prefix_of_paths_is_found_with_the_path_around_it(paths, data):
-    every = [each for path in paths for each in ancestors(path)]
-    assert list(prefixes(paths)) == list(dict.fromkeys(every))
-    assert all(list(ancestors(path))[1:2] == [around] for path, around in prefixes(paths).items() if path)
+    every = [each for path in paths for each in self_and_ancestors(path)]
+    assert list(prefixes_with_parents(paths)) == list(dict.fromkeys(every))
+    assert all(list(self_and_ancestors(path))[1:2] == [around] for path, around in prefixes_with_parents(paths).items() if path)
     among = set(data.draw(st.lists(st.sampled_from(every)))) if every else set()
     for path in every:
-        assert innermost(path, among) == max((each for each in ancestors(path) if each in among), key=len, default=None)
+        assert innermost_prefix(path, among) == max(
+            (each for each in self_and_ancestors(path) if each in among), key=len, default=None
+        )
 
 
 @given(segments, st.text("ab*?[]!-1", min_size=1, max_size=5))
@@ -104,13 +116,13 @@ def test_a_literal_pattern_matches_its_own_path_alone(pattern, path):
 
 def test_of_several_rules_the_last_that_selects_counts():
     rules = {"**": 0, "layers": 1, "**.q": 2, "layers.1": 3}
-    assert list(assign("here", rules, PATHS).values()) == [0, 2, 1, 3, 3, 1, 0]
-    assert assign("here", {"norm": 5}, PATHS, default=7)["embed.w"] == 7
-    assert assign("here", len, PATHS) == {path: len(path) for path in PATHS}
-    assert assign("here", 4, PATHS) == dict.fromkeys(PATHS, 4)
-    assert chosen("here", ["norm", "layers.*.attn"], PATHS) == {"norm", "layers.0.attn.q", "layers.1.attn.q"}
-    assert chosen("here", lambda path: path.endswith("w"), PATHS) == {p for p in PATHS if p.endswith("w")}
-    assert chosen("here", (), PATHS) == frozenset()
+    assert list(value_by_path("here", rules, PATHS).values()) == [0, 2, 1, 3, 3, 1, 0]
+    assert value_by_path("here", {"norm": 5}, PATHS, default=7)["embed.w"] == 7
+    assert value_by_path("here", len, PATHS) == {path: len(path) for path in PATHS}
+    assert value_by_path("here", 4, PATHS) == dict.fromkeys(PATHS, 4)
+    assert select_paths("here", ["norm", "layers.*.attn"], PATHS) == {"norm", "layers.0.attn.q", "layers.1.attn.q"}
+    assert select_paths("here", lambda path: path.endswith("w"), PATHS) == {p for p in PATHS if p.endswith("w")}
+    assert select_paths("here", (), PATHS) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -132,12 +144,12 @@ def test_what_no_pattern_matches_becomes_the_largest_units(patterns, expected):
 def test_units_partition_the_leaves(data):
     tree = data.draw(trees())
     patterns = data.draw(unit_patterns(tree))
-    paths, leaves, spec = flatten(tree)
+    paths, leaves, spec = flatten_with_paths(tree)
     names = unit_names(paths, patterns)
     parts = cut(tree, patterns)
     assert set(parts.names) == set(names.values())
     for path, name in names.items():
-        assert name in ancestors(path)
+        assert name in self_and_ancestors(path)
     again = [leaf for subtree in parts.subtrees for leaf in optree.tree_leaves(subtree)]
     assert [id(leaf) for leaf in again] == [id(leaf) for leaf in leaves], "in tree order, each once"
     rebuilt = optree.tree_unflatten(parts.spec, parts.subtrees)
@@ -174,10 +186,10 @@ def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        (lambda: chosen("f(x=)", "embd.w", PATHS), "f(x=): the pattern 'embd.w' matches nothing.\n  closest  embed.w"),
-        (lambda: chosen("f()", "w", []), "there are none"),
-        (lambda: assign("f()", {"**": 1, "nrm": 2}, PATHS), "the pattern 'nrm' matches nothing"),
-        (lambda: assign("f()", {"layers": 1}, PATHS), "no pattern selects 'embed.w'"),
+        (lambda: select_paths("f(x=)", "embd.w", PATHS), "f(x=): the pattern 'embd.w' matches nothing.\n  closest  embed.w"),
+        (lambda: select_paths("f()", "w", []), "there are none"),
+        (lambda: value_by_path("f()", {"**": 1, "nrm": 2}, PATHS), "the pattern 'nrm' matches nothing"),
+        (lambda: value_by_path("f()", {"layers": 1}, PATHS), "no pattern selects 'embed.w'"),
     ],
 )
 def test_patterns_of_rules_that_do_not_fit(run, text):

@@ -7,7 +7,7 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.plan import find_ties
 from fsharp.testing.generate import cases, precisions, trees
 
@@ -21,7 +21,9 @@ def bits(tensor):
 def assert_same_trees(actual, expected):
     """The same structure, paths, shapes, dtypes and bits."""
     assert optree.tree_structure(actual) == optree.tree_structure(expected)
-    for path, a, b in zip(flatten(expected)[0], optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True):
+    for path, a, b in zip(
+        flatten_with_paths(expected)[0], optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True
+    ):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), path
         assert torch.equal(bits(a), bits(b)), path
 
@@ -42,8 +44,8 @@ def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
     full = fs.unshard(shards)
     assert_same_trees(full, case.tree)
     leaves = optree.tree_leaves(full)
-    ties = find_ties(flatten(case.tree)[0], optree.tree_leaves(case.tree))
-    by_path = dict(zip(flatten(full)[0], leaves, strict=True))
+    ties = find_ties(flatten_with_paths(case.tree)[0], optree.tree_leaves(case.tree))
+    by_path = dict(zip(flatten_with_paths(full)[0], leaves, strict=True))
     assert all(by_path[path].data_ptr() == by_path[owner].data_ptr() for path, owner in ties.items()), "ties stay ties"
 
 
@@ -61,7 +63,7 @@ def test_dtypes_at_rest_are_those_of_the_precision(case, place):
 @given(cases(), st.sampled_from(PLACES))
 def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
     units = {unit.name: unit for unit in case.layout.units}
-    by_path = dict(zip(*flatten(case.tree)[:2], strict=True))
+    by_path = dict(zip(*flatten_with_paths(case.tree)[:2], strict=True))
     seen = {path: [] for path in by_path}
     for rank, tree in enumerate(all_ranks(case, place)):
         for node in fs.layouts.units_of(tree):
@@ -70,10 +72,10 @@ def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
             for i, group in enumerate(node.groups):
                 assert node.buffers[i].shape == (node.unit.local_size(group, node.place),)
                 spans = {span.leaf: (span.first, span.last) for span in node.unit.spans(group, node.place, rank)}
-                for leaf in node.unit.leaves_of(group):
-                    assert node.unit.run_of(leaf, node.place, rank) == spans.get(leaf, (0, 0))
+                for leaf in node.unit.leaves_of_group(group):
+                    assert node.unit.run_of_leaf(leaf, node.place, rank) == spans.get(leaf, (0, 0))
                 for span in node.unit.spans(group, node.place, rank):
-                    path = node.unit.full_path(span.leaf)
+                    path = node.unit.path_in_tree(span.leaf)
                     piece = node.local_leaves(rank)[path]
                     assert piece.data_ptr() == node.buffers[i][span.start :].data_ptr(), "a view"
                     assert torch.equal(piece, by_path[path].reshape(-1)[span.first : span.last])
@@ -83,7 +85,7 @@ def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
             assert node.nbytes == sum(b.nbytes for b in node.buffers)
     for unit in case.layout.units:
         for leaf in unit.leaves:
-            runs = sorted(set(seen[unit.full_path(leaf)]))
+            runs = sorted(set(seen[unit.path_in_tree(leaf)]))
             ends = [0, *(last for _, last in runs)]
             expected = 0 if leaf.tied_to else leaf.numel
             assert ends[-1] == expected
@@ -120,7 +122,7 @@ def test_merge_is_the_inverse_of_trainable(case):
     tree = fs.shard_for(case.tree, case.layout, 0)
     part = fs.trainable(tree)
     for node in fs.layouts.units_of(part):
-        assert node.groups == node.unit.trainable
+        assert node.groups == node.unit.trainable_groups
         assert all(node.unit.groups[g].trainable for g in node.groups)
     merged = fs.layouts.merge(tree, part)
     assert [id(x) for x in optree.tree_leaves(merged)] == [id(x) for x in optree.tree_leaves(tree)]
@@ -128,7 +130,7 @@ def test_merge_is_the_inverse_of_trainable(case):
     for new, old in zip(fs.layouts.units_of(doubled), fs.layouts.units_of(tree), strict=True):
         assert new.groups == old.groups
         for group, a, b in zip(new.groups, new.buffers, old.buffers, strict=True):
-            assert torch.equal(a, b * 2) if group in new.unit.trainable else a is b
+            assert torch.equal(a, b * 2) if group in new.unit.trainable_groups else a is b
 
 
 def test_repr_shows_places_and_no_values():

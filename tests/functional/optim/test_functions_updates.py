@@ -82,7 +82,7 @@ def test_a_dictionary_of_patterns_says_yes_and_no():
     def frozen(rule):
         layout = fs.plan(tree, ONE.mesh, fs.ddp("dp"), frozen=rule)
         unit = layout.units[0]
-        return {unit.full_path(leaf) for leaf in unit.leaves if not unit.groups[leaf.group].trainable}
+        return {unit.path_in_tree(leaf) for leaf in unit.leaves if not unit.groups[leaf.group].trainable}
 
     assert frozen({"**": True, "**.b": False}) == {"a.w", "c.w"}
     assert frozen({"a": False}) == set()

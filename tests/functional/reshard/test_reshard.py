@@ -59,9 +59,9 @@ def sent(counting):
 def planned_alike(tree, layout, mesh, strategy, units, precision):
     """Another layout whose leaves are trained and labelled as those of the first one."""
     stored = [
-        (unit.full_path(leaf), unit.groups[leaf.group]) for unit in layout.units for leaf in unit.leaves if leaf.group >= 0
+        (unit.path_in_tree(leaf), unit.groups[leaf.group]) for unit in layout.units for leaf in unit.leaves if leaf.group >= 0
     ]
-    tied = {unit.full_path(leaf): leaf.tied_to for unit in layout.units for leaf in unit.leaves if leaf.tied_to}
+    tied = {unit.path_in_tree(leaf): leaf.tied_to for unit in layout.units for leaf in unit.leaves if leaf.tied_to}
     groups = dict(stored)
     groups |= {path: groups[".".join(filter(None, owner))] for path, owner in tied.items()}
     frozen = [path or "**" for path, group in groups.items() if not group.trainable]
@@ -120,11 +120,11 @@ def values(trees):
     for rank, tree in enumerate(trees):
         for node in fs.layouts.units_of(tree):
             for group in node.groups:
-                for leaf in node.unit.leaves_of(group):
+                for leaf in node.unit.leaves_of_group(group):
                     dtype = node.buffers[node.groups.index(group)].dtype
-                    result.setdefault(node.unit.full_path(leaf), torch.zeros(leaf.numel, dtype=dtype))
+                    result.setdefault(node.unit.path_in_tree(leaf), torch.zeros(leaf.numel, dtype=dtype))
                 for span in node.unit.spans(group, node.place, rank):
-                    path = node.unit.full_path(span.leaf)
+                    path = node.unit.path_in_tree(span.leaf)
                     result[path][span.first : span.last] = node.local_leaves(rank)[path]
     return result
 

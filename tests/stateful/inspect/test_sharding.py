@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, MeshError
-from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.plan import find_ties
 from fsharp.testing.generate import cases
 
 
 def numbered(tree):
     """The tree with another number, from 1 on, in each element, ties kept; and the first number of each path."""
-    paths, leaves, spec = flatten(tree)
+    paths, leaves, spec = flatten_with_paths(tree)
     owners, made, firsts, count = find_ties(paths, leaves), {}, {}, 1
     for path, leaf in zip(paths, leaves):
         owner = owners.get(path, path)
@@ -50,7 +50,7 @@ def test_views_say_what_ranks_hold(case, place):
     layout, mesh = case.layout, case.layout.mesh
     tree, firsts = numbered(case.tree)
     view = fs.inspect.sharding(layout, place)
-    assert list(view.leaves) == [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves]
+    assert list(view.leaves) == [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves]
     on_rank = []
     for rank in range(mesh.size):
         buffers = [b for node in fs.layouts.units_of(fs.shard_for(tree, layout, rank, place=place)) for b in node.buffers]

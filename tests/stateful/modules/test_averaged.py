@@ -5,7 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import descend, values, wrap
@@ -59,7 +59,7 @@ def functional(comm, strategy, tx, finite, **options):
     for i, batch in enumerate(modules.batches(comm, 4)):
         state, _ = step(state, (*batch, 1.0 if finite else weight(i, comm)), comm)
     return {
-        name: dict(zip(*flatten(fs.full_tree(tree, comm=comm))[:2]))
+        name: dict(zip(*flatten_with_paths(fs.full_tree(tree, comm=comm))[:2]))
         for name, tree in {"params": state.params, "ema": found(state.opt)[0]}.items()
     }, found(state.opt)[1]
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import fsharp as fs
 from fsharp.errors import LayoutError, TreeError
-from fsharp.functional.layout.slicing import boxes
+from fsharp.functional.layout.slicing import boxes_covering_run
 from fsharp.testing import processes, simulate
 from tests.modules import batches, train, values, wrap
 from tests.scheduling import DP, assert_same
@@ -28,7 +28,7 @@ def test_boxes_tile_a_run(shape, data):
     first = data.draw(st.integers(0, size))
     last = data.draw(st.integers(first, size))
     numbers = torch.arange(size).view(shape)
-    found = list(boxes(shape, first, last))
+    found = list(boxes_covering_run(shape, first, last))
     inside = [numbers[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in found]
     assert torch.equal(torch.cat([torch.arange(0), *inside]), torch.arange(first, last))
     assert len(found) <= max(1, 2 * len(shape) - 1)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fsharp.errors import MeshError, TreeError
-from fsharp.functional.comm.agree import largest
+from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 
@@ -76,7 +76,7 @@ def local(x: Any) -> Any:
 
 def largest_flag(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
     """Return the largest ``flag`` of all ranks, also along the axes of DTensors."""
-    flag = largest(flag, comm)
+    flag = max_over_ranks(flag, comm)
     for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks go through them in one order
         flag = DTensor.from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return flag

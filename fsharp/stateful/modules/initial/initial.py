@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from fsharp.errors import MeshError, TreeError, problem
-from fsharp.functional.comm.agree import exchange, together
-from fsharp.functional.comm.equal_values import check_same, taken_from_rank
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
+from fsharp.functional.comm.equal_values import broadcast_from_rank, check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.formats.gather_hooks import plain_value
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import ancestors
+from fsharp.functional.layout.paths import self_and_ancestors
 from fsharp.functional.layout.sharded import resolve_place
-from fsharp.functional.layout.slicing import build, shard_for
+from fsharp.functional.layout.slicing import build_shard, shard_for
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.functional.materialize import seed_of
+from fsharp.functional.materialize import mesh_independent_seed
 from fsharp.stateful.modules.initial.dtensors import local
 
 SEED_ALIKE = (
@@ -60,26 +60,28 @@ def initial_values(
         **settings,
         **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": "\n".join(buffers)}),
     }
-    together(
+    check_on_all_ranks(
         "shard_module()", comm, lambda: _check_source(sync_from, comm, meta), lambda _: {**describe_units(layout.units), **how}
     )
     if sync_from is not None:
         return _synced_shards(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
-    own = {unit.full_path(leaf): _parameter(module, unit, leaf) for unit, leaf in leaves}
-    varying = {unit.full_path(leaf): unit.strategy.full.varying for unit, leaf in leaves}
+    own = {unit.path_in_tree(leaf): _parameter(module, unit, leaf) for unit, leaf in leaves}
+    varying = {unit.path_in_tree(leaf): unit.strategy.full.varying for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
-    check_same("shard_module()", present, comm, remedy=SEED_ALIKE, varying=varying)
+    check_same_on_ranks("shard_module()", present, comm, remedy=SEED_ALIKE, varying=varying)
     if not meta:
         return shard_for(tree, layout, comm.rank, place="optim")
     makers = Initializers(module, layout, comm, key, initialize)
 
     def make() -> Any:
-        nodes = [build(u, resolve_place(u, "optim"), comm.rank, partial(makers.value, u), main=True) for u in layout.units]
+        nodes = [
+            build_shard(u, resolve_place(u, "optim"), comm.rank, partial(makers.value, u), main=True) for u in layout.units
+        ]
         return nodes, makers.buffers()
 
-    nodes, made = together("shard_module()", comm, make)
-    unfilled = {path for text in exchange("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
+    nodes, made = check_on_all_ranks("shard_module()", comm, make)
+    unfilled = {path for text in all_gather_texts("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
     if unfilled:
         raise _unfilled_error(module, sorted(unfilled))
     for places, name, value in made:
@@ -109,12 +111,12 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
-        whole = {leaf: taken_from_rank(_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
-        nodes.append(build(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
+        whole = {leaf: broadcast_from_rank(_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
+        nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         around, mine = layout.unit_around(path), local(buffer.detach())
-        value = taken_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying)
+        value = broadcast_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying)
         parent, _, name = path.rpartition(".")
         if mine.is_meta or 0 in mine.stride():  # one that several modules share stays one; an expanded one cannot be written to
             module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)
@@ -124,7 +126,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
 
 
 def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
-    return local(plain_value(module.get_parameter(unit.full_path(leaf))))  # type: ignore[no-any-return]
+    return local(plain_value(module.get_parameter(unit.path_in_tree(leaf))))  # type: ignore[no-any-return]
 
 
 class Initializers:
@@ -146,7 +148,7 @@ class Initializers:
 
     def value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
         """Return one leaf in full, made by the module's initializer."""
-        path = unit.full_path(leaf)
+        path = unit.path_in_tree(leaf)
         given = self._module.get_parameter(path)
         if not given.is_meta:
             return local(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
@@ -168,7 +170,7 @@ class Initializers:
 
     def _initialized_with(self, path: str) -> str:
         """Return the path of the outermost module together with which the module at ``path`` is initialized."""
-        return next((above for above in reversed(list(ancestors(path))) if self._is_initialized_whole(above)), path)
+        return next((above for above in reversed(list(self_and_ancestors(path))) if self._is_initialized_whole(above)), path)
 
     def _is_initialized_whole(self, path: str) -> bool:
         """Return whether a module is initialized together with all of its submodules."""
@@ -193,7 +195,9 @@ class Initializers:
                 for name, each in reversed(members.items()):  # submodules come first
                     mine = [full for full, owner, *_, old in rows if owner == name and old.is_meta]
                     if mine:
-                        torch.manual_seed(seed_of(self._key, name, self._layout.unit_around(mine[0]), self._comm.rank))
+                        torch.manual_seed(
+                            mesh_independent_seed(self._key, name, self._layout.unit_around(mine[0]), self._comm.rank)
+                        )
                         if self._initialize is not None:
                             self._initialize(each)
                         elif fill := getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None):

@@ -58,7 +58,7 @@ def _averages(opt: Any) -> Buffers:
         for node in units_of(state.ema):
             for group, buffer in zip(node.groups, node.buffers, strict=True):
                 if (node.name, group) in found:
-                    path = node.unit.full_path(node.unit.leaves_of(group)[0])
+                    path = node.unit.path_in_tree(node.unit.leaves_of_group(group)[0])
                     raise TreeError(f"averaged(): the optimizer keeps several averages of {path!r}, and one is expected.")
                 found[node.name, group] = buffer
     return found

@@ -44,7 +44,7 @@ def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole:
     for node in units_of(tree):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
             spans = [
-                (labels.get(path := node.unit.full_path(s.leaf)), path, s) for s in node.unit.spans(group, node.place, rank)
+                (labels.get(path := node.unit.path_in_tree(s.leaf)), path, s) for s in node.unit.spans(group, node.place, rank)
             ]
             if is_whole:
                 for label, path, s in spans:

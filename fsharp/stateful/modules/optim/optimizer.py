@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.comm.agree import together
-from fsharp.functional.comm.equal_values import check_same
+from fsharp.functional.comm.agree import check_on_all_ranks
+from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_by_name, units_of
@@ -119,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
         fields |= _text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._scope, optimizer, check_steps)
-        self._scopes = together("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
+        self._scopes = check_on_all_ranks("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
         rows = zip(self.param_groups, self._cut_into_runs(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
         self.defaults = self.inner.defaults
@@ -394,9 +394,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
             return read_states(where, state_dict["state"], self._stateful(), fresh)
 
-        states, replicas = together(where, comm, check, lambda _: _text_by_group(state_dict["param_groups"]))
+        states, replicas = check_on_all_ranks(where, comm, check, lambda _: _text_by_group(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in replicas.items()} for i in (0, 1))
-        check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
+        check_same_on_ranks(where, values, comm, remedy=SAME_VALUES, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
         if self.inner is None:

@@ -10,12 +10,12 @@ import optree
 import torch
 
 from fsharp.errors import AgreementError, TreeError, problem
-from fsharp.functional.comm.agree import exchange, together
-from fsharp.functional.comm.equal_values import digest, taken_from_rank
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
+from fsharp.functional.comm.equal_values import broadcast_from_rank, tensor_digest
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
-from fsharp.functional.layout.sharded import check_kept, is_sharded, units_of
+from fsharp.functional.layout.sharded import check_not_donated, is_sharded, units_of
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.state_dict import own_part
 
@@ -63,7 +63,7 @@ def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTe
         known = list(dict.fromkeys(rows))  # a few, for many parameters
         return json.dumps([known, list(map(known.index, rows))])
 
-    texts = exchange(together(where, comm, described), comm)
+    texts = all_gather_texts(check_on_all_ranks(where, comm, described), comm)
     everyone = [[json.loads(known[i]) for i in which] for known, which in map(json.loads, texts)]
     found: States = {}
     for i, (path, like) in enumerate(parameters.items()):
@@ -110,7 +110,7 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
     device = comm.device if device == comm.device.type else torch.device(device)
     if single is not None:
         return torch.full(shape, single, dtype=dtype, device=device) if value is None else value
-    sent = taken_from_rank(
+    sent = broadcast_from_rank(
         torch.empty(shape, dtype=dtype, device="meta") if value is None else value, source, comm, varying=like.place.varying
     )
     return sent.to(device) if value is None else value
@@ -168,8 +168,8 @@ def read_states(
         state = given.get(path) or {}
         states[path] = _checked_state(where, path, state, fresh(path), like) if state else {}
         # One entry a parameter, whatever is kept of it: ranks with parameters of their own may differ in that.
-        parts = [digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
-        rest = [digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
+        parts = [tensor_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
+        rest = [tensor_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         kinds = repr([(key, _kind(where, path, key, value)) for key, value in state.items()]).encode()
         replicas[path] = _hashed(kinds, *rest), like.place.varying
         replicas[f"{path}, its part"] = _hashed(*parts), like.place.varying + like.place.sharded
@@ -214,7 +214,7 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
 
     A state that differs from ``own`` in structure, or was donated, is an error.
     """
-    check_kept(where, units_of(given))
+    check_not_donated(where, units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."
     paths, new, spec = optree.tree_flatten_with_path(given, is_leaf=is_sharded)
     old, own_spec = optree.tree_flatten(own, is_leaf=is_sharded)
@@ -226,7 +226,7 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
             got, expected = (each if is_sharded(each) else _about(each) for each in (x, y))
             facts = [("at", ".".join(map(str, path))), ("got", got), ("expected", expected)]
             raise TreeError(problem(where, "it is a state of another layout, shape or dtype.", facts, remedy))
-        if is_sharded(x) and x.rank is not None and not x.unit.is_same_part(x.place, x.rank, rank):
+        if is_sharded(x) and x.rank is not None and not x.unit.hold_same_part(x.place, x.rank, rank):
             what = f"it is the state of rank {x.rank} of {x.unit.mesh}, and this is rank {rank}, which has another part."
             raise TreeError(problem(where, what, [("unit", repr(x.name))], "Load what this rank has saved."))
     replicas: Replicas = {}

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.slicing import boxes
+from fsharp.functional.layout.slicing import boxes_covering_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parts.part_functions import (
@@ -50,7 +50,7 @@ class ShardedTensor(torch.Tensor):
 
     Attributes:
         path: name of the parameter in its module.
-        unit: layout of the unit that stores the tensor; ``unit.run_of(leaf, place, rank)`` is the range of elements on any
+        unit: layout of the unit that stores the tensor; ``unit.run_of_leaf(leaf, place, rank)`` is the range of elements on any
             rank.
         leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and ``run`` are those of the local tensor.
         place: where the tensor rests.
@@ -110,7 +110,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def run(self) -> tuple[int, int]:
         """Range ``(first, last)``: this rank holds ``whole.flatten()[first:last]``; ``(0, 0)`` if it holds no element."""
-        return self.unit.run_of(self.leaf, self.place, self.rank)
+        return self.unit.run_of_leaf(self.leaf, self.place, self.rank)
 
     @property
     def local(self) -> torch.Tensor:
@@ -150,7 +150,7 @@ class ShardedTensor(torch.Tensor):
             raise TreeError(
                 f"torch.distributed.checkpoint cannot describe {self.path!r}, which {what}. Save by fs.checkpoint.save()."
             )
-        found = boxes(shape, *self.run) if shape.numel() else [((0,) * len(shape), tuple(shape))]
+        found = boxes_covering_run(shape, *self.run) if shape.numel() else [((0,) * len(shape), tuple(shape))]
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in found]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from fsharp.errors import LayoutError, problem
-from fsharp.functional.layout.paths import assign, selects
+from fsharp.functional.layout.paths import matches_or_contains, value_by_path
 from fsharp.functional.layout.precision import Precision
 from fsharp.stateful.modules.values.outputs import mapped
 
@@ -26,11 +26,11 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
     A module has the precision of the last rule whose pattern selects its path. It is an error if no parameter in the module
     has this precision.
     """
-    of_leaf = assign("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
+    of_leaf = value_by_path("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
     casts = {}
     for path in ["", *chosen]:
         inside = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
-        mine = [Precision(), *(rule for pattern, rule in rules.items() if selects(pattern, path))][-1]
+        mine = [Precision(), *(rule for pattern, rule in rules.items() if matches_or_contains(pattern, path))][-1]
         if path and all(of_leaf[leaf] != mine for leaf in inside):
             what = f"the module {path!r} casts its inputs by one precision, and all of its parameters have others."
             facts = [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])]
