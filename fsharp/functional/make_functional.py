@@ -18,7 +18,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
     """Return a module as a pure function ``fn(params, *args, **kwargs)``, and its parameters as a tree ``params``.
 
     >>> fn, params = make_functional(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
-    >>> {path: list(p.shape) for path, p in zip(*flatten(params)[:2])}
+    >>> {path: list(p.shape) for path, p in zip(*flatten_with_paths(params)[:2])}
     {'0.bias': [3], '0.weight': [3, 2]}
     >>> fn(params, torch.ones(5, 2)).shape
     torch.Size([5, 3])

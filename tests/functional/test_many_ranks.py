@@ -21,7 +21,7 @@ class Alike(ProcessGroupComm):
 
     sent = 0
 
-    def _swap(self, send, receive, axis, text):
+    def _send_and_receive(self, send, receive, axis, text):
         mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
         for x in receive:
             x.copy_(send[mine])

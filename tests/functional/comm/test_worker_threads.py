@@ -10,7 +10,7 @@ import time
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 
 first, second = Worker("first"), Worker("second")
-first.start(), second.start()
+first.start_thread(), second.start_thread()
 first.submit(lambda: (time.sleep(0.3), second.submit(lambda: print("done", flush=True), Outcome())), Outcome())
 """
 
