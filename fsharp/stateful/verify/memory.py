@@ -192,6 +192,8 @@ class Limits(Check):
         if spec.fills == PARAMS:
             self._advance(op.at)
             self.group_of[op.unit] = _group(op)
+            if op.bucket in {each.bucket for each in self.order.ops[i + 1 : i + 2] if each.kind == op.kind} - {-1}:
+                return  # a bucket is counted when all of its units are there: any of them may be in use
             kept = {group for unit, group in self.group_of.items() if self.pinned[unit]}
             ahead = set(self.group_of.values()) - kept
             used = {group for unit, group in self.group_of.items() if self.in_use[unit]}

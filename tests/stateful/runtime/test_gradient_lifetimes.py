@@ -133,8 +133,7 @@ def outlive(comm, *, strategy="zero3", again):
         gc.enable()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])
-@pytest.mark.parametrize("again", [False, True])
+@every(2, strategy=["zero3", "ddp", "hsdp"], again=[False, True])
 def test_gradients_outlive_their_scheduler(strategy, again):
     """They do not keep the arena."""
     results = simulate(mesh_of(strategy), partial(outlive, strategy=strategy, again=again))

@@ -124,8 +124,7 @@ def test_a_backward_that_comes_when_gradients_are_where_its_parameters_were(unit
     run_both(partial(look_back, unit=unit), gather_at_start=False)  # what is carried is beside all gradients
 
 
-@pytest.mark.parametrize("unit", [0, 2, 5])
-@pytest.mark.parametrize("strategy", ["zero3", "zero3x2"])
+@every(2, strategy=["zero3", "zero3x2"], unit=[0, 2, 5])
 def test_with_gradients_in_memory_of_their_own_a_late_backward_is_right(unit, strategy):
     program = partial(look_back, unit=unit, strategy=strategy)
     run_both(program, mesh_of(strategy), keep_gradients=True, gather_at_start=False)
