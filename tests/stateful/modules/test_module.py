@@ -12,7 +12,7 @@ import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strategy, refused, train, values, wrap
+from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strategy, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 
@@ -33,37 +33,6 @@ def test_as_the_module_alone(strategy, kind):
         assert recordings == 1
         assert calls == 4
     close([sum(column) / mesh.size for column in zip(*(losses for losses, *_ in found))], losses)
-
-
-def functional(comm, strategy, steps, parts):
-    """The same training as a pure function, blocking; its parameters in full, by name."""
-    model, _ = wrap(comm, strategy)
-    call, params = model.functional()
-    tx = fs.optim.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"])
-    state = fs.init_state(tx, params, comm=comm)
-
-    def loss_fn(params, batch, comm):
-        return call(params, *batch, comm=comm)["loss"]
-
-    step = fs.train_step(loss_fn, tx, microbatches=parts)
-    for batch in modules.batches(comm, steps):
-        state, _ = step(state, batch, comm)
-    paths, leaves, _ = fs.functional.layout.paths.flatten(fs.full_tree(state.params, comm=comm))
-    return dict(zip(paths, leaves))
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@each_strategy
-def test_the_same_bits_as_the_functional_path(strategy, parts):
-    def rank_fn(comm):
-        expected = functional(comm, strategy, 3, parts)
-        model, _ = wrap(comm, strategy)
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"]))
-        train(model, optimizer, modules.batches(comm, 3), parts=parts)
-        return values(model), expected
-
-    for mine, expected in simulate(DP, rank_fn):
-        assert_same(mine, expected)
 
 
 # What torch's users write
@@ -188,14 +157,7 @@ def test_evaluation_and_hooks_and_methods(strategy):
     ids=["none", "classes", "nested", "predicate", "nested, apart"],
 )
 def test_any_units(units):
-    def rank_fn(comm):
-        model = fs.shard_module(modules.make(), mesh=comm, strategy=fs.zero3("dp"), units=units)
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
-        train(model, optimizer, modules.batches(comm, 3))
-        return values(model)
-
-    for mine in simulate(DP, rank_fn):
-        close(mine, alone("plain", 3)[1])
+    modules.assert_trains_as_alone("zero3", train, count=3, units=units)
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed", "twice"])
@@ -280,27 +242,6 @@ def test_unsharded(strategy):
     for before, after in simulate(DP, rank_fn):
         changed = {"head.weight": before["head.weight"] * 2, "layers.1.gain": torch.full((), 3.0)}
         assert_same(after, {**before, **changed})
-
-
-def test_an_error_in_a_forward_leaves_the_module_as_it_was():
-    def rank_fn(comm):
-        model, optimizer, x, y = refused(comm)
-        train(model, optimizer, [(x, y)] * 2)
-        with pytest.raises(IndexError):
-            model(x + modules.VOCAB, y)
-        assert all(isinstance(p, fs.modules.ShardedParameter) for p in model.parameters())
-        train(model, optimizer, [(x, y)] * 2)
-        return values(model)
-
-    expected = modules.make()
-    optimizer = torch.optim.AdamW(expected.parameters(), **ADAMW)
-    [(x, y)] = modules.batches(fs.SingleComm(), 1)
-    for _ in range(4):
-        optimizer.zero_grad()
-        expected(x, y)["loss"].backward()
-        optimizer.step()
-    [mine] = simulate(fs.Mesh({"dp": 1}), rank_fn)
-    close(mine, {name: p.detach() for name, p in expected.named_parameters()})
 
 
 def test_unsharded_parameters_are_replaced_and_loaded():

@@ -29,30 +29,31 @@ def pointers(tree):
     return {leaf.data_ptr() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()}
 
 
-@every(3, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True))
-def test_there_and_back_is_the_same_training(strategy, precision, scheduled):
-    """Two steps as a module, two as functions, two as a module: the bits of six steps."""
+@every(3, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True), parts=(1, 2))
+def test_there_and_back_is_the_same_training(strategy, precision, scheduled, parts):
+    """Two steps as a module, two as functions, two as a module: the bits of six steps, of some microbatches each."""
 
     def straight(comm):
         model, optimizer, _ = pair(comm, strategy, precision)
-        train(model, optimizer, modules.batches(comm, 6))
+        train(model, optimizer, modules.batches(comm, 6), parts=parts)
         return values(model)
 
     def crossing(comm):
         model, optimizer, tx = pair(comm, strategy, precision)
         data = modules.batches(comm, 6)
-        train(model, optimizer, data[:2])
+        train(model, optimizer, data[:2], parts=parts)
         fn, params = model.functional()
         state = model.train_state
         assert pointers(params) == pointers(state.params)
-        step = fs.train_step(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"], tx, donate=True)
+        loss = lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"]  # noqa: E731
+        step = fs.train_step(loss, tx, microbatches=parts, donate=True)
         run = fs.Scheduler(comm)(step) if scheduled else lambda state, batch: step(state, batch, comm)
         for batch in data[2:4]:
             state, _ = run(state, batch)
         model.train_state = state
         assert pointers(model.train_state) == pointers(state), "nothing is copied"
         assert state.step == 4
-        train(model, optimizer, data[4:])
+        train(model, optimizer, data[4:], parts=parts)
         assert model.train_state.step == 6
         return values(model)
 

@@ -1,14 +1,11 @@
 """Classes of torch.optim that look at more than an element at a time: right where leaves are whole, else refused."""
 
-import copy
-
-import optree
 import pytest
 import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import AgreementError, TreeError
+from fsharp.errors import TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, descend, train, values
@@ -263,41 +260,6 @@ def test_trying_draws_nothing():
     assert torch.equal(torch.rand(2), expected)
 
 
-@pytest.mark.parametrize("where", ["ddp", "zero3, whole"])
-def test_training_goes_on_with_the_state_of_whole_leaves(where):
-    """And has torch's names and shapes."""
-    mesh, strategy, extra = WHOLE[where]
-
-    def rank_fn(comm):
-        data = modules.batches(comm, 4)
-        straight = wrapped(comm, strategy, **extra)
-        train(straight, fs.ShardedOptimizer(straight.parameters(), torch.optim.Adafactor), data)
-        model = wrapped(comm, strategy, **extra)
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.Adafactor)
-        train(model, optimizer, data[:2])
-        saved, whole = optimizer.state_dict(), values(model)
-        again = wrapped(comm, strategy, **extra)
-        with again.unsharded(write=True), torch.no_grad():
-            for name, parameter in again.named_parameters():
-                parameter.copy_(whole[name])
-        optimizer = fs.ShardedOptimizer(again.parameters(), torch.optim.Adafactor)
-        optimizer.load_state_dict(saved)
-        train(again, optimizer, data[2:])
-        return values(straight), values(again), saved["state"]
-
-    alone_ = modules.make()
-    optimizer = torch.optim.Adafactor(alone_.parameters())
-    train(alone_, optimizer, modules.batches(None, 2))
-    shapes = {name: {key: value.shape for key, value in optimizer.state[p].items()} for name, p in alone_.named_parameters()}
-    held = set()
-    for expected, mine, saved in simulate(mesh, rank_fn):
-        assert_same(mine, expected)
-        for name, state in saved.items():
-            held.add(name)
-            assert {key: value.shape for key, value in state.items()} == shapes[name]
-    assert held == set(shapes)
-
-
 def test_leaves_without_a_gradient_are_left_alone():
     """In their shape as flat."""
 
@@ -314,35 +276,3 @@ def test_leaves_without_a_gradient_are_left_alone():
             descend(model(torch.linspace(0, 1, 12).view(3, 4), which), optimizer)
 
     modules.assert_trains_as_alone("ddp", steps, Two, optimizer=Lamb, settings={})
-
-
-# State dicts say where they are from
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, fs.optim.adamw(1e-3)], ids=["AdamW", "adamw"])
-def test_the_state_of_another_rank_is_refused(kind):
-    files = {}
-
-    def saved_on(comm):
-        model = wrapped(comm, fs.zero1("dp"))
-        optimizer = fs.ShardedOptimizer(model.parameters(), kind)
-        train(model, optimizer, modules.batches(comm, 1))
-        return optimizer, optimizer.state_dict()
-
-    def save(comm):
-        files[comm.rank] = copy.deepcopy(saved_on(comm)[1])
-
-    def load(comm):
-        optimizer, before = saved_on(comm)
-        match = r"(?s)(part of another rank or layout.*as rank {0} of|state of rank {0} of Mesh\(dp=2\), and this is rank {1})"
-        with pytest.raises(TreeError, match=match.format(1 - comm.rank, comm.rank)):
-            optimizer.load_state_dict(files[1 - comm.rank])
-        with pytest.raises((TreeError, AgreementError), match=match.format(1, 0)):
-            optimizer.load_state_dict(files[1])  # wrong on rank 0 alone
-        after = optimizer.state_dict()["state"]
-        for x, y in zip(optree.tree_leaves(after), optree.tree_leaves(before["state"]), strict=True):
-            assert_same(getattr(x, "local", x), getattr(y, "local", y))
-        optimizer.load_state_dict(files[comm.rank])
-
-    simulate(DP, save)
-    simulate(DP, load)

@@ -148,20 +148,6 @@ def test_changes_behind_its_back():
     simulate(DP, rank_fn)
 
 
-def test_calls_at_the_wrong_time():
-    def rank_fn(comm):
-        model, optimizer, x, y = refused(comm)
-        with pytest.raises(ScheduleError, match="there are no gradients"):
-            model.clip_grad_norm_(1.0)
-        loss = model(x, y)["loss"]
-        loss.backward()
-        with pytest.raises(ScheduleError, match="a step is under way"), model.unsharded():
-            pass
-        optimizer.step()
-
-    simulate(fs.Mesh({"dp": 1}), rank_fn)
-
-
 REFUSED_WHERE_WHOLE = {
     "an L2 term": (lambda m, o: sum(p.pow(2).sum() for p in m.parameters()), "is used by pow.. outside of the forward"),
     "a part of the model": (

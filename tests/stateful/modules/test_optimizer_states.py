@@ -1,7 +1,9 @@
 """State dicts of optimizers: of classes that look at shapes, of pairs, before a first step; and what is refused."""
 
 import copy
+from functools import partial
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -316,6 +318,29 @@ def test_states_of_other_pairs(name):
             optimizer.load_state_dict(other)
 
     simulate(DP, rank_fn)
+
+
+def test_the_state_of_a_pair_of_another_rank_is_refused():
+    found = {}
+
+    def rank_fn(comm, load=False):
+        model, _ = world(comm, "zero1")
+        optimizer = fs.ShardedOptimizer(model.parameters(), PAIR)
+        train(model, optimizer, modules.batches(comm, 1))
+        if not load:
+            found[comm.rank] = copy.deepcopy(optimizer.state_dict())
+            return
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        other = 1 - comm.rank
+        with pytest.raises(TreeError, match=rf"state of rank {other} of Mesh\(dp=2\), and this is rank {comm.rank}"):
+            optimizer.load_state_dict(found[other])
+        with pytest.raises((TreeError, AgreementError), match=r"state of rank 1 of Mesh\(dp=2\), and this is rank 0"):
+            optimizer.load_state_dict(found[1])  # wrong on rank 0 alone
+        assert_same(optree.tree_leaves(optimizer.state_dict()["state"]), optree.tree_leaves(before))
+        optimizer.load_state_dict(found[comm.rank])
+
+    simulate(DP, rank_fn)
+    simulate(DP, partial(rank_fn, load=True))
 
 
 def test_the_state_of_a_pair_is_copied():

@@ -110,26 +110,6 @@ def test_when_a_hook_is_called():
     assert simulate(DP, rank_fn) == [[total, total, 0, total, 0, total - 2, total - 3]] * 2
 
 
-def test_after_an_error_of_a_hook_all_is_as_it_was():
-    def fails(p):
-        raise ZeroDivisionError("bad luck")
-
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3")
-        data = modules.batches(comm, 2)
-        handle = model.head.weight.register_post_accumulate_grad_hook(fails)
-        with pytest.raises(ZeroDivisionError, match="bad luck"):
-            model(*data[0])["loss"].backward()
-        handle.remove()
-        modules.train(model, optimizer, data[1:])
-        other, optimizer = wrap(comm, "zero3")
-        modules.train(other, optimizer, data[1:])
-        return values(model), values(other)
-
-    for mine, expected in simulate(DP, rank_fn):
-        close(mine, expected)
-
-
 def one_optimizer_each(model):
     optimizers = {p.path: fs.ShardedOptimizer([p], torch.optim.SGD, lr=0.1) for p in model.parameters()}
     for p in model.parameters():

@@ -244,32 +244,6 @@ def test_a_teacher_follows(strategy, way):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@every(2, strategy=STRATEGIES, zero=("before", "after", "never"))
-def test_elementwise_optimizers_of_torch(strategy, zero):
-    """What they do to parts are elementwise functions; ``never``: a forward in a step whose parameters were written to."""
-
-    def run(model, data):
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **modules.ADAMW)
-        for x, y in data:
-            if zero == "before":
-                optimizer.zero_grad()
-            model(x, y)["loss"].backward()
-            optimizer.step()
-            if zero == "after":
-                optimizer.zero_grad()
-
-    def rank_fn(comm):
-        model, _ = wrap(comm, strategy)
-        run(model, batches(comm, 4))
-        return values(model)
-
-    plain = make()
-    run(plain, batches(None, 4))
-    for whole in simulate(DP, rank_fn):
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(whole[name], p.detach(), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_transformations_of_torch_func(strategy):
     """Refused by name where a step would have to be differentiated; the function of a module is what they take."""

@@ -7,7 +7,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, LossError, ScheduleError
 from fsharp.testing import simulate
 from tests import modules
-from tests.modules import ADAMW, close, values, wrap
+from tests.modules import ADAMW, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 SCALER = {"init_scale": 2.0**10, "growth_interval": 2}
@@ -56,28 +56,6 @@ def test_the_same_bits_as_without(strategy, parts, optimizer):
         assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
         assert_same(mine, expected)
         assert recordings == 1
-
-
-@pytest.mark.parametrize("scale", [2.0**10, 1000.0])
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_as_the_module_alone(strategy, scale):
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy)
-        train(model, optimizer, fs.GradScaler("cpu", init_scale=scale), modules.batches(comm, 4), clip=0.5)
-        return values(model)
-
-    model = modules.make()
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    for x, y in modules.batches(None, 4):
-        scaler.scale(model(x, y)["loss"]).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    for mine in simulate(DP, rank_fn):
-        close(mine, {name: p.detach() for name, p in model.named_parameters()})
 
 
 def infinite_on_one_rank(comm, strategy, zero="after"):

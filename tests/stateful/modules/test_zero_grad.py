@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
@@ -64,6 +65,29 @@ def between_backwards_of_other_units(model, optimizer, x, y):
     optimizer.zero_grad()
 
 
+def two_losses(model, optimizer, x, y):
+    first, second = model(x, y)["loss"], model(x, y.flip(0) * 0)["loss"]
+    first.backward()
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_graph_twice(model, optimizer, x, y):
+    out = model(x)
+    F.cross_entropy(out, y).backward(retain_graph=True)
+    out.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def of_inputs_first(model, optimizer, x, y):
+    hidden = torch.linspace(-1, 1, 2 * modules.DIM).view(2, modules.DIM).requires_grad_()
+    (slope,) = torch.autograd.grad(model.layers[0](hidden).sum(), hidden)
+    assert slope.abs().sum() > 0
+    after(model, optimizer, x, y)
+
+
 def after_a_gradient_by_autograd(model, optimizer, x, y):
     first, second = model(x, y)["loss"], model((x + 1) % modules.VOCAB, y)["loss"]
     torch.autograd.grad(first, list(model.parameters()))
@@ -105,8 +129,8 @@ def writes_between_two_backwards(model, optimizer, x, y):
 
 WAYS = [
     after, at_the_start, before_the_backward, by_hand, between_two_backwards, between_two_of_one_graph,
-    between_backwards_of_other_units, after_a_gradient_by_autograd, left_out, writes_around_a_backward,
-    writes_between_two_backwards,
+    between_backwards_of_other_units, two_losses, one_graph_twice, of_inputs_first, after_a_gradient_by_autograd, left_out,
+    writes_around_a_backward, writes_between_two_backwards,
 ]  # fmt: skip
 
 
@@ -209,12 +233,12 @@ def test_zero_grad_inside_of_a_backward_is_refused():
     simulate(DP, rank_fn)
 
 
-@every(2, zero_at=[(1,), (1, 3), (0, 2, 3, 4, 5)], strategy=["ddp", "zero3"])
-def test_torch_optimizers_of_parts_use_gradients_again(strategy, zero_at):
+@every(3, zero_at=[(), (1,), (1, 3), (0, 2, 3, 4, 5), range(7)], strategy=FLAT, foreach=[False, True])
+def test_torch_optimizers_of_parts_use_gradients_again(strategy, zero_at, foreach):
     """A step under way sees what an optimizer has written, with its schedule and without, in forwards and evaluations."""
 
     def steps(model, data):
-        optimizer, seen = torch.optim.AdamW(model.parameters(), **ADAMW), []
+        optimizer, seen = torch.optim.AdamW(model.parameters(), foreach=foreach, **ADAMW), []
         for i, (x, y) in enumerate(data):
             model(x, y)["loss"].backward()
             optimizer.step()
