@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -102,7 +103,14 @@ def make(kind="plain", seed=0) -> Net:
         return net
 
 
-def batches(comm: fs.Comm | None, count: int, size: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+class RankOf(NamedTuple):
+    """What :func:`batches` asks of a Comm."""
+
+    mesh: fs.Mesh
+    rank: int
+
+
+def batches(comm: fs.Comm | RankOf | None, count: int, size: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's inputs and targets, ``size`` of them a step; without a Comm those of all of two ranks."""
     g = torch.Generator().manual_seed(1)
     ranks, rank = (comm.mesh.size, comm.rank) if comm is not None else (2, None)

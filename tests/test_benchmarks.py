@@ -119,30 +119,38 @@ def silent(text):
     """Says nothing."""
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """What needs a process group of one process: the part ``host``, and the GPU's benchmark on the CPU."""
-    path = tmp_path_factory.mktemp("gpu") / "gpu-now.json"
+def in_a_group_of_one(program):
+    """What a function returns in a process that is a process group by itself."""
 
     def run(comm):
-        from torch.distributed.device_mesh import init_device_mesh
-
         warnings.simplefilter("ignore")
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        return program()
+
+    return ranks.processes(fs.Mesh({"dp": 1}), run, timeout=110)[0]
+
+
+@pytest.fixture(scope="module")
+def of_the_gpu(tmp_path_factory):
+    """What the GPU's benchmark finds on the CPU, and its file."""
+    path = tmp_path_factory.mktemp("gpu") / "gpu-now.json"
+
+    def program():
+        from torch.distributed.device_mesh import init_device_mesh
+
         gpu.MODELS = {"small": gpu.Model(LLAMA, False, 1)}
         torch.compile = lambda function, **_: function
         options = gpu.Options(models=("small",), rounds=2, steps=1, trace=True)
-        return host.measure(SMALL_OPTIONS, comm, silent), gpu.run(options, mesh, WHERE, path, silent, NoDevice())
+        return gpu.run(options, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), WHERE, path, silent, NoDevice())
 
-    [(host_part, found)] = ranks.processes(fs.Mesh({"dp": 1}), run, timeout=110)
-    return host_part, found, path
+    return in_a_group_of_one(program), path
 
 
 @pytest.fixture(scope="module")
-def parts(two_ranks, fsharp_alone, one_rank):
+def parts(two_ranks, fsharp_alone):
     compiled = units.measure(SMALL_OPTIONS, fs.SingleComm(), silent)
-    made = {**two_ranks[0][1], **fsharp_alone[0], "compile": compiled, "host": one_rank[0]}
+    hosts = in_a_group_of_one(lambda: host.measure(SMALL_OPTIONS, fs.SingleComm(), silent))
+    made = {**two_ranks[0][1], **fsharp_alone[0], "compile": compiled, "host": hosts}
     made["checkpoint"]["rss"] = {name: {checkpoint.FIRST: MB} for name in (checkpoint.OURS, checkpoint.DCP)}
     return made
 
@@ -585,9 +593,9 @@ class NoDevice(gpu.Device):
         return MB
 
 
-def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(one_rank, capsys):
+def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(of_the_gpu, capsys):
     """Blocks are not compiled here, TransformerEngine's kernels are stand-ins, and there are no CUDA graphs."""
-    _, found, path = one_rank
+    found, path = of_the_gpu
     assert json.loads(path.read_text()) == found
     part, lacking = found["models"]["small"], {gpu_contenders.MEGATRON, gpu_contenders.GRAPH}
     if not hasattr(torch.distributed.fsdp.FSDPModule, gpu_contenders.SETTERS[0]):

@@ -176,8 +176,7 @@ def test_strategies_have_the_same_bits():
     simulate(DP, rank_fn)
 
 
-@pytest.mark.parametrize("wire", [MXINT4, MXFP4], ids=str)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@every(2, wire=[MXINT4, MXFP4], strategy=["ddp", "zero3"])
 def test_a_quadratic_problem_is_solved_where_it_stalls_without(strategy, wire):
     """Ranks have targets far apart, so that at the optimum, their mean, each rank's gradient is as coarse as ever."""
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,6 @@
 """Tiny models of transformers, and trees of their parameters."""
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fsharp as fs
 
@@ -10,6 +9,8 @@ TOKENS = torch.arange(24).view(2, 12) % 50
 
 
 def llama(seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM  # here, as ranks import this file
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=50, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
@@ -20,6 +21,8 @@ def llama(seed=0):
 
 def gpt2(seed=0):
     """Its head is tied to its embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=50, n_positions=16, n_embd=24, n_layer=2, n_head=4, use_cache=False)
     return GPT2LMHeadModel(config).eval()

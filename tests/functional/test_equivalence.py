@@ -6,8 +6,8 @@ import torch
 import fsharp as fs
 from fsharp.testing import assert_equivalent, processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.scheduling import FLAT, ON_TWO_AXES, assert_same
 
-FLAT = ("ddp", "zero1", "zero2", "zero3")
 DECAY = {"**": 0.1, "**.b": 0.0, "**.gain": 0.0}
 
 
@@ -16,27 +16,12 @@ def make_tx():
 
 
 def flat_runs(n):
-    return {name: (fs.Mesh({"dp": n}), getattr(fs, name)("dp")) for name in FLAT}
+    return {name: (fs.Mesh({"dp": n}), strategy) for name, (_, strategy) in FLAT.items()}
 
 
 def hybrid_runs(outer, inner):
     mesh = fs.Mesh({"outer": outer, "inner": inner})
-    mixed = fs.Strategy(
-        {
-            "outer": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Partial, fs.layouts.Shard),
-            "inner": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Shard, fs.layouts.Shard),
-        }
-    )
-    late = fs.Strategy(
-        dict.fromkeys(("outer", "inner"), fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Partial, fs.layouts.Shard))
-    )
-    return {
-        "hsdp": (mesh, fs.hsdp("outer", "inner")),
-        "hfsdp": (mesh, fs.hfsdp("outer", "inner")),
-        "zero1 outside, zero2 inside": (mesh, mixed),
-        "zero3 on both axes": (mesh, fs.zero3("outer", "inner")),
-        "sharded parameters, partial gradients": (mesh, late),
-    }
+    return {name: (mesh, strategy) for name, (_, strategy) in ON_TWO_AXES.items()}
 
 
 def equivalent(runs, *, run=simulate, steps=10, microbatches=1, tx=None, **options):
@@ -67,11 +52,11 @@ def test_flat_strategies_in_processes_have_the_bits_of_simulated_ones(n, microba
     fake = simulate(fs.Mesh({"dp": n}), lambda comm: train_all(runs, comm, microbatches))
     for name in FLAT:
         for a, b in zip(real, fake, strict=True):
-            assert_same_bits(a[name], b[name])
-    assert_same_bits(real[0]["ddp"], real[0]["zero1"])
-    assert_same_bits(real[0]["zero2"], real[0]["zero3"])
+            assert_same(a[name], b[name])
+    assert_same(real[0]["ddp"], real[0]["zero1"])
+    assert_same(real[0]["zero2"], real[0]["zero3"])
     if microbatches == 1:
-        assert_same_bits(real[0]["ddp"], real[0]["zero3"])
+        assert_same(real[0]["ddp"], real[0]["zero3"])
 
 
 @pytest.mark.parametrize("microbatches", [2, *deep((1,))])
@@ -81,7 +66,7 @@ def test_hybrid_meshes_in_processes_have_the_bits_of_simulated_ones(microbatches
     real = processes(mesh, lambda comm: train_all(runs, comm, microbatches))
     fake = simulate(mesh, lambda comm: train_all(runs, comm, microbatches))
     for name in runs:
-        assert_same_bits(real[0][name], fake[0][name])
+        assert_same(real[0][name], fake[0][name])
 
 
 def train_all(runs, comm, microbatches, steps=3):
@@ -95,13 +80,6 @@ def train_all(runs, comm, microbatches, steps=3):
             state, _ = step(state, {k: v.chunk(mesh.size)[comm.rank] for k, v in batch.items()}, comm)
         out[name] = fs.full_tree(state.params, comm=comm)
     return out
-
-
-def assert_same_bits(a, b):
-    import optree
-
-    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        assert torch.equal(x, y), f"{path}: {int((x != y).sum())} of {x.numel()} elements differ"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +103,7 @@ def test_worlds_that_do_not_divide_the_sizes(n):
 def test_atoms_do_not_change_values(atoms):
     by_atom = equivalent({"zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"))}, steps=4, atoms=atoms)
     by_element = equivalent({"zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"))}, steps=4)
-    assert_same_bits(by_atom["zero3"], by_element["zero3"])
+    assert_same(by_atom["zero3"], by_element["zero3"])
 
 
 def test_frozen_leaves_stay_and_others_train():

@@ -9,15 +9,9 @@ import torch
 import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, loss_fn, make_batches, make_params
-from tests.scheduling import every
+from tests.scheduling import ON_TWO_AXES, every
 
 MESHES = {1: fs.Mesh({"dp": 4}), 2: fs.Mesh({"outer": 2, "inner": 2})}
-MIXED = fs.Strategy(
-    {
-        "outer": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Partial, fs.layouts.Shard),
-        "inner": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Shard, fs.layouts.Shard),
-    }
-)
 STRATEGIES = {
     "ddp": fs.ddp("dp"),
     "zero1": fs.zero1("dp"),
@@ -27,7 +21,7 @@ STRATEGIES = {
     "hsdp": fs.hsdp("outer", "inner"),
     "hfsdp": fs.hfsdp("outer", "inner"),
     "ddp on two axes": fs.ddp("outer", "inner"),
-    "mixed": MIXED,
+    "mixed": ON_TWO_AXES["mixed"][1],
 }
 PRECISIONS = {
     "float32": fs.Precision(),

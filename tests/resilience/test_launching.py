@@ -37,7 +37,9 @@ def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.deep), "raises and ends last", "exits"])
+@pytest.mark.parametrize(
+    "how", ["raises and ends last", *(pytest.param(how, marks=pytest.mark.deep) for how in ("raises", "exits"))]
+)
 def test_a_rank_that_fails_is_named_and_the_others_end(how):
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))

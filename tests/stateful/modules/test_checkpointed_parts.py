@@ -77,20 +77,20 @@ def composed_parts(model):
         composed_checkpoint(layer.mlp)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize(
-    ("before", "after", "units"),
-    [
-        (wrapped, lambda model: None, "layers.*"),
-        (wrapped, lambda model: None, [Block]),
-        (lambda model: wrapped(model, Part), lambda model: None, [Block]),
-        (lambda model: None, lambda model: wrapped(model, Part), [Block]),
-        (composed, lambda model: None, [Block]),
-        (composed_parts, lambda model: None, [Block]),
-        (lambda model: None, composed, [Block]),
-    ],
-)
-def test_wrappers(before, after, units, strategy):
+WRAPPED = [
+    (wrapped, lambda model: None, "layers.*"),
+    (wrapped, lambda model: None, [Block]),
+    (lambda model: wrapped(model, Part), lambda model: None, [Block]),
+    (lambda model: None, lambda model: wrapped(model, Part), [Block]),
+    (composed, lambda model: None, [Block]),
+    (composed_parts, lambda model: None, [Block]),
+    (lambda model: None, composed, [Block]),
+]
+
+
+@every(2, case=WRAPPED, strategy=["ddp", "zero3"])
+def test_wrappers(case, strategy):
+    before, after, units = case
     same_as_torch(strategy, before, after, units=units)
 
 

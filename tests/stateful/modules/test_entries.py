@@ -188,7 +188,7 @@ class Passes(Net):
         return self.hidden(self.embed(x)) if y is None else F.cross_entropy(self.head(x), y)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(2, strategy=STRATEGIES)
 def test_a_root_that_returns_what_a_unit_returns(strategy):
     """A backward comes to the unit before it comes to the root around it."""
 

@@ -21,18 +21,13 @@ MESHES = {n: fs.Mesh({"dp": n}) for n in (1, 2, 3)}
 def with_gradients(comm, strategy):
     """A model with the mean gradients of a step, and plain torch's."""
     n = comm.mesh.size if comm is not None else 0
-    data = [(x, y) for rank in range(n) for x, y in batches(_Rank(comm.mesh, rank), 1)]
+    data = [(x, y) for rank in range(n) for x, y in batches(modules.RankOf(comm.mesh, rank), 1)]
     model, optimizer = wrap(comm, strategy)
     x, y = data[comm.rank]
     model(x, y)["loss"].backward()
     plain = make()
     (sum(plain(x, y)["loss"] for x, y in data) / n).backward()
     return model, optimizer, plain
-
-
-class _Rank:
-    def __init__(self, mesh, rank):
-        self.mesh, self.rank = mesh, rank
 
 
 def close(a, b):

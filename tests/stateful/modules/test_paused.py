@@ -77,7 +77,7 @@ def compare(strategy, ranks, change, *, optimizer="AdamW", kind="plain", steps=6
 
     found = simulate(mesh, rank_fn)
     plain = modules.make(kind)
-    joined = zip(*(batches(_Rank(mesh, rank), steps) for rank in range(ranks)), strict=True)
+    joined = zip(*(batches(modules.RankOf(mesh, rank), steps) for rank in range(ranks)), strict=True)
     data = [(torch.cat([x for x, _ in each]), torch.cat([y for _, y in each])) for each in joined]
     expected = run(plain, cls(plain.parameters(), **options), data, change, inside=inside)
     for seen, whole, _ in found:
@@ -87,12 +87,7 @@ def compare(strategy, ranks, change, *, optimizer="AdamW", kind="plain", steps=6
     return found
 
 
-class _Rank:
-    def __init__(self, mesh, rank):
-        self.mesh, self.rank = mesh, rank
-
-
-@every(5, strategy=STRATEGIES, ranks=(1, 2, 3), change=TOGGLES, optimizer=OPTIMIZERS)
+@every(10, strategy=STRATEGIES, ranks=(1, 2, 3), change=TOGGLES, optimizer=OPTIMIZERS)
 def test_as_plain_torch(strategy, ranks, change, optimizer):
     """Parameters, and which gradients there are, after steps in which parameters are paused and go on."""
     compare(strategy, ranks, TOGGLES[change], optimizer=optimizer)

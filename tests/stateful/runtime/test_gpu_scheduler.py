@@ -43,7 +43,7 @@ def mean_loss(params, batch, comm):
     return loss_fn(params, batch, comm).sum / 32
 
 
-@every(3, strategy=(fs.zero3, fs.zero2, fs.ddp), loss=(mean_loss, loss_fn), apart=(True, False), compute=(None, torch.bfloat16))
+@every(6, strategy=(fs.zero3, fs.zero2, fs.ddp), loss=(mean_loss, loss_fn), apart=(True, False), compute=(None, torch.bfloat16))
 def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy, loss, apart, compute):
     """``apart``: without a process group, and so without any collective. ``compute``: parameters are cast from main copies."""
     comm = fs.SingleComm(MESH, device="cuda:0") if apart else comm

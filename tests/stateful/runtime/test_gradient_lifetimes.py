@@ -41,8 +41,7 @@ def blind(monkeypatch):
         monkeypatch.setattr(f"fsharp.stateful.runtime.{module}.stamp", copies.stamp)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hfsdp", "zero3x2"])
-@pytest.mark.parametrize("policy", [{}, {"prefetch": 2}], ids=str)
+@every(2, strategy=["zero3", "hfsdp", "zero3x2"], policy=[{}, {"prefetch": 2}])
 def test_what_was_gathered_of_parameters_that_are_gone_is_not_used(strategy, policy, monkeypatch):
     """Others have got their addresses, and versions count from 0: only that the memory was given up tells them apart."""
     blind(monkeypatch)

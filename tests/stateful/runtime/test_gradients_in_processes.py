@@ -8,7 +8,7 @@ import fsharp as fs
 from fsharp.testing import DebugPolicy, processes
 from tests.scheduling import DP, HYBRID, Program, assert_same, buffers, copied, full_params, make_state, my_batches
 from tests.stateful.runtime.test_gradient_lifetimes import outlive
-from tests.stateful.runtime.test_scheduler_departures import DEPARTED, DEPARTURES, departing
+from tests.stateful.runtime.test_scheduler_departures import DEPARTED, off_the_plan
 from tests.stateful.runtime.test_scheduler_rest import SCORED, explicit, scored
 
 # In real processes, where what is on its way arrives when it likes
@@ -30,14 +30,6 @@ def found():
 
     def both(comm, program):
         return program(Program(comm)), program(Program(comm, fs.Scheduler(comm, policy=DebugPolicy(poison=True))))
-
-    def off_the_plan(run, strategy, departure, keep):
-        state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
-        for i, batch in enumerate(my_batches(run.comm, 5)):
-            state, *rest = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 3 else {})})
-            seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
-            del rest
-        return seen, full_params(state, run.comm)
 
     def rank_fn(comm):
         out = {}

@@ -8,6 +8,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import FsharpError
 from fsharp.testing import processes, simulate
+from tests.scheduling import every
 
 MESH = fs.Mesh({"dp": 2})
 STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2}
@@ -68,8 +69,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", WAYS)
+@every(2, way=WAYS, strategy=STRATEGIES)
 def test_one_rank_evaluates_whenever_it_likes(way, strategy):
     run, strategy = WAYS[way], STRATEGIES[strategy]("dp")
     together = simulate(MESH, lambda comm: run(comm, strategy, lambda i: 1))

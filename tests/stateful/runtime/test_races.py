@@ -11,18 +11,12 @@ from fsharp.errors import ScheduleError
 from fsharp.testing import DebugPolicy, RaceError, RaceReport, check_races, simulate
 from fsharp.testing.ordering import Access, replay
 from fsharp.testing.races import VirtualLanes
+from tests import scheduling
 from tests.gpt_like import loss_fn
 from tests.modules import Net, descend
 from tests.scheduling import make_state, my_batches
 
-STRATEGIES = {
-    "ddp": fs.ddp("dp"),
-    "zero1": fs.zero1("dp"),
-    "zero2": fs.zero2("dp"),
-    "zero3": fs.zero3("dp"),
-    "hsdp": fs.hsdp("outer", "inner"),
-    "hfsdp": fs.hfsdp("outer", "inner"),
-}
+STRATEGIES = {name: scheduling.STRATEGIES[name][1] for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")}
 PRECISIONS = {"fp32": fs.Precision(), "bf16": fs.Precision(compute=torch.bfloat16, main=torch.float32)}
 
 

@@ -65,18 +65,20 @@ DEPARTED = dict(zip(list(DEPARTURES)[::2], ["zero1", "zero3"] * 3, strict=True))
 """Those that processes are tried with, and under which strategy."""
 
 
+def off_the_plan(run, strategy, departure, keep):
+    """Once, in the middle of training."""
+    state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
+    for i, batch in enumerate(my_batches(run.comm, 6)):
+        state, *rest = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 3 else {})})
+        seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
+        del rest
+    return seen, full_params(state, run.comm)
+
+
 @every(11, departure=DEPARTURES, strategy=("zero3", "hsdp", "ddp", "zero1", "hfsdp", "mixed"), keep=(False, True))
 def test_a_step_that_leaves_the_plan(strategy, departure, keep):
-    """Once, in the middle of training; what it had handed out before or hands out after that stays as well."""
-
-    def program(run):
-        state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
-        for i, batch in enumerate(my_batches(run.comm, 6)):
-            state, *rest = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 3 else {})})
-            seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
-            del rest
-        return seen, full_params(state, run.comm)
-
+    """What it had handed out before or hands out after that stays as well."""
+    program = partial(off_the_plan, strategy=strategy, departure=departure, keep=keep)
     assert run_both(program, mesh_of(strategy), also=[late])[1][0].num_recordings == 3
 
 

@@ -83,9 +83,7 @@ def test_without_prefetch_they_are_not():
     assert late == [*NAMES[1:], *NAMES[-2::-1]]
 
 
-@each_number
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("strategy", ["zero3", "hfsdp", "zero3x2"])
+@every(2, prefetch=[0, 1, 2], strategy=["zero3", "hfsdp", "zero3x2"], microbatches=[1, 2])
 def test_resident_units_are_not_gathered_again(strategy, prefetch, microbatches):
     """Units around a turning point, as many as there are buffers, go both ways in one piece."""
     found = gathers(recorded(strategy, microbatches, prefetch=prefetch, release="forward"))
@@ -114,8 +112,7 @@ def test_units_kept_for_the_backward_are_gathered_once(microbatches):
     assert found == expected
 
 
-@each_strategy
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@every(2, strategy=STRATEGIES, prefetch=[0, 1, 2])
 def test_no_more_units_are_resident_than_are_prefetched_and_in_use(strategy, prefetch):
     schedule = recorded(strategy, 2, prefetch=prefetch)
     update = positions(schedule, "update")[-1]
@@ -133,8 +130,7 @@ def test_no_more_units_are_resident_than_are_prefetched_and_in_use(strategy, pre
 # Updated parameters
 
 
-@each_number
-@each_strategy
+@every(2, strategy=STRATEGIES, microbatches=[1, 2])
 def test_updated_parameters_are_waited_for_at_the_first_use_of_the_next_step(strategy, microbatches):
     schedule = recorded(strategy, microbatches)
     update_gather = [schedule.ops[i].unit for i in positions(schedule, "gather", phase="update")]
