@@ -8,10 +8,13 @@ import uuid
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 import tyro
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+if not torch.cuda.is_available():
+    sys.modules.setdefault("transformer_engine", None)  # PEFT imports it if it is there, and fails without its compiled modules
 
 
 def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
@@ -30,6 +33,14 @@ def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
             leave(error)
         raise
     fs.destroy()
+
+
+def show(sharded: Any, other: Any, name: str) -> None:
+    """Print losses of some steps of two runs, each a tensor of one loss a step, and the largest difference; on rank 0 alone."""
+    if os.environ["RANK"] == "0":
+        for step in sorted({0, len(sharded) // 2, len(sharded) - 1}):
+            print(f"step {step:3d}  loss {sharded[step]:.6f}  under {name} {other[step]:.6f}")
+        print(f"largest difference between losses: {(sharded - other).abs().max():.1e}")
 
 
 def leave(error: Exception) -> NoReturn:

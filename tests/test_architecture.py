@@ -94,6 +94,7 @@ def test_every_folder_is_known():
         ".",
         "cli",
         "huggingface",
+        "lightning",
         "testing",
         "functional",
         "stateful",

@@ -141,6 +141,30 @@ def test_gpt2_and_lora_train_as_the_unsharded_ones(nproc: int, strategy: str) ->
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(
+    ("name", "least"), [("peft_lora", 0.1), ("trl_dpo", 0.02), ("lightning_gpt2", 0.5), ("torchtitan_llama", 0.5)]
+)
+def test_other_libraries_train_as_without_fsharp(name: str, least: float, tmp_path: Path) -> None:
+    out = [] if name == "torchtitan_llama" else ["--out", str(tmp_path)]
+    text = output(sys.executable, f"examples/{name}.py", "--steps", "6", *out)
+    losses = numbers(text, r"step +\d+  loss ([\d.]+)  under \w+ ([\d.]+)")
+    assert losses[-1][0] < losses[0][0] - least
+    [(apart,)] = numbers(text, r"largest difference between losses: (\S+)")
+    assert apart < 1e-5
+    assert (tmp_path / "fsharp.huggingface.trainer" / "adapter_model.safetensors").exists() == (name == "peft_lora")
+
+
+@pytest.mark.deep
+def test_a_stream_goes_on_at_the_same_byte(tmp_path: Path) -> None:
+    text = output(sys.executable, "examples/torchdata_stream.py", "--steps", "8", "--out", str(tmp_path))
+    [(same, total)] = numbers(text, r"(\d+) of (\d+) parameters have the same bits; losses too: True")
+    assert same == total == 256 * 256
+    [(first, last, step)] = numbers(text, r"loss ([\d.]+) to ([\d.]+); the second run went on with step (\d+)")
+    assert last < first - 0.5
+    assert step == 4
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize(("nproc", "strategy"), [(2, "zero3"), (4, "hfsdp")])
 def test_cnn_has_the_statistics_of_all_ranks(tmp_path: Path, nproc: int, strategy: str) -> None:
     options = ["--steps", "40", "--strategy", strategy, "--dtype", "float64", "--out", str(tmp_path / "cnn.pt")]

@@ -12,6 +12,7 @@ Each of the names below also works without a Run.
 from fsharp.resilience.failures import reported_failures as reported_failures
 from fsharp.resilience.finite import NonFinite as NonFinite
 from fsharp.resilience.finite import find_nonfinite as find_nonfinite
+from fsharp.resilience.own_state import OwnState as OwnState
 from fsharp.resilience.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
 from fsharp.resilience.preemption import Preemption as Preemption
 from fsharp.resilience.randomness import fold_in as fold_in

@@ -1,7 +1,6 @@
 """fsharp.huggingface.accelerator: the same training as accelerate's own with DistributedDataParallel, in real processes."""
 
 import os
-import sys
 from functools import partial
 
 import accelerate
@@ -70,7 +69,6 @@ def sharded(strategy, steps, **options):
 
 def as_torchrun(comm):
     """Set what torchrun sets. The processes have a process group already."""
-    sys.modules.setdefault("transformer_engine", None)  # PEFT would import it, and has to have its compiled modules then
     size, rank = str(comm.mesh.size), str(comm.rank)
     os.environ |= {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 

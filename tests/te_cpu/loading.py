@@ -65,6 +65,8 @@ def load(capability=None):
     if capability is not None:
         cuda.set_architecture(capability)
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        if sys.modules.get("transformer_engine", sys) is None:  # hidden from PEFT
+            del sys.modules["transformer_engine"]
         if imported := sorted(name for name in sys.modules if name.split(".")[0].startswith("transformer_engine")):
             raise RuntimeError(f"te_cpu.load() comes after {imported[0]} was imported. Call load() first, in a new process.")
         if importlib.util.find_spec("transformer_engine") is None:

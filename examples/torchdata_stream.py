@@ -1,0 +1,79 @@
+"""A stream of files, read by workers of torchdata's StatefulDataLoader: a run that was stopped goes on at the same byte.
+
+python examples/torchdata_stream.py                                     two processes
+"""
+
+import os
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from shutil import rmtree
+
+import launch
+import torch
+from gpt.data import load
+from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import fsharp as fs
+
+
+@dataclass
+class Options:
+    """Train a bigram model on the source of Python's standard library."""
+
+    steps: int = 20
+    out: Path = Path("runs/stream")
+
+
+class Lines(IterableDataset):
+    """Windows of 64 bytes, of which each worker of each rank takes every n-th; the number of the next one is state."""
+
+    def __init__(self, comm):
+        self.comm, self.next = comm, 0
+
+    def __iter__(self):
+        worker, text = get_worker_info(), load().train.long()
+        first, apart = self.comm.rank * worker.num_workers + worker.id, self.comm.mesh.size * worker.num_workers
+        for row in islice(text.unfold(0, 64, 64), first + apart * self.next, None, apart):
+            self.next += 1
+            yield row.clone()
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def train(root, comm, total):
+    own = fs.resilience.OwnState(loader := StatefulDataLoader(Lines(comm), batch_size=8, num_workers=2))
+    params, tx = {"table": torch.zeros(256, 256)}, fs.optim.adamw(1e-1)
+    state = fs.init_state(tx, fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm), comm=comm)
+    loss = lambda p, x: cross_entropy(p["table"][x[:, :-1]].flatten(0, 1), x[:, 1:].flatten())  # noqa: E731
+    train_step, steps = fs.train_step(lambda params, x, comm: fs.forward(loss, params, x, comm=comm), tx), []
+    with fs.resilience.Run(root, comm=comm, total=total, save_every=total) as run:
+        state, own = run.resume((state, own))
+        for step, batch in zip(run.steps(), loader, strict=False):
+            state, metrics = train_step(state, batch, comm)
+            steps.append((step, metrics.loss.item()))
+            state, own = run.end_step((state, own))
+    return fs.full_tree(state.params, comm=comm)["table"], steps
+
+
+def main(options):
+    comm = fs.connect(fs.Mesh({"dp": int(os.environ["WORLD_SIZE"])}))
+    if comm.rank == 0:
+        rmtree(options.out, ignore_errors=True)  # of the run before
+    whole, steps = train(options.out / "whole", comm, options.steps)
+    train(options.out / "stopped", comm, options.steps // 2)
+    table, rest = train(options.out / "stopped", comm, options.steps)
+    if comm.rank == 0:
+        print(f"loss {steps[0][1]:.4f} to {steps[-1][1]:.4f}; the second run went on with step {rest[0][0]}")
+        same, losses = int((table == whole).sum()), rest == steps[-len(rest) :]
+        print(f"{same} of {whole.numel()} parameters have the same bits; losses too: {losses}")
+
+
+if __name__ == "__main__":
+    launch.main(main, Options)

@@ -1,0 +1,1 @@
+"""Strategies of Lightning's Fabric and Trainer for sharded modules. Importing a module of this folder imports lightning."""

@@ -1,0 +1,94 @@
+"""Strategy: a strategy of Lightning's Fabric for sharded modules. Needs lightning: ``pip install lightning``."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+from torch.optim import Optimizer
+
+from fsharp.lightning.sharded import accumulating, check_module, check_optimizers, full_state_dict, load_state_dict, sharded_in
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+
+
+class Strategy(DDPStrategy):
+    """Fabric's ``DDPStrategy``, which also takes modules of ``fs.shard_module`` and their ``ShardedOptimizer``.
+
+    ::
+
+        from fsharp.lightning.fabric import Strategy
+
+        fabric = Fabric(strategy=Strategy(), devices=8)
+        fabric.launch()
+        model = fs.shard_module(model, strategy=fs.zero3("dp"), units=[Block])
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
+        model, optimizer = fabric.setup(model, optimizer)
+        for batch in fabric.setup_dataloaders(loader):
+            fabric.backward(model(batch))
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save("last.ckpt", {"model": model, "optimizer": optimizer})
+
+    Arguments are those of ``DDPStrategy``. ``setup`` returns the sharded module without ``DistributedDataParallel``.
+    ``no_backward_sync`` keeps gradients on the rank. ``save`` writes one file with whole tensors, gathered by rank 0;
+    ``load`` reads the file on every rank, under any strategy and number of ranks. A module that is not sharded is trained as by
+    ``DDPStrategy``.
+
+    Raises:
+        OptionError: ``precision=`` of Fabric with a sharded module, a trained parameter outside of sharded modules, or an
+            optimizer of torch with sharded parameters.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert self._backward_sync_control is not None
+        self._backward_sync_control = _Accumulation(self._backward_sync_control)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave a sharded module where it is."""
+        if not sharded_in(module):
+            super().module_to_device(module)
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Return a sharded module as it is. Other modules are wrapped by ``DistributedDataParallel``."""
+        if not sharded_in(module):
+            return super().setup_module(module)
+        check_module("Fabric.setup()", module, self.precision.precision)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer. Refuse an optimizer of torch with sharded parameters."""
+        check_optimizers("Fabric.setup()", [optimizer])
+        return optimizer
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole tensors of a sharded module on rank 0, and an empty dict on other ranks."""
+        return full_state_dict(module) if sharded_in(module) else super().get_module_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load whole tensors. A rank keeps its part."""
+        if sharded_in(module):
+            load_state_dict(module, state_dict, strict=strict)
+        else:
+            super().load_module_state_dict(module, state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return whole tensors of a ShardedOptimizer on rank 0, and an empty dict on other ranks."""
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer.full_state_dict()
+        return super().get_optimizer_state(optimizer)
+
+
+class _Accumulation(_BackwardSyncControl):
+    """Keeps gradients of sharded modules on the rank. Other modules are left to ``other``."""
+
+    def __init__(self, other: _BackwardSyncControl) -> None:
+        self._other = other
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Return a context in which gradients stay on the rank, if ``enabled``."""
+        if not sharded_in(module):
+            return self._other.no_backward_sync(module, enabled)
+        return accumulating(module) if enabled else nullcontext()

@@ -1,0 +1,82 @@
+"""sharded: sharded modules within a module of Lightning, and their state as whole tensors."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsharp.errors import OptionError, problem
+from fsharp.stateful.modules.module import ShardedModule
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+from fsharp.stateful.modules.parameter import ShardedParameter
+
+
+def sharded_in(module: nn.Module) -> dict[str, ShardedModule]:
+    """Return the sharded modules in ``module`` by path; the path of ``module`` itself is ``""``."""
+    return {path: each for path, each in module.named_modules() if isinstance(each, ShardedModule)}
+
+
+def check_module(where: str, module: nn.Module, precision: str) -> None:
+    """Refuse parameters that no rank would reduce, and a precision of Lightning's, for a module with sharded modules."""
+    if precision != "32-true":
+        what = f"precision is {precision!r}, and the module is sharded."
+        remedy = "Pass precision=fs.Precision(compute=torch.bfloat16, main=torch.float32) to shard_module()."
+        raise OptionError(problem(where, what, remedy=remedy))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
+            what = f"parameter {name!r} is trained, and belongs to no sharded module. Ranks would not reduce its gradient."
+            raise OptionError(problem(where, what, remedy="Pass a module with all trained parameters to shard_module()."))
+
+
+def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse an optimizer of torch that was given sharded parameters."""
+    for optimizer in optimizers:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if not isinstance(optimizer, ShardedOptimizer) and any(isinstance(each, ShardedParameter) for each in parameters):
+            kind = type(optimizer).__name__
+            what = f"expected a ShardedOptimizer for sharded parameters, got a {kind}."
+            raise OptionError(problem(where, what, remedy=f"Write fs.ShardedOptimizer(parameters, {kind}, ...)."))
+
+
+@contextmanager
+def accumulating(module: nn.Module) -> Iterator[None]:
+    """Keep gradients of sharded modules on the rank, in this context."""
+    with ExitStack() as stack:
+        for each in sharded_in(module).values():
+            stack.enter_context(each.accumulate())
+        yield
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a module with whole tensors on rank 0. All ranks have to call this function."""
+    sharded = sharded_in(module)
+    found = {} if "" in sharded else _outside(module.state_dict(), sharded)
+    for path, each in sharded.items():
+        found |= {_joined(path, name): value for name, value in each.full_state_dict().items()}
+    return found
+
+
+def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+    """Load whole tensors into a module. All ranks pass the same tensors."""
+    sharded = sharded_in(module)
+    if "" in sharded:
+        module.load_state_dict(state_dict, strict=strict)
+        return
+    for path, each in sharded.items():
+        inside = {name: value for name, value in state_dict.items() if name.startswith(f"{path}.")}
+        each.load_state_dict({name.removeprefix(f"{path}."): value for name, value in inside.items()}, strict=strict)
+    missing, unexpected = module.load_state_dict(_outside(state_dict, sharded), strict=False)
+    wrong = [*_outside(dict.fromkeys(missing), sharded), *unexpected]
+    if strict and wrong:
+        raise RuntimeError(f"load_state_dict(): keys are missing or unexpected: {', '.join(wrong)}.")
+
+
+def _outside(state_dict: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    prefixes = tuple(f"{path}." for path in paths)
+    return {name: value for name, value in state_dict.items() if not name.startswith(prefixes)}
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,107 @@
+"""Strategy: a strategy of Lightning's Trainer for sharded modules. Needs lightning: ``pip install lightning``."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from fsharp.lightning.sharded import accumulating, check_module, check_optimizers, full_state_dict, load_state_dict, sharded_in
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+
+
+class Strategy(DDPStrategy):
+    """The ``DDPStrategy`` of Lightning's Trainer, which also trains modules of ``fs.shard_module``.
+
+    ::
+
+        from fsharp.lightning.trainer import Strategy
+
+        class Task(LightningModule):
+            def configure_model(self):
+                if self.model is None:
+                    self.model = fs.shard_module(build(), strategy=fs.zero3("dp"), units=[Block])
+
+            def configure_optimizers(self):
+                return fs.ShardedOptimizer(self.model.parameters(), torch.optim.AdamW, lr=1e-4)
+
+            def training_step(self, batch, index):
+                return self.model(batch)
+
+        Trainer(strategy=Strategy(), devices=8, gradient_clip_val=1.0).fit(Task(), loader, ckpt_path="last")
+
+    Arguments are those of ``DDPStrategy``. A checkpoint is one file with whole tensors, gathered by rank 0, as of
+    ``DDPStrategy``; every rank reads the file, under any strategy and number of ranks. A LightningModule without sharded
+    modules is trained as by ``DDPStrategy``.
+
+    Raises:
+        OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, or an
+            optimizer of torch with sharded parameters.
+    """
+
+    lr_scheduler_configs: Any
+
+    @property
+    def _task(self) -> nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Set up the accelerator and optimizers. Sharded modules stay as they are."""
+        if not sharded_in(self._task):
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        check_module("Trainer", self._task, self.precision_plugin.precision)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            check_optimizers("Trainer", self.optimizers)
+        self.setup_precision_plugin()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients on the rank, in this context."""
+        with accumulating(self._task) if sharded_in(self._task) else super().block_backward_sync():
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return whole tensors of the module on rank 0."""
+        return full_state_dict(self._task) if sharded_in(self._task) else super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole tensors. A rank keeps its part."""
+        if sharded_in(self._task):
+            load_state_dict(self._task, checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return whole tensors of a ShardedOptimizer on rank 0, and an empty dict on other ranks."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return inner.full_state_dict() if isinstance(inner, ShardedOptimizer) else super().optimizer_state(inner)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load whole tensors. A rank keeps its part."""
+        if not sharded_in(self._task):
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """End the run. Sharded modules stay where they are."""
+        if self.lightning_module is None or not sharded_in(self._task):
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -1,0 +1,81 @@
+"""OwnState: an object whose state each rank saves for itself, such as a data loader."""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fsharp.checkpoint.entries import PerRank
+from fsharp.errors import TreeError, problem
+from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
+
+_HEAD = 8
+"""Bytes that hold the length of a state."""
+
+
+@options_checked
+class OwnState:
+    """A wrapper that saves an object whose state differs between ranks, or has other keys in other steps.
+
+    ::
+
+        loader = StatefulDataLoader(stream, batch_size=8, num_workers=2)  # of torchdata
+        with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100) as run:
+            state, _ = run.resume((state, own := fs.resilience.OwnState(loader)))
+            for step, batch in zip(run.steps(), loader):
+                state, _ = train_step(state, batch, comm)
+                state, _ = run.end_step((state, own))
+
+    The ``state_dict()`` of the object is one leaf of a checkpoint: bytes of ``torch.save``, which are loaded with
+    ``weights_only=True``. So it may hold tensors, numbers, strings, bytes, None, and lists and dicts of these. A checkpoint
+    loads on the same number of ranks. An iterator that a loop uses does not see a load: begin the loop after ``resume``, and a
+    new iterator after a step that was rolled back.
+
+    Args:
+        owner: an object with ``state_dict()`` and ``load_state_dict()``.
+        nbytes: bytes of each rank in a checkpoint, equal on all ranks. The state has to fit.
+
+    Raises:
+        TreeError: a state is larger than ``nbytes``, or holds an object that ``weights_only=True`` does not load. All ranks
+            raise.
+
+    Cost: ``nbytes`` of each rank in a checkpoint.
+    """
+
+    def __init__(self, owner: Any, *, nbytes: int = 1 << 16) -> None:
+        self.owner, self.nbytes = owner, nbytes
+
+    @api_boundary
+    def state_dict(self) -> dict[str, Any]:
+        """Return the bytes of the object's state, as a :class:`~fsharp.checkpoint.PerRank`."""
+        state, file, where = self.owner.state_dict(), io.BytesIO(), f"OwnState({type(self.owner).__name__})"
+        torch.save(state, file)
+        data = file.getvalue()
+        if len(data) + _HEAD > self.nbytes:
+            what = f"the state has {len(data):,} bytes, and nbytes is {self.nbytes:,}."
+            raise TreeError(problem(where, what, remedy=f"Pass nbytes={2 * (len(data) + _HEAD)} or more, on all ranks."))
+        _loaded(where, data)
+        whole = len(data).to_bytes(_HEAD, "little") + data
+        return {"state": PerRank(torch.frombuffer(bytearray(whole.ljust(self.nbytes, b"\0")), dtype=torch.uint8))}
+
+    def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+        """Return a state to load a checkpoint into. The object is not asked for its state."""
+        return {"state": PerRank(torch.zeros(self.nbytes, dtype=torch.uint8))}
+
+    @api_boundary
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of this rank into the object."""
+        whole = bytes(state["state"].value.tolist())
+        length = int.from_bytes(whole[:_HEAD], "little")
+        self.owner.load_state_dict(_loaded(f"OwnState({type(self.owner).__name__})", whole[_HEAD : _HEAD + length]))
+
+
+def _loaded(where: str, data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # of several classes
+        what = f"the state holds an object that torch.load(weights_only=True) does not load: {str(error).splitlines()[0]}"
+        remedy = "Let state_dict() return tensors, numbers, strings, bytes, None, and lists and dicts of these."
+        raise TreeError(problem(where, what, remedy=remedy)) from error

@@ -1,0 +1,107 @@
+"""PEFT's LoRA under fsharp's Trainer and Accelerator: as with DistributedDataParallel, and adapters as PEFT writes them."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import processes
+from tests.huggingface.test_accelerator import as_torchrun
+from tests.huggingface.test_trainer import data, tiny_llama, train
+
+
+def with_lora(**options):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_llama()
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    )
+
+
+def sharded(strategy, **options):
+    return fs.shard_module(with_lora(**options), strategy=strategy, units="**.layers.*")
+
+
+def adapter(folder):
+    from safetensors.torch import load_file
+
+    return load_file(f"{folder}/adapter_model.safetensors"), json.loads(Path(folder, "adapter_config.json").read_text())
+
+
+def on_two_ranks(folder, comm):
+    as_torchrun(comm)
+    import transformers
+
+    from fsharp.huggingface.trainer import Trainer
+
+    epochs = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    found = {}
+    for name, kind, model in (
+        ("DDP", transformers.Trainer, with_lora()),
+        ("zero3", Trainer, sharded(fs.zero3("dp"))),
+        ("zero2", Trainer, sharded(fs.zero2("dp"))),
+    ):
+        found[name], trainer = train(kind, model, f"{folder}/{name}", **epochs)
+        trainer.save_model(f"{folder}/{name}/adapter")
+    for name, strategy in (("resumed", fs.zero3("dp")), ("resumed, ddp", fs.ddp("dp"))):
+        model = sharded(strategy)
+        found[name], trainer = train(Trainer, model, f"{folder}/{name}", resume=f"{folder}/zero3/checkpoint-3", **epochs)
+        trainer.save_model(f"{folder}/{name}/adapter")
+    found["disabled"] = without_adapter(model)
+    return found
+
+
+def without_adapter(model):
+    """Return the loss of a trained model without its adapter, and of the model that the adapter was made for."""
+    batch = {name: row[None] for name, row in data()[0].items()}
+    with torch.no_grad():
+        with model.disable_adapter():
+            loss = model(**batch).loss
+        return [x.item() for x in (model(**batch).loss, loss, tiny_llama()(**batch).loss)]
+
+
+pytestmark = pytest.mark.deep
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("peft")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)), timeout=250)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_the_same_training_as_with_ddp(strategy, found):
+    assert len(found[0]["DDP"]["losses"]) == 6
+    assert found[0]["DDP"]["losses"][-1] < found[0]["DDP"]["losses"][0]
+    for name in ("losses", "norms", "evaluated"):
+        torch.testing.assert_close(torch.tensor(found[0][strategy][name]), torch.tensor(found[0]["DDP"][name]))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_an_adapter_is_written_as_by_peft(strategy, found, folder):
+    values, config = adapter(folder / strategy / "adapter")
+    expected, of_ddp = adapter(folder / "DDP" / "adapter")
+    assert len(expected) == 2 * 2 * 3
+    torch.testing.assert_close(values, expected)
+    assert config == of_ddp
+
+
+def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found, folder):
+    assert found[0]["resumed"]["losses"][-3:] == found[0]["zero3"]["losses"][3:]
+    whole = adapter(folder / "zero3" / "adapter")[0]
+    torch.testing.assert_close(adapter(folder / "resumed" / "adapter")[0], whole, rtol=0, atol=0)
+    torch.testing.assert_close(adapter(folder / "resumed, ddp" / "adapter")[0], whole)
+
+
+def test_a_model_without_its_adapter_is_the_model_before(found):
+    trained, disabled, base = found[0]["disabled"]
+    assert disabled == pytest.approx(base, rel=1e-6)
+    assert abs(trained - base) > 1e-3

@@ -1,0 +1,123 @@
+"""fsharp.lightning.trainer.Strategy: the training of the Trainer's DDPStrategy, its checkpoints and its evaluations."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fsharp as fs
+from fsharp.errors import OptionError
+from fsharp.testing import processes
+from tests.huggingface.test_accelerator import Net, as_torchrun, data
+
+
+def made(strategy, **options):
+    """Return a LightningModule, which shards its model by ``strategy``, or not if this is None."""
+    import lightning.pytorch as pl
+
+    class Task(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.found = None, []
+
+        def configure_model(self):
+            if self.model is None:
+                self.model = Net()
+                if strategy is not None:
+                    self.model = fs.shard_module(self.model, strategy=strategy, units="layers.*")
+
+        def configure_optimizers(self):
+            kind = torch.optim.AdamW if strategy is None else partial(fs.ShardedOptimizer, optimizer=torch.optim.AdamW)
+            optimizer = kind(self.model.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def training_step(self, batch, index):
+            loss = self.model(**batch)
+            self.found.append(float(self.trainer.strategy.reduce(loss.detach())))
+            return loss
+
+        def validation_step(self, batch, index):
+            self.log("validated", self.model(**batch), sync_dist=True)
+
+    return Task()
+
+
+def run(trainer_strategy, strategy, folder, *, resume=None, **options):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=trainer_strategy,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")],
+        **options,
+    )
+    task = made(strategy)
+    trainer.fit(task, DataLoader(data(), batch_size=4), DataLoader(data()[:8], batch_size=4), ckpt_path=resume)
+    [numbers] = trainer.validate(task, DataLoader(data()[:8], batch_size=4), verbose=False)
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    return {"losses": task.found, "validated": numbers["validated"]}, trainer
+
+
+def state_of(folder):
+    return dict(torch.load(f"{folder}/weights.ckpt", weights_only=True)["state_dict"])
+
+
+def on_two_ranks(folder, comm):
+    from fsharp.lightning.trainer import Strategy
+
+    as_torchrun(comm)
+    found = {"ddp": run("ddp", None, f"{folder}/ddp")[0], "not sharded": run(Strategy(), None, f"{folder}/plain")[0]}
+    for name in ("zero3", "zero2"):
+        found[name] = run(Strategy(), getattr(fs, name)("dp"), f"{folder}/{name}")[0]
+    first = f"{folder}/zero3/epoch=0.ckpt"
+    found["resumed"] = run(Strategy(), fs.zero3("dp"), f"{folder}/resumed", resume=first)[0]
+    found["resumed, zero1"] = run(Strategy(), fs.zero1("dp"), f"{folder}/zero1", resume=first)[0]
+    found["resumed, ddp"] = run("ddp", None, f"{folder}/again", resume=first)[0]
+    with pytest.raises(OptionError) as error:
+        run(Strategy(), fs.zero3("dp"), f"{folder}/refused", precision="bf16-mixed")
+    found["refused"] = str(error.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)), timeout=250)
+
+
+pytestmark = pytest.mark.deep
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero2", "not sharded"])
+def test_the_same_training_as_with_ddp(name, found, folder):
+    assert len(found[0]["ddp"]["losses"]) == 8
+    assert found[0][name]["validated"] == pytest.approx(found[0]["ddp"]["validated"])
+    torch.testing.assert_close(torch.tensor(found[0][name]["losses"]), torch.tensor(found[0]["ddp"]["losses"]))
+    torch.testing.assert_close(state_of(folder / {"not sharded": "plain"}.get(name, name)), state_of(folder / "ddp"))
+
+
+def test_a_checkpoint_is_resumed_to_the_bit_under_another_strategy_and_by_ddp(found, folder):
+    assert found[0]["resumed"]["losses"] == found[0]["zero3"]["losses"][4:]
+    whole = state_of(folder / "zero3")
+    torch.testing.assert_close(state_of(folder / "resumed"), whole, rtol=0, atol=0)
+    torch.testing.assert_close(state_of(folder / "zero1"), whole)
+    torch.testing.assert_close(state_of(folder / "again"), whole)
+
+
+def test_a_precision_of_the_trainer_is_refused(found):
+    assert "precision is 'bf16-mixed', and the module is sharded" in found[0]["refused"]
