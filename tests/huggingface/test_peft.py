@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import fsharp as fs
 from fsharp.testing import processes
@@ -34,8 +35,10 @@ def adapter(folder):
 
 def on_two_ranks(folder, comm):
     as_torchrun(comm)
+    import accelerate
     import transformers
 
+    from fsharp.huggingface.accelerator import Accelerator
     from fsharp.huggingface.trainer import Trainer
 
     epochs = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
@@ -52,7 +55,34 @@ def on_two_ranks(folder, comm):
         found[name], trainer = train(Trainer, model, f"{folder}/{name}", resume=f"{folder}/zero3/checkpoint-3", **epochs)
         trainer.save_model(f"{folder}/{name}/adapter")
     found["disabled"] = without_adapter(model)
+    for name, kind, model in (("DDP", accelerate.Accelerator, with_lora()), ("zero3", Accelerator, sharded(fs.zero3("dp")))):
+        found["accelerator", name] = by_accelerator(kind(cpu=True), model, f"{folder}/accelerator/{name}")
     return found
+
+
+def by_accelerator(accelerator, model, folder):
+    """Train in a loop of one's own, save state and adapter, train on, go back to the state, and return all losses."""
+    params = model.parameters()
+    is_sharded = isinstance(model, fs.ShardedModule)
+    optimizer = fs.ShardedOptimizer(params, torch.optim.AdamW, lr=1e-2) if is_sharded else torch.optim.AdamW(params, lr=1e-2)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+    losses = []
+    for epoch in range(3):
+        for batch in loader:
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if epoch == 0:
+            accelerator.save_state(f"{folder}/state")
+            state = accelerator.get_state_dict(prepared)
+            if accelerator.is_main_process:
+                model.save_pretrained(folder, state_dict={name.removeprefix("module."): x for name, x in state.items()})
+        if epoch == 1:
+            accelerator.load_state(f"{folder}/state")
+    return losses
 
 
 def without_adapter(model):
@@ -99,6 +129,16 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found, fo
     whole = adapter(folder / "zero3" / "adapter")[0]
     torch.testing.assert_close(adapter(folder / "resumed" / "adapter")[0], whole, rtol=0, atol=0)
     torch.testing.assert_close(adapter(folder / "resumed, ddp" / "adapter")[0], whole)
+
+
+def test_a_loop_with_an_accelerator_trains_and_saves_as_with_ddp(found, folder):
+    losses, expected = found[0]["accelerator", "zero3"], found[0]["accelerator", "DDP"]
+    assert len(losses) == 3 * 3
+    assert losses[3:6] == losses[6:]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    ours, theirs = (adapter(folder / "accelerator" / name)[0] for name in ("zero3", "DDP"))
+    assert len(ours) == 12
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_model_without_its_adapter_is_the_model_before(found):

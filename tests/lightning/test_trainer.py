@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fsharp as fs
-from fsharp.errors import OptionError
+from fsharp.errors import OptionError, ScheduleError
 from fsharp.testing import processes
 from tests.huggingface.test_accelerator import Net, as_torchrun, data
 
@@ -19,7 +19,7 @@ def made(strategy, **options):
     class Task(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model, self.found = None, []
+            self.model, self.found, self.stayed = None, [], []
 
         def configure_model(self):
             if self.model is None:
@@ -37,6 +37,15 @@ def made(strategy, **options):
             loss = self.model(**batch)
             self.found.append(float(self.trainer.strategy.reduce(loss.detach())))
             return loss
+
+        def on_after_backward(self):
+            try:
+                next(self.model.parameters()).grad.norm()
+            except ScheduleError as error:
+                assert "inside of accumulate()" in str(error)  # noqa: PT017
+                self.stayed.append(True)
+            else:
+                self.stayed.append(False)
 
         def validation_step(self, batch, index):
             self.log("validated", self.model(**batch), sync_dist=True)
@@ -66,7 +75,7 @@ def run(trainer_strategy, strategy, folder, *, resume=None, **options):
     trainer.fit(task, DataLoader(data(), batch_size=4), DataLoader(data()[:8], batch_size=4), ckpt_path=resume)
     [numbers] = trainer.validate(task, DataLoader(data()[:8], batch_size=4), verbose=False)
     trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
-    return {"losses": task.found, "validated": numbers["validated"]}, trainer
+    return {"losses": task.found, "stayed": task.stayed, "validated": numbers["validated"]}, trainer
 
 
 def state_of(folder):
@@ -117,6 +126,10 @@ def test_a_checkpoint_is_resumed_to_the_bit_under_another_strategy_and_by_ddp(fo
     torch.testing.assert_close(state_of(folder / "resumed"), whole, rtol=0, atol=0)
     torch.testing.assert_close(state_of(folder / "zero1"), whole)
     torch.testing.assert_close(state_of(folder / "again"), whole)
+
+
+def test_gradients_stay_on_the_rank_until_the_last_microbatch(found):
+    assert found[0]["zero2"]["stayed"] == [True, False] * 4
 
 
 def test_a_precision_of_the_trainer_is_refused(found):
