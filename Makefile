@@ -47,8 +47,15 @@ lint: $(VENV)/.installed
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-test: lint
-	$(RUN)/python -m pytest -n auto --dist worksteal -m "not deep"
+# Tests of processes wait for each other and for time limits: with a worker more than there are cores no core waits with them.
+# mypy, which has one thread, runs beside the tests, and its findings come last.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(1 + os.cpu_count())')
+test: $(VENV)/.installed
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	@mkdir -p build; $(RUN)/mypy > build/mypy.txt & mypy=$$!; \
+		$(RUN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not deep"; tests=$$?; \
+		wait $$mypy; types=$$?; cat build/mypy.txt; exit $$((tests | types))
 
 test-all: lint
 	FSHARP_DEEP=1 $(RUN)/python -m pytest -n auto --dist worksteal --timeout 900

@@ -11,7 +11,7 @@ import fsharp as fs
 from fsharp.errors import FormatError
 from fsharp.functional.formats.format import Format, LeafCodec, Plane
 from fsharp.testing import processes, simulate
-from tests.scheduling import STRATEGIES, train
+from tests.scheduling import STRATEGIES, every, train
 from tests.test_format import HALVES
 from tests.test_leaf_format import BY_LEAF
 
@@ -98,8 +98,7 @@ def test_unit_leaves_axis_and_format_are_named(what, way):
         raise AssertionError("no rank has failed")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", WHAT)
+@every(3, what=WHAT, way=WAYS)
 def test_all_ranks_hear_of_one_whose_format_fails(what, way):
     """Also if the rank goes on after the error, in which case nobody would notice that it leaves."""
     strategy = "zero1" if "differences" in what else "zero3"

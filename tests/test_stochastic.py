@@ -149,7 +149,7 @@ def test_random_numbers_are_uniform_and_of_their_own():
 # ------------------------------------------------------------ training
 
 
-@every(4, strategy=STRATEGIES, policy=POLICIES, wire=["one", "two levels"])
+@every(9, strategy=STRATEGIES, policy=POLICIES, wire=["one", "two levels"])
 def test_paths_have_the_same_bits(strategy, policy, wire):
     mesh = STRATEGIES[strategy][0]
     precision = fs.Precision(wire=TWO_LEVELS if wire == "two levels" and mesh is HYBRID else WIRE, main=torch.float32)
