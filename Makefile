@@ -7,6 +7,7 @@
 # make examples  run the examples, about 5 minutes
 # make bench     measure against FSDP2, DDP and DCP (14 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
 # make bench-wire  formats of 8 and 4 bits: bytes a step, loss reached, steps at 1 Gbit/s (root alone; half an hour on 2 cores)
+# make docs     build the site of docs/, with pages of the reference, in build/site; a warning is an error (1 minute)
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
 # make clean     remove .venv, build, dist and *.egg-info
 
@@ -20,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 PEERS ?= default
 
-.PHONY: help train test test-all test-kernels lint faults bench bench-wire examples package clean
+.PHONY: help train test test-all test-kernels lint faults bench bench-wire examples docs package clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -29,7 +30,7 @@ help:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet -c constraints.txt torch
-	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test,examples,jax]'
+	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test,examples,jax,docs]'
 	$(RUN)/pip install --quiet --no-deps -c constraints.txt torchtitan spmd_types
 	touch $@
 
@@ -116,6 +117,10 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/survive_a_kill.py
 	@echo "--- property_test_roundtrip: a hypothesis test of sharding, for your own tree"
 	@$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
+
+docs: $(VENV)/.installed
+	@$(RUN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	@echo "open build/site/index.html"
 
 package: $(VENV)/.installed
 	rm -rf build dist

@@ -88,7 +88,7 @@ from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
 
 __version__ = "0.1.0"
 
-_WITHIN = ("cli", "functional", "huggingface", "stateful", "torch_compile", "tracebacks", "type_checks")
+_WITHIN = ("cli", "functional", "huggingface", "report", "stateful", "torch_compile", "tracebacks", "type_checks")
 
 
 def __dir__() -> list[str]:

@@ -45,6 +45,13 @@ def test_nothing_imports_resilience():
     assert not [path for path in outside if any(name.startswith("fsharp.resilience") for name in imports(path))]
 
 
+def test_the_report_is_for_runs_and_commands():
+    users = {path.parent.name for path in SOURCES if any(name.startswith("fsharp.report") for name in imports(path))}
+    assert users == {"report", "resilience", "cli", "fsharp"}, "and fs.inspect, which names it"
+    own = {name for path in (ROOT / "report").glob("*.py") for name in imports(path) if name.startswith("fsharp.")}
+    assert not [name for name in own if name.startswith(("fsharp.resilience", "fsharp.checkpoint", "fsharp.stateful.runtime"))]
+
+
 def test_only_interop_imports_jax():
     foreign = {path for path in SOURCES if any(name.split(".")[0] in ("jax", "optax") for name in imports(path))}
     assert foreign == set((ROOT / "interop").glob("*.py")) - {ROOT / "interop" / "__init__.py"}
@@ -102,6 +109,7 @@ def test_every_folder_is_known():
         "checkpoint",
         "checkpoint/formats",
         "resilience",
+        "report",
     } == set(MAY_IMPORT)
 
 

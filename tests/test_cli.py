@@ -1,6 +1,7 @@
 """The command fsharp: what it prints, and its exit status."""
 
 import json
+import math
 import sys
 
 import optree
@@ -9,6 +10,7 @@ import torch
 
 import fsharp as fs
 from fsharp.cli import main, plans
+from fsharp.cli.machine import Machine, calibrate, mesh_of, read_machine
 from fsharp.cli.models import find_model, repeated_units
 from tests.gpt_like import make_params
 
@@ -248,9 +250,111 @@ def test_tune_lists_every_strategy_under_every_policy(capsys):
 def test_the_last_8_ranks_share_a_host(mesh, links, monkeypatch):
     asked = {}
     monkeypatch.setattr(plans.Hardware, "preset", lambda *_, **given: asked.update(given))
-    layout = fs.plan(make_params(), plans._mesh("plan", mesh), fs.ddp(*[axis[0] for axis in mesh.split(",")]))
-    plans._hardware(layout, "H100", 1, 1.0)
+    layout = fs.plan(make_params(), mesh_of("plan", mesh), fs.ddp(*[axis[0] for axis in mesh.split(",")]))
+    plans._hardware("plan", layout, "H100", "", 1, 1.0)
     assert {name: asked[name] for name in ("within", "across", "spanning") if asked[name]} == links
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The file of a calibration of two processes, and the text that was printed."""
+    file = tmp_path_factory.mktemp("machine") / "hardware.json"
+    return file, calibrate(str(file), mesh="dp=2", steps=2)
+
+
+def test_calibrate_writes_what_it_prints(measured):
+    file, text = measured
+    machine = read_machine("test", str(file))
+    assert machine.axes == ["dp"]
+    assert machine.dtype == "float32"
+    assert f"{machine.flops / 1e9:,.1f} GFLOP/s in float32" in text
+    links = {("all_gather", "dp"), ("reduce_scatter", "dp")}
+    assert links <= machine.hardware.bandwidth.keys() == machine.hardware.latency.keys()
+    assert all(f"{op} along {axis}" in text for op, axis in links)
+    assert 0 < machine.hardware.memory_bandwidth < math.inf
+    assert machine.hardware.synchronous_host
+    assert text.endswith(f"measured on Mesh(dp=2); wrote {file}")
+
+
+def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
+    file, _ = measured
+    machine = read_machine("test", str(file))
+    status, lines, _ = run(capsys, "schedule", "gpt-2", "--mesh", "dp=4", "--tokens", "512", "--hardware", file)
+    assert status == 0
+    assert str(file) in lines[0]
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+    layout = fs.plan(find_model("gpt-2").params, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision)
+    hardware = machine.hardware_of(layout, tokens=512, efficiency=1.0)
+    n = sum(group.used for group in layout["layers.0"].groups)
+    assert hardware.compute["layers.0"] == (2 * n * 512 / machine.flops, 4 * n * 512 / machine.flops)
+    assert hardware.update_s == pytest.approx(28 * layout.num_params / machine.hardware.memory_bandwidth)
+    planned = fs.schedules.plan_step(layout, order=("embed", "layers.*", "norm"))
+    found = dict(line.rsplit("  ", 1) for line in lines[2:])
+    step_s = fs.inspect.predict(planned, hardware).step_s
+    assert {key.strip(): value.strip() for key, value in found.items()}["time of a step"] == f"{1e3 * step_s:.1f} ms"
+    assert run(capsys, "tune", "gpt-2", "--mesh", "dp=4", "--hardware", file)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--gpu", "H100"], "got gpu 'H100' and hardware"),
+        (["--mesh", "outer=2,dp=2"], "has the speeds of axis 'dp', expected axis 'outer' of Mesh(outer=2, dp=2) as well"),
+    ],
+)
+def test_a_measured_machine_is_refused(argv, words, measured, capsys):
+    status, lines, err = run(
+        capsys, "tune", "gpt-2", "--hardware", measured[0], *(argv if "--mesh" in argv else [*argv, "--mesh", "dp=2"])
+    )
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"flops": 1e9}',
+        '{"flops": 0, "dtype": "float32", "hardware": {}}',
+        '{"flops": 1, "dtype": "", "hardware": []}',
+    ],
+)
+def test_a_file_that_calibrate_has_not_written_is_refused(text, tmp_path, capsys):
+    (tmp_path / "x.json").write_text(text)
+    status, lines, err = run(capsys, "schedule", "gpt-2", "--hardware", tmp_path / "x.json")
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert "expected a file that fsharp calibrate has written" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--mesh", "dp=1"], "expected at least 2 ranks"),
+        (["--mesh", "2"], "calibrate: mesh is '2', expected sizes of axes"),
+        (["--steps", "0"], "steps is 0, expected at least 1"),
+        (["--dtype", "b16"], "dtype is 'b16'"),
+    ],
+)
+def test_calibrate_says_what_it_expected(argv, words, tmp_path, capsys):
+    status, lines, err = run(capsys, "calibrate", tmp_path / "hardware.json", *argv)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert words in err
+    assert not (tmp_path / "hardware.json").exists()
+
+
+def test_calibrate_looks_for_the_folder_before_it_measures(tmp_path, capsys):
+    status, _, err = run(capsys, "calibrate", tmp_path / "no" / "hardware.json")
+    assert status == 2
+    assert "expected a path in a folder that exists" in err
+
+
+def test_a_machine_gives_seconds_of_units():
+    layout = fs.plan(make_params(), fs.Mesh({"dp": 2}), fs.zero3("dp"), units="layers.*")
+    hardware = fs.inspect.Hardware(compute=(0.0, 0.0), bandwidth={("all_gather", "dp"): 1e9}, memory_bandwidth=2e9)
+    found = Machine(1e9, "float32", hardware).hardware_of(layout, tokens=10, efficiency=0.5)
+    n = sum(group.used for group in layout["layers.0"].groups)
+    assert found.compute["layers.0"] == (2 * n * 10 / 0.5e9, 4 * n * 10 / 0.5e9)
 
 
 def test_units_are_in_the_order_in_which_the_tree_has_them():
@@ -265,8 +369,10 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["schedule", "gpt-2", "--policy", "prefetch"], 2, "policy is 'prefetch', expected one of 'prefetch 1'"),
         (["schedule", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'"),
         (["schedule", "gpt-2", "--mesh", "8"], 2, "schedule: mesh is '8'"),
-        (["tune", "gpt-2", "--gpu", "V100"], 1, "'V100'"),
-        (["tune", "gpt-2", "--tokens", "0"], 1, "tokens is 0"),
+        (["tune", "gpt-2", "--gpu", "V100"], 2, "'V100'"),
+        (["tune", "gpt-2", "--tokens", "0"], 2, "tokens is 0"),
+        (["tune", "gpt-2", "--efficiency", "1.5"], 2, "efficiency is 1.5"),
+        (["tune", "gpt-2", "--hardware", "absent.json"], 2, "hardware is 'absent.json', expected a file that fsharp calibrate"),
     ],
 )
 def test_predictions_say_what_they_expected(argv, status, words, capsys):

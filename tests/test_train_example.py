@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fsharp as fs
+from fsharp.report.reading import read_log
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--steps", "60", "--dim", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch", "4"]
@@ -77,6 +78,9 @@ def test_a_run_that_is_interrupted_goes_on_reports_and_writes(resumed: dict[str,
     assert [(row["kind"], row["step"]) for row in rows] == [*(("train", step) for step in range(1, 61)), ("eval", 60)]
     assert set(rows[0]) >= {"loss", "bits_per_byte", "tokens_per_s", "lr", "grad_norm", "elapsed"}
     assert rows[-1]["bits_per_byte"] == resumed["val_bits_per_byte"]
+    log = read_log(folder)
+    assert list(log.series["loss"]) == list(range(60))
+    assert [step for step, _, _ in log.starts][-1] > 0, "it was interrupted"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

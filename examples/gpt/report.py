@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-SUMMARY = "summary.json"
+SUMMARY, LOG = "summary.json", "log.jsonl"
 _PLAIN_EVERY = 5.0
 """Seconds between lines where there is no terminal."""
 

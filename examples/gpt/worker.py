@@ -18,7 +18,7 @@ from examples.gpt.evaluate import bigram_bits_per_byte, bits_per_byte
 from examples.gpt.options import Options, parse
 from examples.gpt.plot import plot
 from examples.gpt.recipe import batch_of, build_step, layout_of, learning_rate, optimizer, predicted_bytes
-from examples.gpt.report import SUMMARY, Report
+from examples.gpt.report import LOG, SUMMARY, Report
 from examples.gpt.sample import generate
 from examples.launch import leave
 
@@ -103,7 +103,13 @@ def train(
     if comm.rank == 0 and (other is None or other.resolve() != root.resolve()):
         forget_if_complete(options.folder)
     with fs.resilience.Run(
-        root, comm=comm, total=total, save_every=options.save_every, config=config_of(options), signals=_SIGNALS
+        root,
+        comm=comm,
+        total=total,
+        save_every=options.save_every,
+        config=config_of(options),
+        signals=_SIGNALS,
+        loggers=[fs.resilience.JsonlLogger(options.folder / LOG)],
     ) as run:
         state, known, planned = run.resume((state, 0.0, total), other=other)
         if other and run.step == planned:
@@ -128,7 +134,9 @@ def train(
                 known = elapsed = agreed(elapsed, comm)
             row = {"step": step + 1, "loss": loss, "bits_per_byte": loss / math.log(2)}
             row |= {"tokens_per_s": tokens * (step + 1) / elapsed, "lr": learning_rate(options, run.total)(step)}
-            report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
+            row["grad_norm"] = float(state.opt[0].norm)
+            report.train(row | {"elapsed": elapsed})
+            run.log({name: value for name, value in row.items() if name != "step"})
             if options.steps is None and (step + 1) % _REPLAN_EVERY == 0:
                 run.total = max(step + 1, round((step + 1) * options.seconds / elapsed))
                 make = build_step(options, loss_fn, run.total)  # the state does not know who will change it
@@ -140,9 +148,10 @@ def train(
 
 
 def forget_if_complete(folder: Path) -> None:
-    """Remove the checkpoints of a run that has come to its report: the next one of its name starts anew."""
+    """Remove the checkpoints and the log of a run that has come to its report: the next one of its name starts anew."""
     if (folder / SUMMARY).exists():
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / LOG).unlink(missing_ok=True)
         (folder / SUMMARY).unlink()
 
 

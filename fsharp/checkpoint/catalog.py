@@ -21,6 +21,8 @@ from fsharp.checkpoint.reading import Need, Reader, check_file_size, verify_file
 from fsharp.checkpoint.shard_file import first_header_bytes
 from fsharp.checkpoint.storage import REMOVED, Storage, absolute_path, read_index_file, storage_of
 from fsharp.errors import CheckpointError
+from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.layout.text import nbytes_text, table_html
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -152,6 +154,13 @@ class Checkpoint:
     def names(self) -> list[str]:
         """Names of the saved tensors, in order."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
+
+    def _repr_html_(self) -> str:
+        rows = [("tensor", "dtype", "shape")]
+        for name in self.names:
+            record = self.manifest.tensors[self.manifest.aliases.get(name, name)]
+            rows.append((name, dtype_name(record.dtype), str(list(record.shape))))
+        return table_html(f"{self.path}: step {self.step}, {nbytes_text(self.manifest.nbytes)}", rows)
 
     @api_boundary
     def tensor(self, name: str) -> torch.Tensor:

@@ -49,7 +49,7 @@ class OwnBuffers:
 
     ::
 
-    fs.checkpoint.save(root, {"model": OwnBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
+        fs.checkpoint.save(root, {"model": OwnBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
 
     Buffers of all ranks are saved (see :class:`PerRank`), so the module loads on the same number of ranks. To load on another
     number, first make the buffers equal, for example by a mean over ranks, and save the module itself. ``module`` is a

@@ -135,12 +135,12 @@ class Saver(BackgroundSaver):
 
     ::
 
-    with fs.checkpoint.Saver("runs/a", comm, keep=3) as saver:
-        for step, batch in enumerate(data, 1):
-            state, metrics = train_step(state, batch)
-            if step % 100 == 0:
-                saver.save(state, step=step)  # returns once values are copied to host memory
-            saver.check()  # raises the error of a failed save
+        with fs.checkpoint.Saver("runs/a", comm, keep=3) as saver:
+            for step, batch in enumerate(data, 1):
+                state, metrics = train_step(state, batch)
+                if step % 100 == 0:
+                    saver.save(state, step=step)  # returns once values are copied to host memory
+                saver.check()  # raises the error of a failed save
 
     A rank copies its elements to host memory, which is kept for the next save. A thread writes them, with collectives in its
     own process groups. If a save fails, the next :meth:`save`, :meth:`check` or :meth:`close` raises the error on all ranks. A

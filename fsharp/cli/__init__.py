@@ -9,10 +9,22 @@ from typing import Annotated, Any, Union
 
 from fsharp.cli.checkpoints import convert, diff, export, list_checkpoints, prune_checkpoints, show, verify_checkpoints
 from fsharp.cli.doctor import doctor
+from fsharp.cli.machine import calibrate
 from fsharp.cli.plans import plan, schedule, tune
+from fsharp.cli.reports import report
 from fsharp.errors import FsharpError, OptionError, PatternError
 
-_ABOUT = "Plan how a model is sharded, look at checkpoints of fsharp, and at this machine. No process group is needed."
+_ABOUT = (
+    "Plan how a model is sharded, measure this machine, report on a run, and look at checkpoints. No process group is needed."
+)
+COMMANDS: dict[str, Callable[..., str]] = {
+    "plan": plan,
+    "schedule": schedule,
+    "tune": tune,
+    "calibrate": calibrate,
+    "report": report,
+    "doctor": doctor,
+}
 CHECKPOINTS: dict[str, Callable[..., str]] = {
     "list": list_checkpoints,
     "show": show,
@@ -44,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(
             tyro.cli(
-                choice({"plan": plan, "schedule": schedule, "tune": tune, "ckpt": ckpt, "doctor": doctor}),
+                choice({**COMMANDS, "ckpt": ckpt}),
                 prog="fsharp",
                 description=_ABOUT,
                 args=argv,

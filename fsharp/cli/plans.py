@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fsharp.cli.machine import mesh_of, read_machine
 from fsharp.cli.models import dtype_of, find_model, repeated_units
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
@@ -15,6 +16,7 @@ from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
 from fsharp.stateful.inspect.draw import draw as draw_step
 from fsharp.stateful.inspect.estimate import Hardware, predict
+from fsharp.stateful.inspect.presets import GPUS
 from fsharp.stateful.inspect.table import table
 from fsharp.stateful.planning.plan_step import plan_step
 from fsharp.stateful.planning.tune import POLICIES
@@ -25,6 +27,7 @@ FLAT: tuple[Callable[..., Strategy], ...] = (ddp, zero1, zero2, zero3)
 HYBRID: tuple[Callable[..., Strategy], ...] = (hsdp, hfsdp)
 """Strategies of an outer and an inner axis."""
 GPUS_OF_A_HOST = 8
+DEFAULT_GPU = "H100"
 
 
 def plan(
@@ -109,13 +112,14 @@ def schedule(
     main: str = "float32",
     policy: str = "prefetch 1",
     microbatches: int = 1,
-    gpu: str = "H100",
+    gpu: str = "",
+    hardware: str = "",
     tokens: int = 8192,
-    efficiency: float = 0.4,
+    efficiency: float | None = None,
     ops: bool = False,
     draw: str = "",
 ) -> str:
-    """Predict the time of a training step on GPUs, and show the schedule of its ops.
+    """Predict the time of a training step, on GPUs or on a measured machine, and show the schedule of its ops.
 
     The GPUs are those of fs.inspect.Hardware.preset: hosts of 8, joined by InfiniBand. Only matrix products with parameters
     count as compute.
@@ -129,9 +133,11 @@ def schedule(
         main: dtype of the parameters that the optimizer updates.
         policy: prefetch 1, prefetch 2, gathered once, gathered twice, or state on the host.
         microbatches: number of microbatches of a step.
-        gpu: A100, H100, H200 or B200.
+        gpu: A100, H100, H200 or B200; H100 by default.
+        hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: part of the peak FLOP/s that the model reaches while it computes.
+        efficiency: part of the FLOP/s that the model reaches while it computes: 0.4 of a data sheet's by default, all of the
+            measured ones.
         ops: print a table with a row for each op of the schedule.
         draw: path of a picture of the step, such as step.png; needs matplotlib.
     """
@@ -140,7 +146,7 @@ def schedule(
     tree, axes, layouts = _layouts("schedule", model, mesh, strategy, units, compute, main)
     layout = layouts[strategy]
     planned = plan_step(layout, POLICIES[policy], order=_order_of_use(tree, layout), microbatches=microbatches)
-    timeline = predict(planned, _hardware(layout, gpu, tokens, efficiency))
+    timeline = predict(planned, _hardware("schedule", layout, gpu, hardware, tokens, efficiency))
     if draw:
         draw_step(timeline, draw)
     calls = planned.calls()
@@ -153,7 +159,7 @@ def schedule(
         ("sent by a rank", nbytes_text(sum(call.nbytes * count for call, count in calls.items()))),
         ("collectives", str(calls.total())),
     ]
-    about = f"{layout.num_params:,} parameters on {axes} of {gpu}, {strategy}, {policy}"
+    about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}"
     return "\n".join([about, "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])])
 
 
@@ -169,11 +175,12 @@ def tune(
     activations: float = 0.0,
     microbatches: int = 1,
     optimizer_buffers: int = 2,
-    gpu: str = "H100",
+    gpu: str = "",
+    hardware: str = "",
     tokens: int = 8192,
-    efficiency: float = 0.4,
+    efficiency: float | None = None,
 ) -> str:
-    """Predict each strategy under each policy on GPUs, and show the fastest that fits into memory first.
+    """Predict each strategy under each policy, and show the fastest that fits into memory first.
 
     Args:
         model: as for fsharp plan.
@@ -185,15 +192,17 @@ def tune(
         activations: GB that each unit keeps from its forward to its backward.
         microbatches: number of microbatches of a step.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
-        gpu: A100, H100, H200 or B200.
+        gpu: A100, H100, H200 or B200; H100 by default.
+        hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: part of the peak FLOP/s that the model reaches while it computes.
+        efficiency: part of the FLOP/s that the model reaches while it computes: 0.4 of a data sheet's by default, all of the
+            measured ones.
     """
     tree, _, layouts = _layouts("tune", model, mesh, "", units, compute, main)
     layout = next(iter(layouts.values()))
     choice = choose(
         layouts,
-        _hardware(layout, gpu, tokens, efficiency),
+        _hardware("tune", layout, gpu, hardware, tokens, efficiency),
         budget=1e9 * budget,
         activations=1e9 * activations,
         order=_order_of_use(tree, layout),
@@ -207,7 +216,7 @@ def _layouts(
     where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
     """Return the parameters of a model, the mesh, and a layout for each strategy, or for ``strategy`` alone."""
-    axes = _mesh(where, mesh)
+    axes = mesh_of(where, mesh)
     hybrid = HYBRID if len(axes.names) == 2 else ()
     named = {make.__name__: make(*axes.names) for make in (*FLAT, *hybrid)}
     if strategy and strategy not in named:
@@ -236,18 +245,25 @@ def _leaf_paths(tree: Any, *keys: str) -> Iterator[str]:
         yield ".".join(keys)
 
 
-def _hardware(layout: Layout, gpu: str, tokens: int, efficiency: float) -> Hardware:
-    """Return the preset of a GPU. The last 8 ranks of the mesh share a host."""
+def _hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
+    """Return the hardware of a file, or the preset of a GPU. In a preset the last 8 ranks of the mesh share a host."""
+    if tokens < 1 or not 0 < (1 if efficiency is None else efficiency) <= 1:
+        expected = "expected at least 1, and more than 0 and at most 1"
+        raise OptionError(f"{where}: tokens is {tokens} and efficiency is {efficiency}, {expected}.")
+    if hardware:
+        if gpu:
+            raise OptionError(f"{where}: got gpu {gpu!r} and hardware {hardware!r}, expected one of them.")
+        machine = read_machine(where, hardware)
+        if missing := [axis for axis, size in layout.mesh.axes if size > 1 and axis not in machine.axes]:
+            known = " and ".join(f"axis {axis!r}" for axis in machine.axes)
+            what = f"{hardware!r} has the speeds of {known}, expected axis {missing[0]!r} of {layout.mesh} as well"
+            raise OptionError(f"{where}: {what}. Calibrate with this axis, or rename the axis of the mesh.")
+        return machine.hardware_of(layout, tokens=tokens, efficiency=1.0 if efficiency is None else efficiency)
+    if (gpu := gpu or DEFAULT_GPU) not in GPUS:
+        raise OptionError(f"{where}: gpu is {gpu!r}, expected one of {', '.join(GPUS)}; or measure your own: fsharp calibrate.")
     links: dict[str, Any] = {"within": [], "across": [], "spanning": []}
     inner = 1
     for axis, size in reversed(layout.mesh.axes):
         links["within" if inner * size <= GPUS_OF_A_HOST else "across" if inner >= GPUS_OF_A_HOST else "spanning"].append(axis)
         inner *= size
-    return Hardware.preset(gpu, layout, tokens=tokens, efficiency=efficiency, **links)
-
-
-def _mesh(where: str, text: str) -> Mesh:
-    try:
-        return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
-    except ValueError as error:
-        raise OptionError(f"{where}: mesh is {text!r}, expected sizes of axes, such as dp=8 or outer=2,inner=8.") from error
+    return Hardware.preset(gpu, layout, tokens=tokens, efficiency=0.4 if efficiency is None else efficiency, **links)

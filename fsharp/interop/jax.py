@@ -1,10 +1,12 @@
 """JAX: convert shards to global arrays under a NamedSharding and back, and JAX functions to functions of tensors.
 
-from fsharp.interop.jax import as_torch, from_jax, to_jax
+::
 
-arrays = to_jax(state.params, layout)  # the tree, with jax.Arrays of all ranks in it
-loss = jax.jit(lambda tree, batch: loss_fn(unflatten(tree), batch))(arrays, batch)
-params = from_jax(arrays, layout)  # this rank's part
+    from fsharp.interop.jax import as_torch, from_jax, to_jax
+
+    arrays = to_jax(state.params, layout)  # the tree, with jax.Arrays of all ranks in it
+    loss = jax.jit(lambda tree, batch: loss_fn(unflatten(tree), batch))(arrays, batch)
+    params = from_jax(arrays, layout)  # this rank's part
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,21 @@
 """Fault tolerance: runs that resume after a kill with the same bits, and errors that name the rank that failed.
 
-with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
-    state = run.resume(state)  # the newest checkpoint's state, if there is one
-    for step in run.steps():
-        state, metrics = train_step(state, batch(step), comm)
-        state = run.end_step(state)
+::
+
+    with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
+        state = run.resume(state)  # the newest checkpoint's state, if there is one
+        for step in run.steps():
+            state, metrics = train_step(state, batch(step), comm)
+            run.log({"loss": metrics.loss})
+            state = run.end_step(state)
 
 Each of the names below also works without a Run.
 """
 
+from fsharp.report.logs import JsonlLogger as JsonlLogger
+from fsharp.report.logs import Logger as Logger
+from fsharp.report.logs import TensorBoardLogger as TensorBoardLogger
+from fsharp.report.logs import WandbLogger as WandbLogger
 from fsharp.resilience.failures import reported_failures as reported_failures
 from fsharp.resilience.finite import NonFinite as NonFinite
 from fsharp.resilience.finite import find_nonfinite as find_nonfinite

@@ -82,12 +82,12 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
 
     ::
 
-    loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
-    grads = fs.reduce_scatter(grads, comm=comm)
-    bad = fs.resilience.find_nonfinite(loss, grads, comm=comm)
-    metrics, grads = fs.average(loss, grads, comm=comm)
-    if bad is None:
-        state = fs.update(tx, grads, state, comm=comm)
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+        grads = fs.reduce_scatter(grads, comm=comm)
+        bad = fs.resilience.find_nonfinite(loss, grads, comm=comm)
+        metrics, grads = fs.average(loss, grads, comm=comm)
+        if bad is None:
+            state = fs.update(tx, grads, state, comm=comm)
 
     Args:
         loss: loss of this rank, before :func:`~fsharp.average`, to find the rank: a :class:`~fsharp.Loss` or another tuple, a

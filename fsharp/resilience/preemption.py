@@ -25,12 +25,12 @@ class Preemption:
 
     ::
 
-    with fs.resilience.Preemption(comm) as preemption:
-        for step in range(total):
-            state, metrics = train_step(state, batch(step), comm)
-            if preemption.agreed(step):
-                fs.checkpoint.save(root, state, step=step + 1, comm=comm)
-                sys.exit(fs.resilience.EXIT_PREEMPTED)
+        with fs.resilience.Preemption(comm) as preemption:
+            for step in range(total):
+                state, metrics = train_step(state, batch(step), comm)
+                if preemption.agreed(step):
+                    fs.checkpoint.save(root, state, step=step + 1, comm=comm)
+                    sys.exit(fs.resilience.EXIT_PREEMPTED)
 
     Inside of the context these signals are only recorded. At its end the earlier handlers are back, and a signal that
     :meth:`agreed` has not reported yet is raised again. After SIGTERM torchrun waits 30 seconds for its processes, and Slurm

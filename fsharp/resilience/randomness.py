@@ -32,8 +32,8 @@ def seeded(key: int, *data: int) -> Iterator[None]:
 
     ::
 
-    with fs.resilience.seeded(seed, step, comm.rank):
-        state, metrics = train_step(state, batch, comm)
+        with fs.resilience.seeded(seed, step, comm.rank):
+            state, metrics = train_step(state, batch, comm)
 
     Then dropout in a step has the same bits after a restart, and no generator state has to be saved. If ranks compute the same
     values together, and have to drop the same elements, leave out the rank.

@@ -19,12 +19,13 @@ from fsharp.checkpoint.manifest import json_round_trip
 from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree
-from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm, innermost_comm
+from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
+from fsharp.report.logs import Logger
 from fsharp.resilience.failures import reported_failures
 from fsharp.resilience.finite import LeftOutSteps, NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
 from fsharp.resilience.run_checkpoints import RunCheckpoints
+from fsharp.resilience.run_record import RunRecord
 from fsharp.resilience.start import agree_at_start
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.tracebacks import api_boundary
@@ -41,14 +42,15 @@ class Run:
 
     ::
 
-    sampler = fs.resilience.IndexSampler(len(data), 64, seed=0)
-    with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
-        state, sampler = run.resume((state, sampler))
-        for step in run.steps():
-            batch = data[sampler.indices(step, rank=comm.rank, num_ranks=comm.mesh.size)]
-            with fs.resilience.seeded(seed, step, comm.rank):
-                state, metrics, bad = train_step(state, batch, comm)
-            state, sampler = run.end_step((state, sampler), nonfinite=bad)
+        sampler = fs.resilience.IndexSampler(len(data), 64, seed=0)
+        with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
+            state, sampler = run.resume((state, sampler))
+            for step in run.steps():
+                batch = data[sampler.indices(step, rank=comm.rank, num_ranks=comm.mesh.size)]
+                with fs.resilience.seeded(seed, step, comm.rank):
+                    state, metrics, bad = train_step(state, batch, comm)
+                run.log({"loss": metrics.loss})
+                state, sampler = run.end_step((state, sampler), nonfinite=bad)
 
     A step has to be a function of the state and its own number. :class:`~fsharp.resilience.IndexSampler` chooses the samples of
     a step by its number, and :func:`~fsharp.resilience.seeded` the random numbers. A crash, a kill or a preemption may end the
@@ -84,10 +86,11 @@ class Run:
         signals: signals after which the run saves and exits.
         agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.
         background: write checkpoints while training continues.
+        loggers: where rank 0 records values of :meth:`log`, throughput, slow ranks, restarts and faults. None means the file
+            ``log.jsonl`` in ``root``, from which ``fsharp report`` makes a page; nothing if ``root`` is a URL.
 
     Attributes:
         step: number of the next step, which is the number of finished steps, with left-out ones.
-        stragglers: the detector of slow ranks; None over NCCL.
 
     Raises:
         RunError: an argument is wrong, or methods are called in another order than above.
@@ -116,6 +119,7 @@ class Run:
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         agree_every: int = 1,
         background: bool = True,
+        loggers: Sequence[Logger] | None = None,
     ) -> None:
         counts = {"total": total, "save_every": save_every, "max_nonfinite": max_nonfinite, "refresh_every": refresh_every}
         for name, value in counts.items():
@@ -136,12 +140,15 @@ class Run:
         self._checkpoints = RunCheckpoints(absolute_path(root), comm, replicas=replicas, config=self.config, **every, **saver)
         self._files = files
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
-        found = innermost_comm(comm)
-        is_native = isinstance(found, ProcessGroupComm) and found.is_native
-        self.stragglers = None if is_native else StragglerDetector(comm, every=10 * agree_every)
+        self._record = RunRecord(self._checkpoints.root, comm, loggers, every=10 * agree_every)
         self.step = 0
         self._phase: Literal["new", "between steps", "in a step"] = "new"
         self._stack = ExitStack()
+
+    @property
+    def stragglers(self) -> StragglerDetector | None:
+        """The detector of slow ranks; None over NCCL."""
+        return self._record.stragglers
 
     @property
     def skipped(self) -> list[int]:
@@ -173,11 +180,15 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Wait for the save under way. If there was no error, check that all ranks have ended the loop."""
         if error is not None:
-            self._stack.__exit__(kind, error, trace)
+            try:
+                if isinstance(error, Exception):
+                    self._record.log(self.step, {"event": f"the run ends with {type(error).__name__}: {error}"})
+            finally:
+                self._stack.__exit__(kind, error, trace)
             return
-        if self._checkpoints.saved != self.step and self.comm.rank == 0:
+        if self._checkpoints.saved != self.step:
             newest = self._checkpoints.describe_newest()
-            _log.warning("the run ends after %d of %d steps; %s", self.step, self.total, newest)
+            self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
         with self._stack:
             agree("Run", {}, LabelledComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
@@ -213,8 +224,9 @@ class Run:
         if is_there:
             found, tree = self._load_newest(root, tree)
             _log.info("the run goes on after step %d with %s", found.step, found.path)
-            for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
-                _log.warning("the run goes on after step %d with another config: %s", found.step, line)
+            for line in _changes(found.config, self.config):
+                self._record.warn(self.step, f"the run goes on after step {found.step} with another config: {line}")
+        self._record.start(self.step, tree, root=self._checkpoints.root, total=self.total, config=self.config)
         if not has_own and (is_there or self._left_out.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
@@ -226,8 +238,7 @@ class Run:
         """Yield the numbers of the remaining steps; the first step of a run is 0. Call :meth:`end_step` at the end of each."""
         if self._phase == "new":
             raise RunError("Run.steps(): call resume(tree) first: it looks for a checkpoint, and remembers where to go on.")
-        if self.stragglers is not None:
-            self.stragglers.start()
+        self._record.begin_steps(self.step)
         while self.step < self.total:
             self._phase = "in a step"
             yield self.step
@@ -258,16 +269,14 @@ class Run:
         else:
             what = f"step {self.step}: {nonfinite}"
             self._left_out.record_nonfinite_step(what)
-            if self.comm.rank == 0:
-                _log.warning("%s; on_nonfinite is %r", what, self._left_out.policy)
+            self._record.warn(self.step, f"{what}; on_nonfinite is {self._left_out.policy!r}")
         is_rolled_back = nonfinite is not None and self._left_out.policy == "roll back"
         if is_rolled_back:
             tree = self._rolled_back(tree)
         before = self.step
         self.step += not is_rolled_back
         self.step = self._left_out.next_kept_step(self.step)
-        if self.stragglers is not None:
-            self.stragglers.end_step(self.step)
+        self._record.end_step(self.step, is_last=self.step >= self.total)
         kept = self._checkpoints
         kept.raise_failed()
         is_preempted = self.preemption.agreed(self.step)
@@ -278,6 +287,25 @@ class Run:
         if kept.replicas is not None and _is_due(kept.refresh_every, before, self.step):
             kept.begin_refresh(self._tree_to_save(tree), step=self.step)
         return tree
+
+    @api_boundary
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record values of the step under way, such as ``{"loss": metrics.loss}``. Values of rank 0 count.
+
+        Args:
+            values: by name: numbers, tensors with one element, texts; a :class:`~fsharp.inspect.Timeline` or a
+                :class:`~fsharp.Layout`; lists and dicts of these. ``fsharp report`` draws numbers over steps, and the
+                timelines ``predicted`` and ``measured``.
+
+        Raises:
+            RunError: before :meth:`resume`.
+            OptionError: a logger cannot record a value; raised on rank 0, and so on all ranks.
+
+        Cost: reading a tensor waits for its device. Nothing is sent.
+        """
+        if self._phase == "new":
+            raise RunError("Run.log(): call resume(tree) first: the step is not known before.")
+        self._record.log(self.step, values)
 
     @api_boundary
     def check(self, tree: Any) -> None:
@@ -312,6 +340,7 @@ class Run:
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
             self._checkpoints.begin_save(self._tree_to_save(tree), step=self.step)
+            self._record.log(self.step, {"saved": self.step})
 
     def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
@@ -332,8 +361,8 @@ class Run:
 
     def _exit(self) -> NoReturn:
         self._checkpoints.wait_for_save()
-        if self.comm.rank == 0:
-            _log.warning("a signal has come: saved after %d of %d steps, exit code %d", self.step, self.total, EXIT_PREEMPTED)
+        done = f"{self.step} of {self.total} steps"
+        self._record.warn(self.step, f"a signal has come: saved after {done}, exit code {EXIT_PREEMPTED}")
         raise SystemExit(EXIT_PREEMPTED)
 
 

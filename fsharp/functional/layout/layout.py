@@ -13,7 +13,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.paths import innermost_prefix
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
-from fsharp.functional.layout.text import nbytes_text, units_table
+from fsharp.functional.layout.text import nbytes_text, table_html, units_rows, units_table
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.tracebacks import api_boundary
 
@@ -106,6 +106,10 @@ class Layout:
     def from_json(text: str) -> "Layout":
         """Return the layout that :meth:`to_json` wrote as text; LayoutError if the text is no layout."""
         return Layout(*layout_from_json(text))
+
+    def _repr_html_(self) -> str:
+        title = f"{self.num_params:,} parameters on {self.mesh}; at rest on a rank {nbytes_text(self.nbytes('params'))} of them"
+        return table_html(title, units_rows(self.units), right={1, 3, 4, 6})
 
     def __str__(self) -> str:
         lines = units_table(self.units)

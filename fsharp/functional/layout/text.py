@@ -1,5 +1,6 @@
 """Units as text: for ranks to compare before they start, and as a table for people."""
 
+import html
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
@@ -35,8 +36,13 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
 
 
 def units_table(units: Sequence[UnitLayout]) -> list[str]:
+    """Return the lines of a table of units: :func:`units_rows` as text."""
+    return align_columns(units_rows(units))
+
+
+def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
     """Return head and rows of a table of units. Consecutive units that differ in a number in their name alone share a row."""
-    rows = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
+    rows: list[tuple[str, ...]] = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
     for name, alike in runs_of_alike_units(units):
         first = alike[0]
         buffers = ", ".join(
@@ -58,7 +64,7 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
                 nbytes_text(local),
             )
         )
-    return align_columns(rows)
+    return rows
 
 
 def _updates(group: Group) -> str:
@@ -75,6 +81,21 @@ def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), ru
     lines = ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]
     rule = "-" * max(map(len, lines), default=0)
     return [each for i, line in enumerate(lines) for each in ((rule, line) if i in rules else (line,))]
+
+
+def table_html(title: str, rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return rows of cells as a table in HTML, for notebooks; the first row is the head.
+
+    >>> table_html("a", [("x",), ("<b>",)])
+    '<table><caption>a</caption><tr><th>x</th></tr><tr><td>&lt;b&gt;</td></tr></table>'
+    """
+
+    def line(tag: str, row: Sequence[str], right: Collection[int]) -> str:
+        style = ' style="text-align:right"'
+        return "".join(f"<{tag}{style if i in right else ''}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(row))
+
+    lines = [line("th", rows[0], ()), *(line("td", row, right) for row in rows[1:])]
+    return f"<table><caption>{html.escape(title)}</caption>{''.join(f'<tr>{each}</tr>' for each in lines)}</table>"
 
 
 def runs_of_alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:

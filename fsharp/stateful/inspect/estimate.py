@@ -16,7 +16,7 @@ when it is entered, in front of the units nested in it.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from fsharp.errors import ScheduleError, problem
@@ -24,6 +24,7 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import value_by_path
 from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes
+from fsharp.stateful.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.stateful.inspect.presets import ADAM_NBYTES, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.inspect.trace import Trace
@@ -227,6 +228,22 @@ class Hardware:
         if not synchronous_host:
             found["issue_s"] = 0.0
         return replace(host, **{**found, **own})
+
+    @api_boundary
+    def to_json(self) -> str:
+        """Return the hardware as JSON; :meth:`from_json` is the inverse. ScheduleError if ``compute`` is a function."""
+        return fields_to_json({each.name: getattr(self, each.name) for each in fields(self)})
+
+    @classmethod
+    @api_boundary
+    def from_json(cls, text: str) -> "Hardware":
+        """Return the hardware that :meth:`to_json` wrote as text; ScheduleError if the text is no hardware.
+
+        >>> hardware = Hardware(compute=(1.0, 2.0), bandwidth={("all_gather", "dp"): 1e9, "pp": 2e9})
+        >>> Hardware.from_json(hardware.to_json()) == hardware
+        True
+        """
+        return cls(**fields_from_json(text, {each.name: each for each in fields(cls)}))
 
     @property
     def speeds(self) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import torch
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import value_by_path
-from fsharp.functional.layout.text import align_columns, nbytes_text
+from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.planning.plan_step import Backend, plan_step
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -87,13 +87,18 @@ class Choice:
             [{**row, "step_s": row["step_s"] if math.isfinite(row["step_s"]) else None} for row in rows], indent=1
         )
 
-    def __str__(self) -> str:
-        head = ("layout", "policy", "ms a step", "memory", "sent", "")
-        rows = []
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("layout", "policy", "ms a step", "memory", "sent", "")]
         for x in self.candidates:
             predicted = (f"{1e3 * x.step_s:.2f}", nbytes_text(x.sent_nbytes)) if math.isfinite(x.step_s) else ("", "")
             rows.append((x.layout, x.policy, predicted[0], nbytes_text(x.peak_nbytes), predicted[1], x.lost or "chosen"))
-        return "\n".join(align_columns([head, *rows], right={2, 3, 4}))
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(align_columns(self._rows(), right={2, 3, 4}))
+
+    def _repr_html_(self) -> str:
+        return table_html(f"The fastest that fits is {self.name}", self._rows(), right={2, 3, 4})
 
 
 @options_checked

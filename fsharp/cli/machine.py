@@ -1,0 +1,164 @@
+"""The subcommand ``calibrate``, and the file with the measured speeds of a machine that it writes."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+import fsharp
+from fsharp.cli.models import dtype_of
+from fsharp.errors import OptionError, ScheduleError
+from fsharp.functional.comm.agree import all_gather_texts
+from fsharp.functional.comm.process_group import connect
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.text import align_columns
+from fsharp.stateful.inspect.estimate import Hardware
+from fsharp.stateful.inspect.presets import ADAM_NBYTES
+from fsharp.stateful.inspect.timeline import seconds_text
+from fsharp.stateful.runtime.measure import measure
+
+_ROUNDS = 5
+_COPIED = 1 << 26
+"""Bytes of the tensor whose copies are timed."""
+
+
+class Machine(NamedTuple):
+    """The measured speeds of a machine.
+
+    Attributes:
+        flops: operations per second of one rank in a product of large matrices.
+        dtype: name of the dtype of these matrices.
+        hardware: speeds of links and of memory; its seconds of compute are 0, as they depend on the model.
+    """
+
+    flops: float
+    dtype: str
+    hardware: Hardware
+
+    @property
+    def axes(self) -> list[str]:
+        """The mesh axes along which collectives were measured."""
+        return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
+
+    def hardware_of(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
+        """Return the hardware with the seconds of a model's units.
+
+        A unit with ``n`` parameters takes ``2 * n * tokens`` operations forward, and twice as many backward, at ``efficiency``
+        times the measured operations per second. The optimizer is Adam on float32, bound by memory.
+        """
+        used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
+        forward = {unit: 2 * n * tokens / (efficiency * self.flops) for unit, n in used.items()}
+        compute = {unit: (seconds, 2 * seconds) for unit, seconds in forward.items()}
+        update_s = ADAM_NBYTES * sum(used.values()) / self.hardware.memory_bandwidth
+        return replace(self.hardware, compute=compute, update_s=update_s)
+
+
+def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str = "") -> str:
+    """Measure this machine, and write its speeds to a file for fsharp schedule --hardware and fsharp tune --hardware.
+
+    One process for each rank of the mesh trains a small model for some seconds; let nothing else run. Under torchrun its
+    processes are the ranks, on one host or several.
+
+    Args:
+        file: path of the JSON file to write, such as hardware.json.
+        mesh: sizes of the axes, the outermost first: dp=2, or outer=2,inner=8. Give the axes the names that the meshes of your
+            models have: a speed belongs to an axis.
+        steps: number of steps that are measured.
+        dtype: dtype of the matrices whose products are timed; by default bfloat16 on GPUs, and float32 on CPUs.
+    """
+    axes = mesh_of("calibrate", mesh)
+    if steps < 1:
+        raise OptionError(f"calibrate: steps is {steps}, expected at least 1.")
+    if axes.size < 2:
+        raise OptionError(f"calibrate: mesh is {mesh!r}, expected at least 2 ranks: one rank sends nothing.")
+    if dtype:
+        dtype_of("calibrate: dtype", dtype)
+    folder = Path(file).resolve().parent
+    if not folder.is_dir():
+        raise OptionError(f"calibrate: {file!r} cannot be written, expected a path in a folder that exists: {folder} does not.")
+    found = fsharp.launch(_measure, axes.size, axes.axes, steps, dtype)[0]
+    if os.environ.get("RANK", "0") == "0":
+        Path(file).write_text(_machine_to_json(found))
+    return _describe(found, axes, file)
+
+
+def _measure(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
+    """Return the speeds of the machine, equal on all ranks. Each process runs this function."""
+    comm = connect(Mesh(list(axes)))
+    chosen = dtype or ("float32" if comm.device.type == "cpu" else "bfloat16")
+    size = 1024 if comm.device.type == "cpu" else 8192
+    a = torch.ones(size, size, dtype=dtype_of("calibrate: dtype", chosen), device=comm.device)
+    flops = 2 * size**3 / _seconds(lambda: a @ a, comm)
+    source = torch.ones(_COPIED // 4, device=comm.device)
+    target = torch.empty_like(source)
+    copied = 2 * _COPIED / _seconds(lambda: target.copy_(source), comm)  # each byte is read and written
+    hardware = measure(comm, compute=(0.0, 0.0), steps=steps)
+    return Machine(flops, chosen, replace(hardware, memory_bandwidth=min(hardware.memory_bandwidth, copied)))
+
+
+def _seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
+    """Return the seconds of some work that all ranks do at once: the median over ranks of the median over rounds."""
+    found = []
+    for _ in range(_ROUNDS + 1):
+        began = time.perf_counter()
+        work().view(-1)[0].item()  # which waits for the device
+        found.append(time.perf_counter() - began)
+    return median(float(text) for text in all_gather_texts(repr(median(found[1:])), comm))
+
+
+def _describe(found: Machine, mesh: Mesh, file: str) -> str:
+    hardware = found.hardware
+    rows = [
+        ("matrix products", f"{found.flops / 1e9:,.1f} GFLOP/s in {found.dtype}"),
+        ("memory", f"{hardware.memory_bandwidth / 1e9:,.2f} GB/s"),
+    ]
+    assert isinstance(hardware.bandwidth, dict)
+    assert isinstance(hardware.latency, dict)
+    for op, axis in hardware.bandwidth:
+        rate, latency = hardware.bandwidth[op, axis], hardware.latency[op, axis]
+        text = "no bytes can be told from the latency" if math.isinf(rate) else f"{rate / 1e9:,.2f} GB/s"
+        rows.append((f"{op} along {axis}", f"{text}, latency {seconds_text(latency)}"))
+    if hardware.contention:
+        rows.append(("cores", "shared by compute and collectives"))
+    return "\n".join([*align_columns(rows), "", f"measured on {mesh}; wrote {file}"])
+
+
+def _machine_to_json(machine: Machine) -> str:
+    hardware = json.loads(machine.hardware.to_json())
+    return json.dumps({"flops": machine.flops, "dtype": machine.dtype, "hardware": hardware}, indent=1) + "\n"
+
+
+def read_machine(where: str, file: str) -> Machine:
+    """Return the machine of a file that :func:`calibrate` has written.
+
+    Raises:
+        OptionError: the file cannot be read, or is of another kind.
+    """
+    expected = "expected a file that fsharp calibrate has written"
+    try:
+        found = json.loads(Path(file).read_text())
+        flops, dtype, hardware = found["flops"], found["dtype"], Hardware.from_json(json.dumps(found["hardware"]))
+        if not 0 < flops < math.inf:
+            raise ValueError(f"flops is {flops!r}")
+    except ScheduleError as error:
+        raise OptionError(f"{where}: hardware is {file!r}, {expected}: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise OptionError(f"{where}: hardware is {file!r}, {expected}: {type(error).__name__}: {error}.") from error
+    return Machine(flops, dtype, hardware)
+
+
+def mesh_of(where: str, text: str) -> Mesh:
+    """Return the mesh of a text such as ``outer=2,inner=8``."""
+    try:
+        return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
+    except ValueError as error:
+        raise OptionError(f"{where}: mesh is {text!r}, expected sizes of axes, such as dp=8 or outer=2,inner=8.") from error

@@ -1,0 +1,15 @@
+"""The subcommand ``report``."""
+
+from fsharp.report.page import report as write_report
+
+
+def report(run_dir: str, /, *, out: str = "") -> str:
+    """Write one HTML file about a run: loss, throughput, a step's timeline and memory, layout, slow ranks, faults and versions.
+
+    The file needs no network and no other file.
+
+    Args:
+        run_dir: folder of the run: of its checkpoints and its log.jsonl.
+        out: path of the file; report.html in the folder by default.
+    """
+    return f"wrote {write_report(run_dir, out or None)}"

@@ -1,0 +1,1 @@
+"""Recorded values of a run, and the report that is made of them."""

@@ -1,0 +1,156 @@
+"""Loggers: objects that record named values of steps, to a file of JSON lines, to TensorBoard or to wandb."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fsharp.errors import OptionError
+from fsharp.functional.layout.layout import Layout
+from fsharp.report.values import layout_rows, timeline_rows
+from fsharp.stateful.inspect.timeline import Timeline
+from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import short_repr
+
+LOG = "log.jsonl"
+"""Name of the file that a run writes, in the folder of its checkpoints."""
+
+
+class Logger(Protocol):
+    """An object that records named values of steps. Give your own class a method ``log``, and pass an object to a Run."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record values of a step.
+
+        Args:
+            step: number of the step.
+            values: by name: numbers, tensors with one element, texts; a :class:`~fsharp.inspect.Timeline` or a
+                :class:`~fsharp.Layout`; lists and dicts of these.
+        """
+
+
+class JsonlLogger:
+    """A :class:`Logger` that appends a line of JSON to a file for each call, from which ``fsharp report`` makes a page.
+
+    A line has the step, the time in seconds since 1970, and the values. A process that is killed can cut off the last line;
+    the next line begins on a new line, and readers leave the cut one out.
+
+    Args:
+        path: path of the file. Missing folders are made with the first line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @api_boundary
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a line. OptionError names a value that JSON cannot hold; OSError if the file cannot be written."""
+        line = json.dumps({"step": step, "time": time.time(), **plain_values(values)}, allow_nan=False).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)  # in one call: a reader sees whole lines, unless the process is killed
+
+
+class TensorBoardLogger:
+    """A :class:`Logger` that passes values to a ``SummaryWriter`` of TensorBoard: numbers as scalars, other values as text.
+
+    ::
+
+        writer = torch.utils.tensorboard.SummaryWriter("runs/tensorboard")  # needs the package tensorboard
+        logger = fs.resilience.TensorBoardLogger(writer)
+
+    Timelines and layouts are left out: TensorBoard has no chart for them. The writer remains yours to close.
+
+    Args:
+        writer: a SummaryWriter, or an object with its methods ``add_scalar`` and ``add_text``.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        _check_methods("TensorBoardLogger()", "writer", writer, "add_scalar", "add_text")
+        self._writer = writer
+
+    @api_boundary
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add each value to the writer."""
+        for name, value in _flat(plain_values(_without_tables(values))):
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+            elif value is not None:
+                self._writer.add_text(name, str(value), step)
+
+
+class WandbLogger:
+    """A :class:`Logger` that passes values to a run of Weights & Biases: ``WandbLogger(wandb.init(project="a"))``.
+
+    Timelines and layouts are left out. wandb takes no step twice: after a restart it ignores the steps that a run makes again.
+
+    Args:
+        run: what ``wandb.init`` has returned, or an object with its method ``log``.
+    """
+
+    def __init__(self, run: Any) -> None:
+        _check_methods("WandbLogger()", "run", run, "log")
+        self._run = run
+
+    @api_boundary
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Pass the values to the run."""
+        if found := dict(_flat(plain_values(_without_tables(values)))):
+            self._run.log(found, step=step)
+
+
+def _check_methods(where: str, name: str, value: Any, *methods: str) -> None:
+    for method in methods:
+        if not callable(getattr(value, method, None)):
+            raise OptionError(f"{where}: {name} is {short_repr(value)}, expected an object with a method {method!r}.")
+
+
+def _without_tables(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not isinstance(value, Timeline | Layout)}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested dicts and lists, with names such as ``own_s/0``."""
+    for key, value in values.items():
+        if isinstance(value, dict | list):
+            yield from _flat(value if isinstance(value, dict) else {str(i): x for i, x in enumerate(value)}, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON has them. A number that is infinite or NaN is its name as a text, such as ``"nan"``.
+
+    Raises:
+        OptionError: names a value of another kind.
+    """
+    return {str(name): _plain(str(name), value) for name, value in values.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Timeline):
+        return timeline_rows(value)
+    if isinstance(value, Layout):
+        return layout_rows(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}.{key}", each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{name}.{i}", each) for i, each in enumerate(value)]
+    try:
+        number = float(value)  # numpy's and others' numbers as well
+    except (TypeError, ValueError):
+        expected = "a number, a tensor with one element, a text, a Timeline, a Layout, or a list or dict of these"
+        raise OptionError(f"log(): {name!r} is {short_repr(value)}, expected {expected}.") from None
+    return number if math.isfinite(number) else str(number)

@@ -1,0 +1,104 @@
+"""report: one HTML file about a run, with charts and a timeline, which needs neither a network nor another file."""
+
+import html
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from fsharp.report.reading import RunLog, read_log
+from fsharp.stateful.inspect.timeline import WAITING
+from fsharp.stateful.schedule.ops import STREAMS
+from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
+
+MAX_POINTS = 2000
+"""Points of a curve that the page keeps; of more, those at equal distances, and the last."""
+
+
+@api_boundary
+@options_checked
+def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
+    """Write one HTML file about a run, and return its path. The file needs no network and no other file.
+
+    The page has the values and the throughput over steps; a step's timeline and memory, and predictions beside measurements, if
+    the run has logged timelines; which rank holds what; slow ranks, restarts and faults; settings and versions.
+
+    Args:
+        run_dir: folder of a :class:`~fsharp.resilience.Run`, with its ``log.jsonl``, or the folder above its ``checkpoints``.
+        path: path of the file; ``report.html`` in ``run_dir`` by default.
+
+    Raises:
+        OptionError: there is no log in the folder.
+        OSError: the file cannot be written.
+    """
+    folder = Path(run_dir)
+    log = read_log(folder)
+    target = folder / "report.html" if path is None else Path(path)
+    target.write_text(page_of(log, title=str(folder)), "utf-8")
+    return str(target)
+
+
+def page_of(log: RunLog, *, title: str) -> str:
+    """Return the page of a log as HTML."""
+    data = json.dumps(page_data(log, title), allow_nan=False, separators=(",", ":"))
+    page = Path(__file__).with_name("page.html").read_text("utf-8")
+    script = Path(__file__).with_name("page.js").read_text("utf-8")
+    # "<" begins a tag for a parser of HTML, wherever it stands in a script.
+    parts = {"TITLE": html.escape(title), "DATA": data.replace("<", "\\u003c"), "SCRIPT": script}
+    return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], page)
+
+
+def page_data(log: RunLog, title: str) -> dict[str, Any]:
+    """Return the values that the page draws."""
+    return {
+        "title": title,
+        "series": {name: _thinned(sorted(values.items())) for name, values in _in_order(log)},
+        "events": log.events,
+        "starts": log.starts,
+        "saved": log.saved,
+        "own_s": _thinned(sorted(log.own_s.items())),
+        "timelines": log.timelines,
+        "streams": STREAMS,
+        "waiting": WAITING,
+        "compared": compared(log.timelines),
+        "layout": log.layout,
+        "num_cut": log.num_cut,
+        "last": [max(log.times), log.times[max(log.times)]] if log.times else None,
+    }
+
+
+def _in_order(log: RunLog) -> list[tuple[str, dict[int, float]]]:
+    """Return the series: the losses first, then throughputs, then all others by name."""
+
+    def key(item: tuple[str, Any]) -> tuple[int, str]:
+        name = item[0]
+        return 0 if "loss" in name else 1 if name.endswith("_per_s") else 2, name
+
+    return sorted(((name, values) for name, values in log.series.items() if values), key=key)
+
+
+def _thinned(rows: list[Any]) -> list[Any]:
+    every = -(-len(rows) // MAX_POINTS)
+    return rows if every <= 1 else [*rows[:-1:every], rows[-1]]
+
+
+def compared(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
+    """Return rows ``[what, predicted, measured]`` in seconds, for the timelines of these names; none without both."""
+    if not {"predicted", "measured"} <= timelines.keys():
+        return []
+    both = timelines["predicted"], timelines["measured"]
+    rows: list[list[Any]] = [["step", *(each["step_s"] for each in both)], ["exposed", *(each["exposed_s"] for each in both)]]
+    seconds = [_by_kind(each) for each in both]
+    rows += [[kind, *(each.get(kind, 0.0) for each in seconds)] for kind in dict.fromkeys([*seconds[0], *seconds[1]])]
+    return rows
+
+
+def _by_kind(timeline: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of each kind of op. Ops that share a collective count once."""
+    result: dict[str, float] = {}
+    for kind, _, start, stop in dict.fromkeys((span[1], span[4], span[5], span[6]) for span in timeline["spans"]):
+        if stop > start:
+            result[kind] = result.get(kind, 0.0) + stop - start
+    return result

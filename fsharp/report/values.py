@@ -1,0 +1,70 @@
+"""Timelines and layouts as rows of plain values, which JSON can hold and a page can draw."""
+
+from typing import Any
+
+from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.text import runs_of_alike_units
+from fsharp.stateful.inspect.sharding import LeafSharding, TreeSharding
+from fsharp.stateful.inspect.timeline import Timeline
+
+_MAX_CELLS = 64
+
+SPAN = ("op", "kind", "unit", "phase", "stream", "start_s", "stop_s", "sent", "start", "nbytes")
+"""Fields of a row for a span; ``sent`` are bytes of its collectives, ``start`` and ``nbytes`` its memory in the arena."""
+
+
+def timeline_rows(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline as plain values: rows of spans, the curve of live bytes, and sums."""
+    schedule = timeline.schedule
+    facts = schedule.program.facts
+    spans = []
+    for span in timeline.spans:
+        op = schedule.ops[span.op]
+        sent = sum(call.nbytes for call in op.spec.collectives(facts[op.unit])) if span.kind == op.kind else 0
+        memory = (op.memory.start, op.memory.nbytes) if op.memory else (None, 0)
+        times = round(span.start_s, 9), round(span.stop_s, 9)
+        spans.append([span.op, span.kind, span.unit, span.phase, span.stream, *times, sent, *memory])
+    return {
+        "timeline": list(SPAN),
+        "spans": spans,
+        "step_s": timeline.step_s,
+        "exposed_s": timeline.exposed_s,
+        "overlap": timeline.overlap,
+        "peak_nbytes": timeline.peak_nbytes,
+        "arena": schedule.arena,
+        "memory": [[round(second, 9), nbytes] for second, nbytes in timeline.memory],
+    }
+
+
+def layout_rows(layout: Layout) -> dict[str, Any]:
+    """Return a layout as plain values: bytes at rest on a rank, and a row for each leaf of each kind of unit.
+
+    A row has the path of the leaf, its dtype and shape, its spec, and what one rank holds. The last field has a character for
+    each rank, or for each of 64 runs of ranks: 1 if they hold some of the leaf, or else 0.
+    """
+    where = TreeSharding(layout, "params")
+    rows = []
+    for title, alike in runs_of_alike_units(layout.units):
+        rows += [[title, *_leaf_row(where[alike[0].path_in_tree(leaf)], leaf.path)] for leaf in alike[0].leaves]
+    kinds = {kind: layout.nbytes(kind) for kind in ("params", "main", "grads", "optim")}
+    return {
+        "layout": str(layout.mesh),
+        "ranks": layout.mesh.size,
+        "num_params": layout.num_params,
+        "nbytes": kinds,
+        "rows": rows,
+    }
+
+
+def _leaf_row(leaf: LeafSharding, path: str) -> list[str]:
+    ranks = range(leaf.mesh.size)
+    held = [last - first for first, last in map(leaf.elements, ranks)]
+    cells = min(len(ranks), _MAX_CELLS)
+    runs = [held[i * len(ranks) // cells : (i + 1) * len(ranks) // cells] for i in range(cells)]
+    least, most = min(held), max(held)
+    share = f"{most:,} elements" if least == most else f"{least:,} to {most:,} elements"
+    if leaf.shard_shape is not None:
+        share = str(list(leaf.shard_shape))
+    about = f"{dtype_name(leaf.leaf.dtype)}{list(leaf.shape)}"
+    return [path, about, "" if leaf.spec is None else str(leaf.spec), share, "".join("01"[any(run)] for run in runs)]

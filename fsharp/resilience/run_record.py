@@ -1,0 +1,110 @@
+"""RunRecord: what a run tells its loggers and its log: values, throughput, slow ranks, restarts and faults."""
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+import fsharp
+from fsharp.errors import RunError
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, innermost_comm
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import units_of
+from fsharp.report.logs import LOG, JsonlLogger, Logger
+from fsharp.resilience.stragglers import StragglerDetector
+from fsharp.type_checks import short_repr
+
+_log = logging.getLogger("fsharp")
+_RATE_EVERY_S = 1.0
+"""Least seconds between two records of the throughput."""
+
+
+class RunRecord:
+    """What a run tells its loggers. Rank 0 alone records; other ranks only take part in the search for slow ranks.
+
+    Args:
+        root: folder of the run's checkpoints.
+        comm: the ranks.
+        loggers: where values go; None means a file in ``root``, or no logger if ``root`` is a URL.
+        every: number of steps between two exchanges of the ranks' times.
+
+    Attributes:
+        stragglers: the detector of slow ranks; None over NCCL.
+    """
+
+    def __init__(self, root: str, comm: Comm, loggers: Sequence[Logger] | None, *, every: int) -> None:
+        for each in loggers or ():
+            if not callable(getattr(each, "log", None)):
+                raise RunError(f"Run(): a logger is {short_repr(each)}, expected an object with a method log(step, values).")
+        if loggers is None:
+            loggers = () if "://" in root else (JsonlLogger(os.path.join(root, LOG)),)
+        self._loggers = tuple(loggers) if comm.rank == 0 else ()
+        self._comm, self._rate = comm, (0, 0.0)
+        found = innermost_comm(comm)
+        is_native = isinstance(found, ProcessGroupComm) and found.is_native
+        self.stragglers = None if is_native else StragglerDetector(comm, every=every)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Pass values to the loggers."""
+        for logger in self._loggers:
+            logger.log(step, values)
+
+    def warn(self, step: int, text: str) -> None:
+        """Write a warning to the log of the process, and to the loggers as an event."""
+        if self._comm.rank == 0:
+            _log.warning("%s", text)
+        self.log(step, {"event": text})
+
+    def start(self, step: int, tree: Any, **about: Any) -> None:
+        """Record that the run begins or goes on: settings, versions, this machine, and the layout of the tree's units."""
+        if not self._loggers:
+            return
+        device = self._comm.device
+        about |= {
+            "mesh": str(self._comm.mesh),
+            "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+            "host": platform.node(),
+            "processors": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+            "threads": torch.get_num_threads(),
+            "versions": {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        layout = _layout(tree)
+        self.log(step, {"start": about} if layout is None else {"start": about, "layout": layout})
+
+    def begin_steps(self, step: int) -> None:
+        """Begin to measure steps."""
+        self._rate = step, time.perf_counter()
+        if self.stragglers is not None:
+            self.stragglers.start()
+
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """Record the throughput, if it is time, and what is new about slow ranks. ``step`` is the number of finished steps."""
+        if self.stragglers is not None:
+            known, times = self.stragglers.stragglers, self.stragglers.times
+            before = times[-1] if times else None
+            self.stragglers.end_step(step)
+            if times and times[-1] is not before:
+                self.log(step - 1, {"own_s": list(times[-1].own_s)})
+                for rank in sorted(self.stragglers.stragglers.keys() - known.keys()):
+                    ratio = self.stragglers.stragglers[rank]
+                    self.log(step - 1, {"event": f"rank {rank} is a straggler: {ratio:.2f} times the median of all ranks"})
+        (since, began), now = self._rate, time.perf_counter()
+        if step < since:  # rolled back
+            self._rate = step, now
+        elif step > since and (is_last or now - began >= _RATE_EVERY_S):
+            self.log(step - 1, {"steps_per_s": (step - since) / (now - began)})
+            self._rate = step, now
+
+
+def _layout(tree: Any) -> Layout | None:
+    """Return the layout of a tree's units; None if there are none, or if two of them have one name, as in two models."""
+    units = tuple(dict.fromkeys(node.unit for node in units_of(tree)))
+    if not units or len({unit.name for unit in units}) < len(units):
+        return None
+    return Layout(units[0].mesh, units, optree.treespec_leaf())  # what is recorded does not depend on the tree above the units

@@ -1,0 +1,74 @@
+"""The JSON of a :class:`~fsharp.inspect.Hardware`: numbers, and tables of numbers by axis, by collective or by unit."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsharp.errors import ScheduleError, problem
+from fsharp.type_checks import short_repr
+
+
+def fields_to_json(fields: Mapping[str, Any]) -> str:
+    """Return the fields of a Hardware as JSON. An infinite number is ``null``; a table is a list of rows ``[key..., number]``.
+
+    Raises:
+        ScheduleError: ``compute`` is a function, which JSON cannot hold.
+    """
+    if callable(fields["compute"]):
+        remedy = "Pass a dict of seconds by pattern, or a pair for all units."
+        raise ScheduleError(problem("Hardware.to_json()", "compute is a function, which JSON cannot hold.", remedy=remedy))
+    return json.dumps({name: _to_json(value) for name, value in fields.items()}, indent=1)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return [[*(key if isinstance(key, tuple) else (key,)), _to_json(each)] for key, each in value.items()]
+    if isinstance(value, tuple):
+        return {"forward": value[0], "backward": value[1]}
+    return None if value == math.inf else value
+
+
+def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Hardware from JSON, by name. ``known`` has the names that a Hardware has.
+
+    Raises:
+        ScheduleError: the text is not the JSON of a Hardware.
+    """
+
+    def wrong(what: str) -> ScheduleError:
+        return ScheduleError(
+            problem("Hardware.from_json()", what, remedy="Pass the text that Hardware.to_json() has returned.")
+        )
+
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise wrong(f"the text is no JSON: {error}.") from error
+    if not isinstance(rows, dict):
+        raise wrong(f"the text is {short_repr(rows)}, expected an object.")
+    if different := sorted(rows.keys() ^ known.keys()):
+        raise wrong(f"field {different[0]!r} is {'unknown' if different[0] in rows else 'missing'}.")
+    result = {}
+    for name, value in rows.items():
+        try:
+            result[name] = _from_json(value, _seconds if name == "compute" else _number)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise wrong(f"{name} is {short_repr(value)}, expected {'seconds' if name == 'compute' else 'numbers'}.") from error
+    return result
+
+
+def _from_json(value: Any, item: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list):
+        return {(row[0] if len(row) == 2 else (row[0], row[1])): item(row[-1]) for row in value}
+    return item(value)
+
+
+def _number(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool | int | float):
+        raise TypeError
+    return math.inf if value is None else value
+
+
+def _seconds(value: Any) -> tuple[float, float]:
+    return value["forward"], value["backward"]

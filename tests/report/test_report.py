@@ -1,0 +1,221 @@
+"""The page about a run: opened by a browser if there is one, and by an engine of JavaScript in any case."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import quickjs
+import torch
+
+import fsharp as fs
+from fsharp.cli import main
+from fsharp.report.page import MAX_POINTS, page_of
+from fsharp.report.reading import read_log
+
+BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+DOM = """
+const elements = {}, listeners = {};
+function element(id) {
+  return elements[id] ??= {
+    id, innerHTML: "", textContent: "", style: {}, clientWidth: 1000,
+    addEventListener(name, fn) { listeners[`${id} ${name}`] = fn; },
+    getBoundingClientRect: () => ({left: 0, top: 0, width: 1000, height: 400}),
+  };
+}
+const document = {getElementById: element};
+const window = {innerWidth: 1280, addEventListener() {}};
+"""
+"""As much of a document as the page uses."""
+
+
+def timelines():
+    shapes = {"layers": [torch.empty(64, 64) for _ in range(3)]}
+    layout = fs.plan(shapes, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*")
+    schedule = fs.schedules.plan_step(layout)
+
+    def at(bandwidth):
+        return fs.inspect.predict(schedule, fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=bandwidth))
+
+    return layout, {"predicted": at(1e7), "measured": at(1e6)}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run that was killed in its step 7 and started again after step 4."""
+    logger = fs.resilience.JsonlLogger(tmp_path / "log.jsonl")
+    about = {"total": 10, "mesh": "Mesh(dp=4)", "device": "cpu", "config": {"data": "</script><b>bold</b>"}}
+    logger.log(0, {"start": about})
+    layout, both = timelines()
+    for step in range(7):
+        logger.log(step, {"loss": 10.0 - step, "own_s": [1.0, 2.0]})
+    logger.log(4, {"saved": 4, "event": "rank 1 is a <i>straggler</i>"})
+    with logger.path.open("ab") as file:
+        file.write(b'{"step": 7, "los')
+    logger.log(4, {"start": about | {"total": 12}})
+    for step in range(4, 6):
+        logger.log(step, {"loss": 1.0 + step, "norms": {"head": 3}})
+    logger.log(6, {"layout": layout, **both})
+    return tmp_path
+
+
+def test_steps_that_are_made_again_count_once(run_dir):
+    log = read_log(run_dir)
+    assert log.series["loss"] == {0: 10.0, 1: 9.0, 2: 8.0, 3: 7.0, 4: 5.0, 5: 6.0}
+    assert log.series["norms/head"] == {4: 3.0, 5: 3.0}
+    assert (log.num_cut, log.saved, len(log.starts), sorted(log.own_s)) == (1, [4], 2, [0, 1, 2, 3])
+    assert sorted(log.timelines) == ["measured", "predicted"]
+
+
+class Tags(HTMLParser):
+    """Checks that tags nest, and collects what they load, and scripts."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.scripts = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [(name, value) for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+
+
+def opened(text):
+    """An engine in which the script of the page has run, in a document without layout; and the page's tags."""
+    tags = Tags()
+    tags.feed(text)
+    tags.close()
+    assert tags.open == []
+    data, script = tags.scripts
+    context = quickjs.Context()
+    context.eval(DOM + f"element('data').textContent = {json.dumps(data)};")
+    context.eval(script)
+    return context, tags
+
+
+def html_of(context, name):
+    return context.eval(f"element({json.dumps(name)}).innerHTML")
+
+
+def fire(context, name, event, **fields):
+    context.eval(f"listeners[{json.dumps(f'{name} {event}')}](Object.assign({{preventDefault() {{}}}}, {json.dumps(fields)}))")
+
+
+def test_the_page_shows_a_run(run_dir):
+    path = fs.inspect.report(run_dir)
+    assert path == str(run_dir / "report.html")
+    text = Path(path).read_text()
+    context, tags = opened(text)
+    assert not tags.loads
+    assert not re.search(r"https?://|@import|url\(", text), "it needs nothing from elsewhere"
+    summary = context.eval("element('summary').textContent")
+    assert summary.startswith("6 of 12 steps")
+    assert "started 2 times" in summary
+    assert "1 line of the log could not be read" in summary
+    assert html_of(context, "values").count('class="box"') == 2
+    assert "loss<span>last: 6" in html_of(context, "value-0")
+    events = html_of(context, "events")
+    assert "rank 1 is a &#60;i&#62;straggler" in events
+    assert "started again, to go on at step 4" in events
+    assert "&#60;/script&#62;&#60;b&#62;bold" in html_of(context, "environment")
+    assert "<b>bold" not in html_of(context, "environment")
+    assert re.search("12,?288 parameters on Mesh", html_of(context, "layout"))
+    assert html_of(context, "own").count('class="curve"') == 2
+    _, both = timelines()
+    assert f">{both['measured'].step_s / both['predicted'].step_s:.2f}<" in html_of(context, "compared")
+
+
+def test_the_timeline_has_every_span_and_zooms(run_dir):
+    context, _ = opened(page_of(read_log(run_dir), title="a run"))
+    _, both = timelines()
+    shown = html_of(context, "timeline").count('class="span"')
+    bars = {(name, s.kind, s.stream, s.start_s) for name, each in both.items() for s in each.spans if s.seconds > 2e-9}
+    assert len(bars) > 20
+    assert shown >= len(bars), "a span that reaches into the next step has two bars"
+    fire(context, "timeline", "pointermove", clientX=200, clientY=50, target={"dataset": {"i": 0}})
+    tip = context.eval("element('tip').textContent")
+    assert "predicted" in tip
+    assert "stream" in tip
+    gathers = [text for i in range(shown) if (text := context.eval(f"view.spans[{i}]")).startswith("gather layers.")]
+    assert all("sends 12.00 KiB" in text and "memory: 16.00 KiB at " in text for text in gathers)
+    assert gathers
+    for _ in range(3):
+        fire(context, "in", "click")
+    assert html_of(context, "timeline").count('class="span"') < shown
+    assert context.eval("view.to - view.from") == pytest.approx(context.eval("view.length") / 8)
+    fire(context, "timeline", "keydown", key="0")
+    assert html_of(context, "timeline").count('class="span"') == shown
+
+
+def test_charts_show_the_nearest_step(run_dir):
+    context, _ = opened(page_of(read_log(run_dir), title="a run"))
+    fire(context, "value-0", "mousemove", clientX=990, clientY=10)
+    assert context.eval("element('tip').textContent") == "step 5\nloss: 6"
+
+
+def test_a_run_that_logged_nothing_has_a_page(tmp_path):
+    fs.resilience.JsonlLogger(tmp_path / "checkpoints" / "log.jsonl").log(0, {"start": {"total": 3}})
+    context, _ = opened(page_of(read_log(tmp_path), title="@DATA@ <x>"))
+    assert "has logged no numbers" in html_of(context, "values")
+    assert "has logged no timeline" in html_of(context, "step")
+
+
+def test_long_runs_are_thinned(tmp_path):
+    rows = [json.dumps({"step": i, "time": i, "loss": i}) for i in range(3 * MAX_POINTS + 1)]
+    (tmp_path / "log.jsonl").write_text("\n".join(rows) + "\n")
+    context, _ = opened(page_of(read_log(tmp_path), title="long"))
+    assert MAX_POINTS / 2 < context.eval("data.series.loss.length") <= MAX_POINTS + 1
+    assert context.eval("data.series.loss[data.series.loss.length - 1][0]") == 3 * MAX_POINTS
+
+
+def shown_by(browser, run_dir):
+    """The document of the run's page, after a browser has run its script."""
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={run_dir / 'profile'}",
+        "--virtual-time-budget=5000",
+    ]
+    page = Path(fs.inspect.report(run_dir)).as_uri()
+    ran = subprocess.run([browser, *options, "--dump-dom", page], capture_output=True, text=True, timeout=120, check=True)
+    return ran.stdout
+
+
+def test_engines_agree(run_dir):
+    """A browser, if this machine has one, draws what the engine without a browser draws."""
+    context, _ = opened(Path(fs.inspect.report(run_dir)).read_text())
+    drawn = re.findall(r'<rect class="span" data-i="\d+"', html_of(context, "timeline"))
+    assert len(drawn) > 20
+    pages = [shown_by(BROWSER, run_dir)] if BROWSER else []
+    assert all(re.findall(r'<rect class="span" data-i="\d+"', page) == drawn for page in pages)
+    assert all("6 of 12 steps" in page and "rank 1 is a &lt;i&gt;straggler" in page for page in pages)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "expected the folder of a run, with a file log.jsonl"), ("[1]\n{}\n", "has no line that can be read")],
+)
+def test_the_command_says_what_it_expected(content, words, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "log.jsonl").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err
+
+
+def test_the_command_writes_the_page(run_dir, tmp_path, capsys):
+    assert main(["report", str(run_dir), "--out", str(tmp_path / "a.html")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'a.html'}\n"
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
