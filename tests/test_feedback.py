@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.errors import FsharpError, LayoutError, OptionError, ScheduleError, TreeError
+from fsharp.errors import LayoutError, OptionError, ScheduleError, TreeError
 from fsharp.functional.formats.format import Format, Plane
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_params
@@ -386,11 +386,6 @@ def test_precisions_without_a_format_are_refused():
             fs.Precision(wire=wire, feedback=True)
     with pytest.raises(OptionError, match="feedback is 1, expected True or False"):
         fs.Precision(wire=MXINT4, feedback=1)
-
-
-def test_modules_are_refused():
-    with pytest.raises(FsharpError, match=r"shard_module\(\): the precision of '\*\*' has feedback=True"):
-        fs.shard_module(torch.nn.Linear(4, 4), mesh=fs.SingleComm(), precision=of())
 
 
 def test_residuals_that_are_missing_or_of_another_layout_are_refused():

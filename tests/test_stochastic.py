@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.errors import FormatError, FsharpError, LayoutError, OptionError, ScheduleError, TreeError
+from fsharp.errors import FormatError, FsharpError, LayoutError, ScheduleError, TreeError
 from fsharp.functional.formats.stochastic import noise_of, stochastic
 from fsharp.stateful.runtime.graphs import _check
 from fsharp.testing import simulate
@@ -285,13 +285,6 @@ def test_parameters_at_rest_are_refused():
         LayoutError, match=r"stored is 'stochastic_mxint4', which rounds stochastically.*pass the format itself"
     ):
         fs.Precision(stored=WIRE)
-
-
-@pytest.mark.parametrize("field", ["wire", "update", "by axis"])
-def test_modules_are_refused(field):
-    precision = fs.Precision(wire={"dp": WIRE}) if field == "by axis" else fs.Precision(**{field: WIRE})
-    with pytest.raises(OptionError, match=r"the precision of '\*\*' has a format that rounds stochastically.*functions alone"):
-        fs.shard_module(torch.nn.Linear(4, 4), strategy=fs.zero1("dp"), mesh=fs.Mesh({"dp": 1}), precision=precision)
 
 
 def test_graphs_are_refused():

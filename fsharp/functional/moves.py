@@ -21,7 +21,7 @@ each rank (JAX: varying): each rank has a summand of the gradient. So ``gather``
 gradients of parameters at rest under every strategy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -262,34 +262,44 @@ def reduce_partial_sums(
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
     comm = LabelledComm(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
+    gaps = partial(unit.gaps_of_sums, group, rank=comm.rank, way=(source, target))
     with reporting_format_errors(comm, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:
-                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals)
+                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
             elif target[axis] is Shard and source[axis] is Replicate:
                 x = local_slice(x, comm, axis)
         for axis in axes:
             if target[axis] is Replicate and source[axis] is Partial:
-                x = _all_reduce(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals)
+                x = _all_reduce(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
     return x.to(dtypes.accumulate)
 
 
-def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis) -> torch.Tensor:
+Gaps = Callable[[str], Sequence[slice]]
+"""A function that returns the padding in the sums that this rank decodes along an axis."""
+
+
+def _reduce_scatter(
+    x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis, gaps: Gaps
+) -> torch.Tensor:
     wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
     if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
     assert axis in residuals or not dtypes.feedback or not x.numel(), "whoever reduces gradients has asked for residuals"
-    return reduce_scatter_encoded(x, comm, axis, wire, facts, residuals.get(axis, Carried()))
+    carried = residuals.get(axis, Carried())
+    return reduce_scatter_encoded(x, comm, axis, wire, facts, carried, gaps(axis) if x.numel() else ())
 
 
-def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis) -> torch.Tensor:
+def _all_reduce(
+    x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis, gaps: Gaps
+) -> torch.Tensor:
     n, wire = comm.mesh.axis_size(axis), dtypes.wire_format_along(axis)
     if wire == plain(dtypes.accumulate):
         return all_reduce(x.to(dtypes.accumulate), comm, axis)
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, n * wire.padded(size, n) - size))
-    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes, facts, residuals), comm, axis)[..., :size]
+    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes, facts, residuals, gaps), comm, axis)[..., :size]
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:

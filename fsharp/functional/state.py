@@ -194,7 +194,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
-            params = merge(state.params, add_differences(state.params, moved))
+            params = merge(state.params, add_differences(state.params, moved, rank=comm.rank))
         moved_nodes = units_of(params)
         copy_tree_names(moved_nodes, fresh)
     if donate:

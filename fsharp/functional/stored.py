@@ -76,22 +76,28 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
     return map_units(one, new, params)
 
 
-def add_differences(params: Any, moved: Any) -> Any:
+def add_differences(params: Any, moved: Any, *, rank: int) -> Any:
     """Return ``moved`` with new parameters in place of encoded differences: old parameters plus the decoded difference."""
 
     def one(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
         rows = [(g, x, unit.update_format(g)) for g, x in zip(node.groups, node.buffers, strict=True)]
-        return node.with_buffers([x if form is None else add_encoded_difference(unit, g, held[g], x) for g, x, form in rows])
+        return node.with_buffers(
+            [x if form is None else add_encoded_difference(unit, g, held[g], x, rank) for g, x, form in rows]
+        )
 
     return map_units(one, moved, params)
 
 
-def add_encoded_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-    """Return a buffer of parameters at rest, in their dtype, with the encoded difference of the same elements added."""
+def add_encoded_difference(
+    unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """Return the buffer of parameters that ``rank`` holds, in their dtype, with an encoded difference added to the leaves."""
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
     difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.error_facts, group))
+    for gap in unit.gaps(group, unit.local_start(group, unit.strategy.params, rank), len(params)):
+        difference[gap] = 0
     return (params.to(main) + difference).to(params.dtype)
 
 

@@ -21,7 +21,7 @@ All primitives work on the last dim; dims in front of it are carried along. Alon
 tensors, they do nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,7 +131,13 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
 
 
 def reduce_scatter_encoded(
-    x: torch.Tensor, comm: Comm, axis: str, wire: Format, facts: Facts = tuple, carried: Carried = Carried()
+    x: torch.Tensor,
+    comm: Comm,
+    axis: str,
+    wire: Format,
+    facts: Facts = tuple,
+    carried: Carried = Carried(),
+    gaps: Sequence[slice] = (),
 ) -> torch.Tensor:
     """Sum ``x`` over ranks and return this rank's part. Each rank encodes its summands, then decodes and adds received ones.
 
@@ -142,6 +148,7 @@ def reduce_scatter_encoded(
         wire: the format in which summands travel.
         facts: what is summed, for errors of the format.
         carried: the encoding errors of earlier summands, to add to ``x``, and random numbers; if given, ``x`` is 1-D.
+        gaps: runs of the result that are set to zero: padding.
 
     Returns:
         ``[..., c]`` in the dtype of ``x``; the sum is taken in it, in order of rank.
@@ -159,10 +166,13 @@ def reduce_scatter_encoded(
         sizes = [wire.size(part)] * n
         stored = wire.store_summand(rows.reshape(-1), part, carried.residual, facts, carried.noise)
         received = comm.all_to_all(stored, sizes, sizes, axis=axis)
-        return wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
+        total = wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
+        for gap in gaps:
+            total[..., gap] = 0
+        return total
 
     def again(x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_encoded(x, comm, axis, wire, facts)
+        return reduce_scatter_encoded(x, comm, axis, wire, facts, gaps=gaps)
 
     transpose, tangent = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
     return _DifferentiableCollective.apply(x, _Collective(call, again, transpose, tangent=tangent))  # type: ignore[no-any-return]

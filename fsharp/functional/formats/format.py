@@ -232,9 +232,7 @@ class Format:
             text = (
                 "rounds stochastically, and no step says with which random numbers: pass step=state.step to value_and_grad's "
             )
-            raise self._error(
-                f"{text}function and to reduce_scatter(). Transforms of torch.func and modules have no step.", facts
-            )
+            raise self._error(f"{text}function and to reduce_scatter(). Transforms of torch.func have no step.", facts)
         uniform = [] if self.seed is None or noise is None else [noise(self.seed, values.numel(), values.device)]
         planes = self._called("encode", lambda: self.encode(values, *uniform), facts)
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]

@@ -55,7 +55,7 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
 
     ``Precision(wire=...)`` and ``Precision(update=...)`` take such formats, ``stored=`` refuses them. ``fs.train_step`` passes
     the number of the step; a step of your own passes ``step=state.step`` to the function of ``value_and_grad`` and to
-    ``reduce_scatter``. Modules, CUDA graphs and transforms of ``torch.func`` have no such number, and refuse the format.
+    ``reduce_scatter``. CUDA graphs and transforms of ``torch.func`` have no such number, and refuse the format.
 
     Cost: some ten integer operations a value.
 

@@ -126,12 +126,6 @@ class Precision:
         return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires, self.update, self.feedback)
 
     @property
-    def is_stochastic(self) -> bool:
-        """Whether gradients or updates are rounded stochastically."""
-        wires = self.wire.values() if isinstance(self.wire, Mapping) else [self.wire]
-        return any(isinstance(each, Format) and each.seed is not None for each in (*wires, self.update))
-
-    @property
     def without_module_options(self) -> "Precision":
         """This precision without ``output`` and ``cast_inputs``, which only modules have."""
         return replace(self, output=None, cast_inputs=True)

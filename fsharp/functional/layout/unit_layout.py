@@ -262,18 +262,42 @@ class UnitLayout:
                 found[g] = sizes
         return found
 
-    def encoded_runs(self, group: int, rank: int) -> Iterator[EncodedRun]:
-        """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions."""
-        source, target, dtypes = self.strategy.full.dual, self.strategy.optim, self.groups[group].dtypes
-        summed = [axis for axis in source.order if source[axis] is Partial and self.mesh.axis_size(axis) > 1]
-        start, size, number = 0, self.groups[group].size, 0
-        for axis in sorted(summed, key=lambda axis: target[axis] is not Shard):  # as reduce_partial_sums() has them
-            if size and not dtypes.wire_format_along(axis).is_plain:
+    def encoded_runs(self, group: int, rank: int, way: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
+        """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions.
+
+        ``way`` has the places between which the gradient is reduced. None: from its summands to the optimizer's place.
+        """
+        (source, target), number = way or (self.strategy.full.dual, self.strategy.optim), 0
+        dtypes = self.groups[group].dtypes
+        start, size = self.local_start(group, source, rank), self.local_size(group, source)
+        axes = [axis for axis in source.order if source[axis] is not Shard and self.mesh.axis_size(axis) > 1]
+        for axis in sorted(axes, key=lambda axis: target[axis] is not Shard):  # as reduce_partial_sums() has them
+            if source[axis] is Partial and size and not dtypes.wire_format_along(axis).is_plain:
                 yield EncodedRun(axis, number, start, size)
                 number += 1
             if target[axis] is Shard:
                 size //= self.mesh.axis_size(axis)
                 start += self.mesh.coord(axis, rank) * size
+
+    def gaps_of_sums(self, group: int, axis: str, rank: int, way: tuple[Place, Place]) -> list[slice]:
+        """Return the padding in the sums that a rank decodes along an axis. ``way`` is as for :meth:`encoded_runs`."""
+        _, _, start, size = next(run for run in self.encoded_runs(group, rank, way) if run.axis == axis)
+        part = self.groups[group].dtypes.wire_format_along(axis).padded(size, self.mesh.axis_size(axis))
+        return self.gaps(group, start + self.mesh.coord(axis, rank) * part, part)
+
+    def gaps(self, group: int, start: int, size: int) -> list[slice]:
+        """Return the padding in a run of a group's buffer, as slices of the run.
+
+        Decoded gradients and differences are set to zero there, as norms and later steps count padding. Formats that mix the
+        values of a block, such as :func:`~fsharp.formats.hadamard`, decode the zeros of padding as other numbers.
+        """
+        found, end = [], 0
+        for leaf in self.leaves_of_group(group):
+            begin = min(leaf.offset - start, size)
+            if begin > end:
+                found.append(slice(end, begin))
+            end = max(end, leaf.offset + leaf.numel - start)
+        return [*found, slice(end, size)] if end < size else found
 
     def leaves_in_run(self, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
         """Yield, for each leaf in a run of a group's buffer: begin and end in the run, path, and index of its first element.

@@ -48,6 +48,11 @@ class MeanGradients:
         """Take sums over ranks as gradients, and divide them in place."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
+        for node in units_of(sums) if missing else ():
+            if node.unit.has_codecs:  # a format may decode other numbers where all ranks sent zeros
+                for path, _, data in held_leaves(node, self._comm.rank):
+                    if path in missing:
+                        data.zero_()
         self._versions = self._seen()
 
     def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:

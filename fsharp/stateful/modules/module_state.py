@@ -8,6 +8,7 @@ import torch
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelledComm
+from fsharp.functional.comm.residuals import own_residuals, zero_residuals
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import buffers_on_device, gather
 from fsharp.functional.state import TrainState
@@ -59,6 +60,11 @@ class ModuleState:
                         buffer.copy_(value)
         self.record_versions()
 
+    def clear_residuals(self) -> None:
+        """Set residuals to zero: what formats have lost of gradients of other parameters."""
+        units = [node.unit for node in units_of(self.train_state.params)]
+        self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
+
     def add_write_settings(self, account: Callable[[str], None]) -> None:
         """Add to labels whether parameters were written to since the last step, to find a rank that did so alone."""
         if self.is_written:
@@ -78,6 +84,8 @@ class ModuleState:
                         f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]}, in the "
                         "layout, place and dtypes that the module's own state has: begin with that, and change its values."
                     )
+        units = [node.unit for node in units_of(state.params)]
+        own_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps it
         self.train_state = state if has_own else state._replace(opt=None)
         self.generation += 1

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from fsharp.errors import LossError, ScheduleError
-from fsharp.functional.moves import reduce_scatter
-from fsharp.functional.sinks import with_sinks
+from fsharp.functional.comm.residuals import Views, own_residuals
+from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.sinks import SinkLedger, with_sinks
 from fsharp.functional.state import update
 from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
 from fsharp.stateful.modules.module_state import ModuleState
@@ -29,6 +30,7 @@ class ModuleStep:
     Attributes:
         scheduled: the training step: its schedule, its trace.
         is_accumulating: whether a backward leaves its gradients at rest, without the reduction to the optimizer.
+        has_feedback: whether gradients are reduced with residuals, which the train state has.
         updated_by: identity of the optimizer that made the last step; None after the next forward.
         used: paths of parameters whose gradients an optimizer has used, and that were not set to None since then.
         params: the parameters that forwards of this step differentiate; None outside of a step.
@@ -40,12 +42,14 @@ class ModuleStep:
         self.state, self.means, self.scheduler, self._paused = state, means, scheduler, paused
         self.scheduled = scheduler.wrap(lambda: None, "training step")  # never called: a user's calls are its steps
         self.is_accumulating = False
+        self.has_feedback = state.train_state.residuals is not None
         self.updated_by: int | None = None
         self.used: set[str] = set()
         self.params: Any = None
         self.on_backward = partial(_begin, weakref.ref(self))
         self.run: Step | None = None
         self._units: list[UnitState] = []
+        self._carried: Views = {}  # residuals and random numbers for the formats of this step's gradients
         self._pass = -1  # id of the backward pass that is under way
         self._is_apart = False
         self._lost = False  # whether gradients were lost by an error that was not reported yet
@@ -62,10 +66,18 @@ class ModuleStep:
             self.run = self.scheduler.open(self.scheduled, self.state.train_state.params)
             self.run.tell_of_backwards(self.on_backward)
             with self._guarded():
-                self._units = self.scheduler.start_gradients(self.state.train_state.params)
-                self.params = with_sinks(self.state.train_state.params)
+                self._start_gradients()
+                self.params = with_sinks(self.state.train_state.params, SinkLedger(self._carried))
         with self._guarded():
             yield self.params
+
+    def _start_gradients(self) -> None:
+        """Begin new gradients. Their reductions overwrite the residuals of the train state."""
+        state = self.state.train_state
+        units = [node.unit for node in units_of(state.params)]
+        rank = self.scheduler.rank
+        _, self._carried = own_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
+        self._units = self.scheduler.start_gradients(state.params)
 
     def follow_writes(self) -> None:
         """Copy values written to the module's parameters to the parameters at rest, and gather these again in this step."""
@@ -112,6 +124,12 @@ class ModuleStep:
             if self.used:
                 raise self._used_up("backward()", "add to", "or before the backward")
             if self.means.tree is not None:
+                if self.has_feedback:
+                    raise ScheduleError(
+                        "a backward came after gradients had been reduced with feedback, Precision(feedback=True): the wire's "
+                        "format has lost a part of them already. Run all backwards of a step but the last one inside of "
+                        "`with model.accumulate():`."
+                    )
                 if self.means.are_changed:
                     raise ScheduleError(
                         "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their "
@@ -121,6 +139,7 @@ class ModuleStep:
             for unit in self._units:
                 if unit.gradient is not None:
                     unit.gradient.ignore(self._paused)
+                    unit.gradient.feed_back(self._carried.get(unit.layout.name, {}))
             run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -135,10 +154,8 @@ class ModuleStep:
             if self.is_accumulating or not self.is_fed:
                 return
             missing = unused_parameters(self._units, self.scheduler, self._paused)
-            sums = reduce_scatter(
-                self.scheduler.hand_out_gradients(self._units, self.state.train_state.params), comm=self.scheduler
-            )
-            self.means.set(sums, missing)
+            grads = self.scheduler.hand_out_gradients(self._units, self.state.train_state.params)
+            self.means.set(self.scheduler.run_reduce_scatter(grads, "optim", self._carried), missing)
             if not self._is_apart:
                 self.means.call_hooks()
 
@@ -215,7 +232,7 @@ class ModuleStep:
             self._close(run)
             return
         with self._guarded():
-            self._units = self.scheduler.start_gradients(self.state.train_state.params)
+            self._start_gradients()
 
     @contextmanager
     def isolated_backwards(self) -> Iterator[None]:

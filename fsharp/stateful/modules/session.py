@@ -141,6 +141,8 @@ class Session:
         Values then do not depend on earlier steps, and ranks whose steps differed before an error can go on together.
         """
         self.state.loaded.add(what)
+        if what == "parameters":
+            self.state.clear_residuals()
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
             self.scheduler.reset_history()
@@ -217,6 +219,11 @@ class Session:
                 raise ScheduleError(f"{_GRAD}: {x.path!r} is one of another module. Call it for each of the modules.")
         step = self.step
         step.recover()
+        if step.has_feedback:
+            raise ScheduleError(
+                f"{_GRAD}: its gradients would use up what formats have lost of earlier ones, Precision(feedback=True). Take "
+                "`fn, params = model.functional()`: fs.value_and_grad takes residuals of your own."
+            )
         if step.is_accumulating or step.means.tree is not None or step.is_fed:
             raise ScheduleError(
                 f"{_GRAD}: other backward passes have left gradients in this step, or were told to. Call it before them, or "

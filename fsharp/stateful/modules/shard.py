@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharp.errors import OptionError, TreeError
+from fsharp.errors import TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
@@ -130,16 +130,6 @@ def shard_module(
         refuse_kept(module)
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
-        if fed_back := [pattern for pattern, each in rules.items() if each.feedback]:
-            raise OptionError(
-                f"shard_module(): the precision of {fed_back[0]!r} has feedback=True, which functions alone have: a module "
-                "keeps no residuals. Leave out feedback, or train model.functional() by fs.train_step."
-            )
-        if seeded := [pattern for pattern, each in rules.items() if each.is_stochastic]:
-            raise OptionError(
-                f"shard_module(): the precision of {seeded[0]!r} has a format that rounds stochastically, which functions "
-                "alone have: a module counts no steps. Pass the format itself, or train model.functional() by fs.train_step."
-            )
         dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}
         dtypes, own_atoms = own_formats(module, dtypes, atoms, comm)
         cut = Element() if own_atoms is None else own_atoms

@@ -167,13 +167,14 @@ class Transport(ABC):
         n: int,
         wire: Format,
         facts: Sequence[Facts],
+        gaps: Sequence[Sequence[slice]],
         *,
         label: str = "",
     ) -> list[Work]:
         """Run :meth:`reduce_scatter` as one exchange of encoded parts. The first wait decodes and adds the parts that arrive.
 
         ``stored`` are the buffers from :func:`encoded_parts`. ``out`` has a full part; without ``out`` the sum replaces the
-        first part of ``x``. Errors of the format have the buffer's facts.
+        first part of ``x``. Each sum is set to zero in its ``gaps``. Errors of the format have the buffer's facts.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded(len(x), n) for x in xs]
@@ -187,7 +188,11 @@ class Transport(ABC):
         def add() -> None:
             work.wait()
             rows = zip(received.split([each.shape[1] for each in stored], 1), parts, xs, facts, strict=True)
-            _copy(outs, [wire.sum(row, part, x.dtype, about) for row, part, x, about in rows])
+            sums = [wire.sum(row, part, x.dtype, about) for row, part, x, about in rows]
+            for total, its_gaps in zip(sums, gaps, strict=True):
+                for gap in its_gaps:
+                    total[gap] = 0
+            _copy(outs, sums)
 
         return _each(Work(add), outs)
 

@@ -9,6 +9,7 @@ import torch
 
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.formats.format import Carried, Format
+from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_reduce_group
 from fsharp.stateful.transport.base import Summand, Transport, Work, encoded_parts
@@ -39,13 +40,15 @@ Stages = Sequence[AxisCollective]
 
 
 class AxisChain:
-    """A chain of collectives that reduces a buffer of ``size`` elements, stage by stage.
+    """A chain of collectives that reduces a group's gradient from one place to another, stage by stage.
 
     Data travel in the wire's format; results have the accumulation dtype. On a host without streams every stage but the last
     blocks. The Work of the last stage is returned. With an encoded wire an ``all_to_all`` stands for a ``reduce_scatter``:
     each rank decodes and adds the parts it receives. An ``all_to_all``, then an ``all_gather`` of sums, is an ``all_reduce``.
 
     Attributes:
+        way: the two places.
+        size: number of elements of the gradient in the first place.
         has_target: whether the result always goes to memory of its own.
         sent: for each stage, the dtype of its input.
         first: the dtype of the input; that of the result if there are no stages.
@@ -54,9 +57,17 @@ class AxisChain:
     """
 
     def __init__(
-        self, transport: Transport, unit: UnitLayout, group: int, size: int, stages: Stages, *, has_target: bool = False
+        self,
+        transport: Transport,
+        unit: UnitLayout,
+        group: int,
+        way: tuple[Place, Place],
+        stages: Stages,
+        *,
+        has_target: bool = False,
     ) -> None:
-        self.transport, self.unit, self.group, self.size, self.has_target = transport, unit, group, size, has_target
+        self.transport, self.unit, self.group, self.way, self.has_target = transport, unit, group, way, has_target
+        self.size = unit.local_size(group, way[0])
         self.dtypes = dtypes = unit.groups[group].dtypes
         self.stages = tuple([each for stage in stages for each in _encoded(stage, dtypes.wire_format_along(stage.axis))])
         summing = [each.n > 1 and each.op != "all_gather" for each in self.stages]
@@ -181,9 +192,9 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
             pairs = zip(legs, xs, strict=True)
             stored = [leg.chain.encode(x, leg.residuals, k) if k or leg.encoded is None else leg.encoded for leg, x in pairs]
             sent = [each for each in stored if each is not None]
-            last = transport.reduce_scatter_encoded(
-                summands, sent, axis, n, chain.dtypes.wire_format_along(axis), facts, label=label
-            )
+            gaps = [leg.chain.unit.gaps_of_sums(leg.chain.group, axis, transport.comm.rank, leg.chain.way) for leg in legs]
+            wire = chain.dtypes.wire_format_along(axis)
+            last = transport.reduce_scatter_encoded(summands, sent, axis, n, wire, facts, gaps, label=label)
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:

@@ -64,15 +64,7 @@ class LeafTable:
 
     def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
-        gaps = []
-        for group, flat in flats.items():
-            end = 0
-            for leaf in self.unit.leaves_of_group(group):
-                if leaf.offset > end:
-                    gaps.append(flat[end : leaf.offset])
-                end = max(end, leaf.offset + leaf.numel)
-            if len(flat) > end:
-                gaps.append(flat[end:])
+        gaps = [flat[gap] for group, flat in flats.items() for gap in self.unit.gaps(group, 0, len(flat))]
         return self.views(flats, [self.stored[i] for i in self.trainable]), gaps
 
 

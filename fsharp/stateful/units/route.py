@@ -49,9 +49,9 @@ class GradientRoute:
         self.index = leaf_table(unit)
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
         each, once = _stages(unit, trivial=trivial)
-        self.chains = [AxisChain(transport, unit, g, unit.groups[g].size, each) for g in unit.trainable_groups]
-        at_rest = {g: unit.local_size(g, unit.strategy.grads) for g in unit.trainable_groups}
-        self.finishes = [AxisChain(transport, unit, g, size, once, has_target=True) for g, size in at_rest.items()]
+        whole, rest, end = unit.strategy.full.dual, unit.strategy.grads, unit.strategy.optim
+        self.chains = [AxisChain(transport, unit, g, (whole, rest), each) for g in unit.trainable_groups]
+        self.finishes = [AxisChain(transport, unit, g, (rest, end), once, has_target=True) for g in unit.trainable_groups]
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
         self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
 

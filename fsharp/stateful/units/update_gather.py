@@ -38,7 +38,7 @@ class UpdateGather:
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:
-        self.unit = unit
+        self.unit, self.rank = unit, rank
         self.axes = unit.update_axes
         self.works: list[Work] = []
         self.moves: list[Move] = []
@@ -52,7 +52,7 @@ class UpdateGather:
                 continue
             if old.unit.update_format(group) is not None:
                 buffers.append(buffer := before if donate else before.clone())
-                self._send_difference(group, buffer.detach(), part, old, rank)
+                self._send_difference(group, buffer.detach(), part, old)
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
@@ -63,10 +63,10 @@ class UpdateGather:
                 self.moves.append((old.unit.sent_part(group, part), nested_parts(room, old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
-    def _send_difference(self, group: int, params: torch.Tensor, part: torch.Tensor, old: Sharded, rank: int) -> None:
+    def _send_difference(self, group: int, params: torch.Tensor, part: torch.Tensor, old: Sharded) -> None:
         if part.numel():
             encoded = part.new_empty(len(part) * math.prod(map(old.unit.mesh.axis_size, self.axes)))
-            self.moves.append((part, nested_parts(encoded, old.unit, self.axes, rank)))
+            self.moves.append((part, nested_parts(encoded, old.unit, self.axes, self.rank)))
             self.differences.append(Difference(group, params, encoded))
 
     def add_works(self, works: Sequence[Work]) -> None:
@@ -82,5 +82,5 @@ class UpdateGather:
         while self.differences:
             group, params, encoded = self.differences[-1]
             with torch.no_grad(), _unsafe_preserve_version_counter(params):  # as what arrives by a gather
-                params.copy_(add_encoded_difference(self.unit.layout, group, params, encoded))
+                params.copy_(add_encoded_difference(self.unit.layout, group, params, encoded, self.rank))
             self.differences.pop()  # marked as added afterwards, so that after an error the next read raises the error again

@@ -23,6 +23,7 @@ from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.functional.optim.wrappers import without_updates
+from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, join_state, slices_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
@@ -104,7 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
             state = self._tx.init(self.session.state.visible(), comm=self.session.scheduler)
-            self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=None)
+            made_by = MadeBy(self._tx.name)  # as in later states, so that a checkpoint of one loads into this one
+            self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
         self._is_made = True
 
     def _start_class(self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int) -> None:

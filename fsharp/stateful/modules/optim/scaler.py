@@ -30,7 +30,7 @@ class GradScaler(torch.amp.GradScaler):
     torch's.
 
     Raises:
-        ScheduleError: there are no gradients to unscale.
+        ScheduleError: there are no gradients to unscale; the module has ``Precision(feedback=True)``.
         LossError: all backward passes so far were inside of ``accumulate()``, or an error has discarded the gradients.
         AgreementError: ranks have unscaled by different scales. All ranks raise, in ``step``.
 
@@ -46,6 +46,11 @@ class GradScaler(torch.amp.GradScaler):
         session = optimizer.session
         if session.step.finished("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
+        if session.step.has_feedback:
+            raise ScheduleError(
+                "unscale_(): the module has Precision(feedback=True). What its formats have lost of earlier gradients is added "
+                "to later ones, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
+            )
         buffers = session.step.means.buffers
         if not allow_fp16 and any(buffer.dtype == torch.float16 for buffer in buffers):
             raise ValueError(
