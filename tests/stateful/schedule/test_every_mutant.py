@@ -32,7 +32,10 @@ STEPS = {  # strategy, policy and options of plan, microbatches; and of how many
     "mixed": ("mixed", {"prefetch": 2, "gather_at_start": False}, 2, 0),
 }
 CASES = [pytest.param(*step, id=name) for name, step in STEPS.items() if step[3]]
-CASES += [pytest.param(*step[:3], 1, id=f"{name}, all", marks=pytest.mark.deep) for name, step in STEPS.items()]
+CASES += [
+    pytest.param(*step[:3], 1, id=f"{name}, all", marks=[pytest.mark.deep, pytest.mark.timeout(1800)])
+    for name, step in STEPS.items()
+]
 
 
 class Trainer:
