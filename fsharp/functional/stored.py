@@ -125,7 +125,7 @@ def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     Cost: for each such format and each set of axes the maxima of the codec. Values are encoded in the place of optimizer state;
         parameters that rest in another place are gathered from there.
     """
-    jobs: dict[tuple[str, tuple[str, ...]], tuple[Format, str, list[LeafPart], list[str]]] = {}
+    jobs: dict[tuple[Format, tuple[str, ...]], tuple[str, list[LeafPart], list[str]]] = {}
 
     def encoded(node: Sharded, groups: Sequence[int]) -> Sharded:
         unit, buffers = node.unit, []
@@ -136,17 +136,17 @@ def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
             data, scales = unit.sent_part(g, buffer), unit.scales(g, buffer)
             parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
-            if (key := (dtypes.stored_format.name, axes)) not in jobs:
-                jobs[key] = dtypes.stored_format, f"{label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
-            jobs[key][2].extend([part for _, part in parts])
-            jobs[key][3].append(repr(unit.name))
+            if (key := (dtypes.stored_format, axes)) not in jobs:
+                jobs[key] = f"{label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
+            jobs[key][1].extend([part for _, part in parts])
+            jobs[key][2].append(repr(unit.name))
             buffers.append(buffer)
         return cut.with_buffers(buffers)
 
     if not any(node.unit.has_leaf_formats for node in units_of(tree)):
         return tree
     work = _encode_chosen(encoded, tree, like, by_leaf=True)
-    for (_, axes), (form, label, parts, units) in jobs.items():
+    for (form, axes), (label, parts, units) in jobs.items():
         about = [("units", first_few(units)), ("axes", first_few(axes))]
         with reporting_format_errors(comm, label):
             form.encode_leaves(parts, partial(_agree, comm, axes, label), partial(list, about))

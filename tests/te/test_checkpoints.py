@@ -6,7 +6,7 @@ import torch
 import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
-    FEW,
+    DELAYED,
     RATE,
     RECIPES,
     STEPS,
@@ -37,7 +37,7 @@ def resume(comm, names, folder):
     """Train, save after the first step, and go on in a new module under another strategy. Return what differs."""
     case, found = Case(CASE.make, CASE.units, **ADAM), []
     for name in names:
-        architecture, recipe = RECIPES[name]
+        architecture, recipe = (RECIPES | DELAYED)[name]
         with te_cpu.architecture(*architecture):
             model, optimizer = made(case, recipe, comm, fs.zero3("dp"))
             train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=[0])
@@ -58,7 +58,7 @@ def resume(comm, names, folder):
     return found
 
 
-@pytest.mark.parametrize("names", [FEW[:1], pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
+@pytest.mark.parametrize("names", [("current", "delayed"), pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
 def test_a_run_goes_on_with_the_same_bits(names, tmp_path):
     assert on_ranks({"dp": 2}, resume, names=names, folder=str(tmp_path)) == [[], []]
 

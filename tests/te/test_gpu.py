@@ -6,7 +6,7 @@ Without a GPU the same tests run on the stand-in of tests/te_cpu: what has nothi
 import gc
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -48,6 +48,7 @@ from tests.te.training import (
 HOPPER, MESH = (9, 0), fs.Mesh({"dp": 1})
 PLACE = torch.device(DEVICE, 0) if IS_ON_GPU else torch.device(DEVICE)
 OF_HOPPER = ("current", "block")
+KINDS = [*((name, True) for name in OF_HOPPER), *product(DELAYED, (False, True))]
 CASES = {"Linear": Case(TWO)} | MODULES
 POLICY = DebugPolicy(trivial_axes=True, poison=True)
 BLOCK = 512  # the least that the allocator of a GPU counts, here for a scalar
@@ -95,9 +96,9 @@ def alone():
 
 
 @deep
-@pytest.mark.parametrize("name", [*OF_HOPPER, *DELAYED])
-def test_training_has_the_bits_of_the_whole_model(comm, name):
-    cases = {about: replace(case, quantized=name not in DELAYED) for about, case in CASES.items()}
+@pytest.mark.parametrize(("name", "quantized"), KINDS)
+def test_training_has_the_bits_of_the_whole_model(comm, name, quantized):
+    cases = {about: replace(case, quantized=quantized) for about, case in CASES.items()}
     assert differences(comm, cases, [name], policy=POLICY) == []
 
 
@@ -252,9 +253,9 @@ def allocated(tensors):
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", [*OF_HOPPER, *DELAYED])
-def test_memory_in_use_is_the_same_after_each_step(group, name):
-    case, recipe = replace(CASES["LayerNormMLP"], quantized=name not in DELAYED), (RECIPES | DELAYED)[name][1]
+@pytest.mark.parametrize(("name", "quantized"), KINDS)
+def test_memory_in_use_is_the_same_after_each_step(group, name, quantized):
+    case, recipe = replace(CASES["LayerNormMLP"], quantized=quantized), (RECIPES | DELAYED)[name][1]
     model = shard(case, recipe, group, fs.zero3("dp"), policy=DebugPolicy(trivial_axes=True))
     optimizer, nbytes = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=RATE), []
     for step in range(7):

@@ -4,10 +4,12 @@ import pytest
 
 import fsharp as fs
 from fsharp.functional.formats import te as formats
+from fsharp.functional.formats.te_delayed import ModuleScales
 from fsharp.stateful.units.full import FullUnit
 from tests import te_cpu
 from tests.te.training import (
     ABOUT,
+    DELAYED,
     FEW,
     OUTSIDE,
     RECIPES,
@@ -16,6 +18,7 @@ from tests.te.training import (
     Door,
     compare,
     linear,
+    loss_of,
     on_ranks,
     strategies_on,
     te,
@@ -30,6 +33,8 @@ def layers():
 
 
 CASE = Case(layers)
+LONG_STEPS = Case(layers, loss=lambda model, y: 1000 * loss_of(y))
+"""So that the maxima of weights change, of which delayed scaling has a history."""
 
 
 def agree_on_nothing(patch, rank):
@@ -67,7 +72,37 @@ def derive_once(patch, rank):
     patch.setattr(tensor_utils, "post_all_gather_processing", stale)
 
 
+def keep_no_history(patch, rank):
+    """Maxima of new weights do not reach the module."""
+    quantizer = ModuleScales.quantizer
+
+    def apart(self, path):
+        found = quantizer(self, path)
+        found.amax = found.amax.clone()
+        return found
+
+    patch.setattr(ModuleScales, "quantizer", apart)
+
+
+def cast_with_the_first_scale(patch, rank):
+    quantizer, first = ModuleScales.quantizer, {}
+
+    def stale(self, path):
+        found = quantizer(self, path)
+        found.scale = first.setdefault(path, found.scale.clone())
+        return found
+
+    patch.setattr(ModuleScales, "quantizer", stale)
+
+
 OMISSIONS = {
+    "delayed, each rank by itself": {
+        agree_on_nothing: ("y 0", 2),
+        gather_nothing: ("y 0", 0),
+        derive_once: ("dx 0", 2),
+        keep_no_history: ("y 0", 2),
+        cast_with_the_first_scale: ("y 0", 1),
+    },
     "current": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 2)},
     "block": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 2)},
     "mxfp8": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), gather_no_columns: ("dx 0", 0)},
@@ -80,13 +115,14 @@ def plant(comm, names):
     """Return the omissions that were not found where they should have been."""
     found, [*_, (strategy, groups, reduces_first)] = [], strategies_on(comm.mesh)
     for name in names:
-        omissions, (architecture, recipe) = OMISSIONS[name], RECIPES[name]
+        omissions, (architecture, recipe) = OMISSIONS[name], (RECIPES | DELAYED)[name]
         with te_cpu.architecture(*architecture):
-            whole = train_whole(CASE, recipe, groups, reduces_first=reduces_first)
+            case, own = (LONG_STEPS, comm) if recipe.delayed() else (CASE, None)
+            whole = train_whole(case, recipe, groups, reduces_first=reduces_first, comm=own)
             for omission, (what, step) in omissions.items():
                 with pytest.MonkeyPatch.context() as patch:
                     omission(patch, comm.rank)
-                    sharded, _ = train_sharded(CASE, recipe, comm, strategy, policy=fs.SchedulePolicy(release="forward"))
+                    sharded, _ = train_sharded(case, recipe, comm, strategy, policy=fs.SchedulePolicy(release="forward"))
                 differing = [compare(mine, expected) for mine, expected in zip(sharded, whole, strict=True)]
                 first = next((i for i, each in enumerate(differing) if each), -1)
                 if first != step or differing[first][0] != what:
@@ -94,7 +130,9 @@ def plant(comm, names):
     return found
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(OMISSIONS), marks=pytest.mark.deep)], ids=str)
+@pytest.mark.parametrize(
+    "names", [(*FEW, "delayed, each rank by itself"), pytest.param(tuple(OMISSIONS), marks=pytest.mark.deep)], ids=str
+)
 def test_an_omission_is_found(names):
     assert on_ranks({"dp": 2}, plant, names=names) == [[], []]
 

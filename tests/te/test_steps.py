@@ -157,9 +157,6 @@ def test_what_would_go_wrong_is_refused_by_name():
     params = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm, place="optim"), comm=comm).params
     with pytest.raises(fs.errors.TreeError, match="scheduler passes such tensors"):
         fs.forward(lambda tree: tree["w"].float(), params, comm=comm)
-    fused = Case(lambda: [linear(fuse_wgrad_accumulation=True)])
-    with pytest.raises(fs.errors.OptionError, match=r"module 'layers\.0' has fuse_wgrad_accumulation=True"):
-        shard(fused, recipe, comm, fs.zero3("dp"))
     with pytest.raises(fs.errors.OptionError, match="weights of a Float8Quantizer are not supported as a format"):
         fs.te.weight_format(recipes.DelayedScaling())
     with te_cpu.architecture(10, 0):

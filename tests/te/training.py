@@ -38,8 +38,13 @@ RECIPES = {
     "mxfp8": ((10, 0), recipes.MXFP8BlockScaling()),
     "nvfp4": ((10, 0), recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)),
 }
-DELAYED = {"delayed": ((9, 0), recipes.DelayedScaling(amax_history_len=4))}
-"""For parameters in bfloat16 alone."""
+DELAYED = {
+    "delayed": ((9, 0), recipes.DelayedScaling(amax_history_len=4)),
+    "delayed, each rank by itself": (
+        (9, 0),
+        recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent", reduce_amax=False),
+    ),
+}
 FEW = ("current", "mxfp8")
 WIDTH, TOKENS, STEPS, RATE = 128, 32, 3, 0.5
 ABOUT = {"params_dtype": torch.bfloat16, "device": DEVICE}
@@ -153,6 +158,7 @@ class Case:
         change: called with the model after it is sharded, or with the whole model.
         before_step: called with the model and the number of the step.
         quantized: whether weights are quantized, or bfloat16.
+        preserved: whether weights keep their values of before they were quantized.
         options: of ``shard_module``.
         loss: maps the model and its output to a scalar.
         optimizer: makes the class, or pair, and the settings of the optimizer.
@@ -167,13 +173,14 @@ class Case:
     change: object = lambda model: None
     before_step: object = lambda model, step: None
     quantized: bool = True
+    preserved: bool = True
     options: dict = None
     loss: object = lambda model, y: loss_of(y)
     optimizer: object = lambda: (torch.optim.SGD, {"lr": RATE})
 
     def model(self, recipe):
         torch.manual_seed(0)
-        with te.quantized_model_init(enabled=self.quantized, recipe=recipe, preserve_high_precision_init_val=True):
+        with te.quantized_model_init(enabled=self.quantized, recipe=recipe, preserve_high_precision_init_val=self.preserved):
             model = Stack(*self.make(), how=self.how)
         self.prepare(model)
         return model
@@ -187,10 +194,11 @@ def loss_of(y):
     return y.float().square().mean()
 
 
-def train_whole(case, recipe, groups, *, reduces_first):
+def train_whole(case, recipe, groups, *, reduces_first, comm=None):
     """For each step the outputs and input gradients of all ranks, then the mean gradients, of a model that is not sharded.
 
-    Gradients are added over microbatches, the ranks of each group, then over groups; or microbatches come last.
+    Gradients are added over microbatches, the ranks of each group, then over groups; or microbatches come last. With ``comm``
+    each rank has such a model, and computes with its own batches: in delayed scaling ranks agree on scales as they compute.
     """
     FP8GlobalStateManager.reset()  # delayed scaling would update the scales of other models as well
     model = case.model(recipe)
@@ -204,7 +212,7 @@ def train_whole(case, recipe, groups, *, reduces_first):
     for step in range(STEPS):
         case.before_step(model, step)
         outputs, grads = {}, {}
-        for rank in ranks:
+        for rank in ranks if comm is None else [comm.rank]:
             for number in numbers:
                 x = case.batch(step, number, rank)
                 with te.autocast(enabled=True, recipe=recipe):
@@ -215,6 +223,13 @@ def train_whole(case, recipe, groups, *, reduces_first):
                     if p.requires_grad:
                         key = rank, number, first_of[name]
                         grads[key], p.grad = grads.get(key, 0) + p.grad.float(), None
+
+        if comm is not None and comm.mesh.size > 1:
+            everyone = [None] * comm.mesh.size
+            torch.distributed.all_gather_object(everyone, (outputs, grads))
+            outputs, grads = (
+                dict(chain.from_iterable(each.items() for each in found)) for found in zip(*everyone, strict=True)
+            )
 
         def over_ranks(name, numbers, grads=grads):
             return sum(sum(sum(grads[rank, number, name] for number in numbers) for rank in group) for group in groups)
@@ -245,7 +260,9 @@ def _first_of(name):
 
 
 def _value(p):
-    return p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else p.detach()
+    if hasattr(p, "get_high_precision_init_val"):
+        return p.get_high_precision_init_val()
+    return p.detach().dequantize() if hasattr(p, "quantize_") else p.detach()
 
 
 PRECISION = fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32)  # sums of sums are not rounded
@@ -347,9 +364,10 @@ def on(architecture):
     return nullcontext() if IS_ON_GPU else te_cpu.architecture(*architecture)
 
 
-def differences(comm, cases, names=RECIPES, strategies=None, **shard_options):
+def differences(comm, cases, names=RECIPES, strategies=None, as_sharded=lambda case: case, **shard_options):
     """Train each case under each recipe and strategy, and compare with the whole model. Return what differs.
 
+    ``as_sharded`` returns the case of the model that is sharded, from that of the whole one.
     On a GPU what differs by no more than twice the distance between two runs of the whole model is the same.
     """
     found = []
@@ -360,9 +378,12 @@ def differences(comm, cases, names=RECIPES, strategies=None, **shard_options):
                 if strategies is not None and strategy not in strategies:
                     continue
                 options = {"recipe": recipe, "groups": groups, "reduces_first": reduces_first}
-                wholes = shared(comm, [partial(train_whole, case, **options) for case in cases.values()])
+                if recipe.delayed():
+                    wholes = [train_whole(case, comm=comm, **options) for case in cases.values()]
+                else:
+                    wholes = shared(comm, [partial(train_whole, case, **options) for case in cases.values()])
                 for (about, case), whole in zip(cases.items(), wholes, strict=True):
-                    sharded, model = train_sharded(case, recipe, comm, strategy, **shard_options)
+                    sharded, model = train_sharded(as_sharded(case), recipe, comm, strategy, **shard_options)
                     label = f"{about}, {name}, {strategy}"
                     far = {
                         f"{label}, step {step}: {what}": distance

@@ -5,6 +5,7 @@ over the ranks of the layout in one reduction for all units. Modules get Transfo
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from hashlib import sha256
 from math import gcd, prod
@@ -26,6 +27,7 @@ from fsharp.functional.formats.format import (
     register_format,
     unviewed,
 )
+from fsharp.functional.formats.te_delayed import NUMBERS, ModuleFormat, ModuleScales
 from fsharp.tracebacks import api_boundary
 
 _PART = 32
@@ -78,7 +80,7 @@ def weight_format(recipe: Any) -> Format:
 
     Raises:
         OptionError: TransformerEngine is not installed, or the recipe is another one. Under DelayedScaling the bytes of weights
-            depend on earlier steps.
+            depend on earlier steps, of which modules keep a history: ``shard_module`` takes such modules.
 
     Source: ``transformer_engine/pytorch/tensor/utils.py`` of TransformerEngine 2.20.
     """
@@ -110,24 +112,39 @@ def formats_in(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]
     """Return the format and the dtype of each quantized parameter of a module, by path.
 
     Raises:
-        OptionError: a quantizer whose tensors are not made from main copies alone; names the parameter. A module that writes
-            gradients of weights by itself; names the module.
+        OptionError: a quantizer whose tensors are not made from main copies, or a frozen weight in delayed scaling; names the
+            parameter.
     """
-    for path, each in module.named_modules():
-        if getattr(each, "fuse_wgrad_accumulation", False):
-            raise OptionError(
-                f"module {path!r} has fuse_wgrad_accumulation=True: it would write gradients of weights to main_grad, which a "
-                "sharded module does not read, and hand out memory that is not initialized. Make it with False."
-            )
-    found = {}
+    found, scales = {}, ModuleScales()
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if is_quantized(parameter):
             quantized: Any = parameter
             try:
-                found[path] = format_of(quantized._quantizer), parameter.dtype
+                if type(quantized._quantizer).__name__ == "Float8Quantizer":
+                    form = _format_in_module(module, path, parameter, scales)
+                else:
+                    form = format_of(quantized._quantizer)
             except OptionError as error:
                 raise OptionError(f"parameter {path!r}: {error}") from error
+            found[path] = form, parameter.dtype
     return found
+
+
+def _format_in_module(module: torch.nn.Module, path: str, parameter: Any, scales: ModuleScales) -> Format:
+    """Return the format of a weight in delayed scaling, and add its scale to ``scales``."""
+    if not parameter.requires_grad:
+        raise OptionError(
+            "it is frozen, and has been cast with the scale that it had then, under DelayedScaling. Make its module under "
+            "quantized_model_init(enabled=False): then it rests in bfloat16, and each forward casts it with the present scale."
+        )
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+    parent, _, name = path.rpartition(".")
+    scales.add(path, module.get_submodule(parent), name)
+    alike = Float8CurrentScalingQuantizer(parameter._quantizer.dtype, parameter.device, columnwise=False)  # of the same class
+    tensors = _Tensors(_DELAYED, alike, scales)
+    label = f"te_{_DELAYED.name}_{sha256(str(alike.dtype).encode()).hexdigest()[:6]}"
+    return ModuleFormat(label, _planes(_DELAYED), block=_PART, leaves=_codec(_DELAYED, tensors), scales=scales)
 
 
 def format_of(quantizer: Any) -> Format:
@@ -177,17 +194,22 @@ class _EqualQuantizer:
 @cache
 def _format(name: str, settings: str, held: _EqualQuantizer) -> Format:
     kind = next(each for each in KINDS.values() if each.name == name)
-    tensors = _Tensors(kind, held.quantizer)
-    codec = LeafCodec(
+    label = f"te_{name}_{sha256(settings.encode()).hexdigest()[:6]}"
+    return register_format(Format(label, _planes(kind), block=_PART, leaves=_codec(kind, _Tensors(kind, held.quantizer))))
+
+
+def _planes(kind: Kind) -> tuple[Plane, ...]:
+    return tuple(Plane(torch.uint8, _PART // kind.values_per_byte) for _ in kind.planes)
+
+
+def _codec(kind: Kind, tensors: "_Tensors") -> LeafCodec:
+    return LeafCodec(
         tensors.scales_nbytes,
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
         LeafClass(tensors.make, tensors.derive, tensors.forget),
     )
-    planes = tuple(Plane(torch.uint8, _PART // kind.values_per_byte) for _ in kind.planes)
-    label = f"te_{name}_{sha256(settings.encode()).hexdigest()[:6]}"
-    return register_format(Format(label, planes, block=_PART, leaves=codec))
 
 
 class _Tensors:
@@ -196,10 +218,11 @@ class _Tensors:
     Args:
         kind: of the quantizer.
         quantizer: makes such tensors.
+        scales: of the module that keeps the scales; None if scales follow from values alone.
     """
 
-    def __init__(self, kind: Kind, quantizer: Any) -> None:
-        self._kind, self._quantizer = kind, quantizer
+    def __init__(self, kind: Kind, quantizer: Any, scales: ModuleScales | None = None) -> None:
+        self._kind, self._quantizer, self._scales = kind, quantizer, scales
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
     def scales(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -243,6 +266,8 @@ class _Tensors:
     def _empty(self, part: LeafPart) -> Any:
         """Return a tensor of the leaf's shape with scales, whose bytes of values take no memory."""
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
+        if self._scales is not None:
+            about["nontensor_kwargs"]["quantizer"] = self._scales.quantizer(part.path)
         none = torch.zeros((), dtype=torch.uint8, device=part.scales.device)
         inner = {name: none.expand(self._size(part.shape)) for name in self._kind.planes} | self.scales_in(part)
         return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
@@ -270,12 +295,17 @@ class _Tensors:
         from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
         weights: list[Any] = [self._empty(part) for part in parts]
+        for weight in weights if self._scales is not None else ():
+            weight._quantizer.amax.zero_()  # a cast adds to it, and what was there belongs to other values
         has_values = [part.first < part.last for part in parts]
         rooms = [self._encode_memory(part) for part in parts]
         mains = [self._in_rows(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
         starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
         bytes_of = [self._target(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)]
-        quantize_master_weights(weights, mains, starts, Agreement(agree), bytes_of, manual_post_all_gather_processing=True)
+        paths = [part.path for part in parts]
+        with nullcontext(agree) if self._scales is None else self._scales.agreeing(paths, agree) as agree_on:
+            group = Agreement(agree_on)
+            quantize_master_weights(weights, mains, starts, group, bytes_of, manual_post_all_gather_processing=True)
         for part, room in zip(parts, rooms, strict=True):
             for plane, made in zip(part.planes, room, strict=True):
                 if made is not plane:
@@ -363,6 +393,9 @@ def _tiles(shape: Shape, side: int) -> int:
     return -(-shape[0] // side) * -(-shape[-1] // side)
 
 
+_DELAYED = Kind(
+    "float8_delayed", ["_data"], ["_transpose"], lambda shape, scales: [(NUMBERS, torch.float32)], _decode_with_one_scale
+)
 KINDS = {
     "Float8CurrentScalingQuantizer": Kind(
         "float8_current", ["_data"], ["_transpose"], lambda shape, scales: [(1, torch.float32)], _decode_with_one_scale

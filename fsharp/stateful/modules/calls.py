@@ -22,6 +22,7 @@ from fsharp.functional.release import independent_clone
 from fsharp.stateful.modules.initial.dtensors import Spec, as_dtensors, local
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import owners
+from fsharp.stateful.modules.te_gradients import is_fused, lending_memory
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, views_of
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import compiled_by_caller, uncompiled
@@ -34,7 +35,8 @@ class ParameterEntries:
     """The entries of one unit's parameters in the ``_parameters`` dicts of modules, in the order of the unit's leaves.
 
     ``present``: for the entries of all units of a module, the tensor that was put there last. Units may share an entry.
-    Attribute ``stored``: for each leaf, the path under which its values are stored. Tied leaves share one.
+    Attributes ``stored``: for each leaf, the path under which its values are stored. Tied leaves share one. ``fused``: indices
+    of leaves whose gradient a module writes by itself.
     """
 
     def __init__(self, module: nn.Module, unit: UnitLayout, present: dict[tuple[int, str], Any]) -> None:
@@ -42,10 +44,13 @@ class ParameterEntries:
         self._present = present
         entries: dict[tuple[int, str], tuple[int, dict[str, Any], str]] = {}  # a module may have several paths
         packed: dict[int, weakref.ref[nn.Module]] = {}
+        self.fused: list[int] = []
         for i, path in enumerate(self._paths):
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             entries.setdefault((id(owner), name), (i, owner._parameters, name))
+            if is_fused(owner, name):
+                self.fused.append(i)
             if hasattr(owner, "_flat_weights_names"):
                 packed[id(owner)] = weakref.ref(owner)
         self._entries = list(entries.values())
@@ -237,7 +242,8 @@ class ModuleCall:
         shown: list[list[Any]] = full
         if calls.specs:
             shown = [as_dtensors(each.stored, leaves, calls.specs) for each, leaves in zip(owner.entries, full, strict=True)]
-        with calls.reading(source, owner.entries, shown, module=self.module):
+        fused = [(each.stored[i], row[i]) for each, row in zip(owner.entries, shown, strict=True) for i in each.fused]
+        with lending_memory(fused), calls.reading(source, owner.entries, shown, module=self.module):
             out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)

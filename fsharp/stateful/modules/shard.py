@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,8 @@ from fsharp.stateful.modules.own_formats import own_formats
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, entries_of, grouped, owners
 from fsharp.stateful.modules.session import Session, enter_by
-from fsharp.stateful.modules.te_scales import keep_scales_as_text
+from fsharp.stateful.modules.te_gradients import check_gradients
+from fsharp.stateful.modules.te_scales import keep_scales_as_text, without_history
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, watch_torch
 from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept
@@ -121,6 +123,7 @@ def shard_module(
 
     def planned() -> tuple[Any, ...]:
         check_shardable(module, ShardedParameter)
+        check_gradients(module)
         added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
         if hidden := [name for name in added if hasattr(module, name)]:
             raise TreeError(
@@ -150,7 +153,8 @@ def shard_module(
     tree, layout, specs, chosen, groups, entries, casts = check_on_all_ranks("shard_module()", comm, planned)
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
     start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
-    state = init_state(_NOTHING, start, comm=comm, donate=True)
+    with without_history(layout) if sync_from is None else nullcontext():  # histories have the module's own values already
+        state = init_state(_NOTHING, start, comm=comm, donate=True)
     del tree, start
     policy = policy or SchedulePolicy()
     if groups:

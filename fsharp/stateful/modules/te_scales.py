@@ -6,12 +6,16 @@ runs code.
 
 import json
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsharp.errors import TreeError
+from fsharp.functional.formats.te_delayed import ModuleFormat
+from fsharp.functional.layout.layout import Layout
 
 _FORMAT = "delayed scaling, 1"
 _TENSORS = {f"{name}_{way}": (f"scaling_{way}", name) for way in ("fwd", "bwd") for name in ("scale", "amax_history")}
@@ -25,6 +29,16 @@ def keep_scales_as_text(module: nn.Module) -> None:
             ref = weakref.ref(each)
             each.__dict__["get_extra_state"] = lambda ref=ref: _extra_state(ref())
             each.__dict__["set_extra_state"] = lambda state, ref=ref: _set_extra_state(ref(), state)
+
+
+@contextmanager
+def without_history(layout: Layout) -> Iterator[None]:
+    """Return a context in which casts of a layout's weights leave no trace in histories of delayed scaling."""
+    formats = [group.dtypes.stored for unit in layout.units for group in unit.groups]
+    with ExitStack() as stack:
+        for scales in dict.fromkeys(form.scales for form in formats if isinstance(form, ModuleFormat)):
+            stack.enter_context(scales.keeping_maxima())
+        yield
 
 
 def _extra_state(module: Any) -> torch.Tensor:

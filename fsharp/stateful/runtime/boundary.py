@@ -29,8 +29,10 @@ class _Boundary(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, receive: Receive, leaves: list[torch.Tensor], *sinks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.receive, ctx.num_sinks = receive, len(sinks)
+    def forward(
+        ctx: Any, use: "UnitUse", receive: Receive, leaves: list[torch.Tensor], *sinks: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.use, ctx.receive, ctx.num_sinks = use, receive, len(sinks)
         ctx.set_materialize_grads(False)
         return tuple(leaves)
 
@@ -39,16 +41,22 @@ class _Boundary(torch.autograd.Function):
         try:
             if torch.is_grad_enabled():
                 raise double_backward()
-            ctx.receive(grads)
+            ctx.receive(ctx.use.with_written_gradients(grads))
         except Exception as error:
             hide_frames(error)
             raise
-        return (None,) * (2 + ctx.num_sinks)
+        return (None,) * (3 + ctx.num_sinks)
 
 
 differentiable: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
 """Return leaves as outputs of one node. Its backward calls ``receive`` with their gradients; None for a missing one. It is
 ``_Boundary.apply`` for calls outside of transforms of torch.func, under which there are no boundaries."""
+_BOUNDARY: type = _Boundary._backward_cls
+
+
+def use_of(leaf: torch.Tensor) -> "UnitUse | None":
+    """Return the use that has handed out a leaf with a gradient; None for any other tensor."""
+    return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _BOUNDARY) else None
 
 
 def double_backward() -> ScheduleError:
@@ -121,6 +129,7 @@ class UnitUse:
         self.leaves: list[torch.Tensor] | None = full.leaves()
         self._full: FullUnit | None = full
         self._versions = full.versions()
+        self._written: dict[int, list[torch.Tensor]] = {}
         self.is_opaque = False
 
     def is_inside(self, other: "UnitUse") -> bool:
@@ -134,6 +143,33 @@ class UnitUse:
         """Return the leaves, and drop this object's reference to them."""
         leaves, self.leaves = self.leaves, None
         return leaves or []
+
+    def memory_for_gradient(self, leaf: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that returns new memory for a gradient of a leaf, which a module writes by itself.
+
+        The function keeps the leaf alive, of which a module may keep a weak reference alone. It does not keep its memory.
+        """
+        if self.copy is not None and self.copy.where is None and self.copy.full is not None and type(leaf) is torch.Tensor:
+            self.copy.full.register_alias(leaf)
+
+        def memory() -> torch.Tensor:
+            made = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            self._written.setdefault(leaf.output_nr, []).append(made)
+            return made
+
+        return memory
+
+    def with_written_gradients(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Return gradients of the leaves, with those added that modules have written by themselves since the last call."""
+        if not self._written:
+            return grads
+        found, written = list(grads), self._written
+        self._written = {}
+        for i, each in written.items():
+            for grad in each:
+                before = found[i]
+                found[i] = grad if before is None else before + grad
+        return found
 
     def check_unwritten(self) -> None:
         """Raise an error if the function has written to a leaf, as writes to gathered parameters would be lost."""

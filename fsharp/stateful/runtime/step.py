@@ -130,7 +130,7 @@ class Step:
             assert leaves is not None
             uses.pending[unit.key] = uses.pending.get(unit.key, 0) + 1
             uses.awaited.add(weakref.ref(use, uses.awaited.discard))
-            graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], *sinks)
+            graph = differentiable(use, partial(self._gradient, use), [leaves[i] for i in chosen], *sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
         return use

@@ -151,7 +151,9 @@ class FullUnit:
         return tensor
 
     def register_alias(self, tensor: torch.Tensor) -> None:
-        """Register another alias of a leaf, so that :meth:`withdraw` takes the memory from it as well."""
+        """Register another alias of a leaf, so that :meth:`withdraw` takes the memory from it as well, once."""
+        if any(each.is_of(tensor) for each in self._handed_out):
+            return
         plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
         paths = {leaf.data_ptr(): path for leaf, path in zip(self._leaves, plain, strict=True)}
         path = paths.get(tensor.data_ptr(), self.index.unit.name)

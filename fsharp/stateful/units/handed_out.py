@@ -36,6 +36,10 @@ class HandedOut:
         tensors = [ref() for ref in (self._tensor, *(ref for ref, *_ in self._inner))]
         return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether this is the HandedOut of a tensor."""
+        return self._tensor() is tensor
+
     def is_inside(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is the leaf or an alias, without other tensors in the leaf's memory."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}

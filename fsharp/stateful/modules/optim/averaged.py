@@ -11,6 +11,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.ema import WithEmaState
 from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.te_scales import without_history
 
 Buffers = dict[tuple[str, int], torch.Tensor]
 """Buffers by unit and group."""
@@ -34,7 +35,8 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
     session.is_averaged = True
     try:
         state.fill([shown[key] for key in averages], list(averages.values()))
-        state.spread()
+        with without_history(session.layout):
+            state.spread()
         yield
     finally:
         state.fill(targets, own)

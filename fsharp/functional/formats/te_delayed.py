@@ -1,0 +1,102 @@
+"""Scales of TransformerEngine's delayed scaling, which modules keep for weights that are encoded from main copies.
+
+A module keeps a scale and a history of maxima for each weight. An update casts new values with the present scale, and writes
+their maximum into the history. The next forward makes the next scale from the history.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsharp.errors import AgreementError, OptionError, problem
+from fsharp.functional.formats.format import AgreeMax, Format, first_few
+
+NUMBERS = 3
+"""Numbers of a weight on which ranks agree in an update: its maximum, and its scale with either sign."""
+
+
+class ModuleScales:
+    """The scales and histories of a module's weights, by path of the weight.
+
+    Scales are looked up whenever they are used, as TransformerEngine replaces its tensors when the length of histories changes.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[weakref.ref[torch.nn.Module], int]] = {}
+
+    def add(self, path: str, module: torch.nn.Module, name: str) -> None:
+        """Add a weight: the parameter ``name`` of a module of TransformerEngine.
+
+        Raises:
+            OptionError: the module does not say where it keeps the scale of the weight.
+        """
+        about: Any = getattr(module, "param_init_meta", {}).get(name)
+        if about is None or about.fp8_meta_index is None:
+            raise OptionError(
+                f"a {type(module).__name__} does not say where it keeps the scale of {name!r}, as modules with weights in "
+                "delayed scaling do. Keep the weight in bfloat16."
+            )
+        self._places[path] = weakref.ref(module), about.fp8_meta_index
+
+    def quantizer(self, path: str) -> Any:
+        """Return a quantizer with a weight's scale and the newest entry of its history, both as views."""
+        ref, index = self._places[path]
+        module: Any = ref()
+        if module is None:
+            raise OptionError(f"the module that keeps the scale of {path!r} is gone. Keep it as long as its parameters.")
+        found = module.quantizers["scaling_fwd"][index].copy()
+        found.set_usage(rowwise=True, columnwise=False)
+        found.internal = False
+        return found
+
+    @contextmanager
+    def agreeing(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
+        """Return a context with an ``agree`` for the maxima of weights, which compares their scales in the same reduction.
+
+        The end of the context raises the error, as torch's ``all_reduce`` would hide it.
+
+        Raises:
+            AgreementError: ranks have different scales for a weight; names the weight. All ranks raise.
+        """
+        scales = torch.cat([self.quantizer(path).scale.view(1) for path in paths])
+        largest = [torch.cat([scales, -scales])]
+
+        def agree_on(maxima: torch.Tensor) -> None:
+            numbers = torch.cat([maxima, scales, -scales])
+            agree(numbers)
+            maxima.copy_(numbers[: len(maxima)])
+            largest[0] = numbers[len(maxima) :]
+
+        yield agree_on
+        high, low = largest[0].chunk(2)
+        if different := [path for path, is_same in zip(paths, (high == -low).tolist(), strict=True) if not is_same]:
+            i = paths.index(different[0])
+            facts = [("weights", first_few(different)), ("scales", f"{-float(low[i])} to {float(high[i])}")]
+            remedy = "Load the same extra state on all ranks, and run the same forwards."
+            raise AgreementError(problem("delayed scaling", "ranks have different scales of a weight.", facts, remedy))
+
+    @contextmanager
+    def keeping_maxima(self) -> Iterator[None]:
+        """Return a context whose casts leave no trace in histories."""
+        newest = [self.quantizer(path).amax for path in self._places]
+        before = [x.clone() for x in newest]
+        try:
+            yield
+        finally:
+            for x, value in zip(newest, before, strict=True):
+                x.copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFormat(Format):
+    """A format whose scales one module keeps. Formats of two modules are different, with the same name.
+
+    Attributes:
+        scales: the scales of the module.
+    """
+
+    scales: ModuleScales = field(repr=False, default_factory=ModuleScales)

@@ -1,0 +1,69 @@
+"""Gradients that modules of TransformerEngine write by themselves, with ``fuse_wgrad_accumulation=True``.
+
+In a backward such a module asks the weight for memory, writes the gradient there, and returns no gradient to autograd. The
+memory is new for each use, and is taken as the gradient where the backward of the weight's unit ends.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsharp.errors import OptionError, TreeError
+from fsharp.stateful.runtime.boundary import use_of
+
+
+def check_gradients(module: nn.Module) -> None:
+    """Raise an error for a module whose gradients of weights cannot be taken; names the module."""
+    for path, each in module.named_modules():
+        store = getattr(each, "wgrad_store", None)
+        if store is not None and store.delay_wgrad_compute():
+            raise OptionError(
+                f"module {path!r} has delay_wgrad_compute=True: it would compute gradients of weights after the backward in "
+                "which they are reduced. Make it with False."
+            )
+        if getattr(each, "fuse_wgrad_accumulation", False):
+            places = [about.fp8_meta_index for about in _init_meta(each).values() if about.fp8_meta_index is not None]
+            if not places or len(places) > len(set(places)):
+                raise OptionError(
+                    f"module {path!r} has fuse_wgrad_accumulation=True, and no weight of its own, or one that is made of "
+                    "several parameters, of which none gets the gradient. Make it with False, or without parameters_split."
+                )
+
+
+def is_fused(module: nn.Module, name: str) -> bool:
+    """Return whether a module writes the gradient of its parameter ``name`` by itself."""
+    about = _init_meta(module).get(name) if getattr(module, "fuse_wgrad_accumulation", False) else None
+    return about is not None and about.fp8_meta_index is not None
+
+
+def _init_meta(module: Any) -> dict[str, Any]:
+    """Return what a module of TransformerEngine says of its parameters, by name. Weights have an index of their scale."""
+    found: dict[str, Any] = getattr(module, "param_init_meta", {})
+    return found
+
+
+@contextmanager
+def lending_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Return a context for a forward, in which these weights, given with their paths, have TransformerEngine's attributes.
+
+    ``grad_added_to_main_grad`` is none of them: with it TransformerEngine would also return a gradient that was never written.
+    """
+    for path, weight in weights:
+        given: Any = weight
+        given.__fsdp_param__ = True
+        if weight.requires_grad:
+            use = use_of(weight)
+            if use is None:
+                raise TreeError(
+                    f"parameter {path!r} belongs to a module with fuse_wgrad_accumulation=True, which computes under a "
+                    "scheduler alone. Call the sharded module itself, or pass comm=scheduler; or make the module with False."
+                )
+            given.get_main_grad, given.overwrite_main_grad = use.memory_for_gradient(weight), True
+    try:
+        yield
+    finally:
+        for _, weight in weights:
+            weight.__dict__.pop("get_main_grad", None)  # which refers to the weight
