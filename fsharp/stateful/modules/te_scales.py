@@ -34,7 +34,7 @@ def keep_scales_as_text(module: nn.Module) -> None:
 @contextmanager
 def without_history(layout: Layout) -> Iterator[None]:
     """Return a context in which casts of a layout's weights leave no trace in histories of delayed scaling."""
-    formats = [group.dtypes.stored for unit in layout.units for group in unit.groups]
+    formats = [group.dtypes.stored_format for unit in layout.units for group in unit.groups]
     with ExitStack() as stack:
         for scales in dict.fromkeys(form.scales for form in formats if isinstance(form, ModuleFormat)):
             stack.enter_context(scales.keeping_maxima())
