@@ -63,6 +63,7 @@ def train_all(comm):
 
 
 @pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:You are using quantized weights without quantized compute")  # in evaluations
 @pytest.mark.parametrize("sizes", [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"outer": 2, "inner": 2}], ids=str)
 def test_every_case_has_the_bits_of_the_whole_model(sizes):
     found = on_ranks(sizes, train_all)

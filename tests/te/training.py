@@ -197,7 +197,8 @@ def loss_of(y):
 def train_whole(case, recipe, groups, *, reduces_first, comm=None):
     """For each step the outputs and input gradients of all ranks, then the mean gradients, of a model that is not sharded.
 
-    Gradients are added over microbatches, the ranks of each group, then over groups; or microbatches come last. With ``comm``
+    Gradients are added over microbatches, then over ranks; with several groups over the ranks of each group, then over
+    microbatches, then over groups; or microbatches come last. With ``comm``
     each rank has such a model, and computes with its own batches: in delayed scaling ranks agree on scales as they compute.
     """
     FP8GlobalStateManager.reset()  # delayed scaling would update the scales of other models as well
@@ -232,7 +233,9 @@ def train_whole(case, recipe, groups, *, reduces_first, comm=None):
             )
 
         def over_ranks(name, numbers, grads=grads):
-            return sum(sum(sum(grads[rank, number, name] for number in numbers) for rank in group) for group in groups)
+            if len(groups) > 1:  # the ranks of a group are reduced in each microbatch
+                return sum(sum(sum(grads[rank, number, name] for rank in group) for number in numbers) for group in groups)
+            return sum(sum(grads[rank, number, name] for number in numbers) for rank in groups[0])
 
         trained = {first_of[name]: None for name, p in model.named_parameters() if p.requires_grad}
         totals = {
