@@ -6,8 +6,11 @@ from hypothesis import HealthCheck, settings
 
 from fsharp.testing.processes import _Launcher
 
-# Ranks are forked from a process that has imported what tests import: else each of them takes a third of a second to do so.
-sys.modules[_Launcher.__module__]._launcher = _Launcher("import hypothesis.strategies, pytest, torch.distributed.checkpoint")
+# Ranks are forked from a process that has imported what tests import, and what optimizers of torch import when they are made:
+# else each rank takes more than half a second to do so.
+sys.modules[_Launcher.__module__]._launcher = _Launcher(
+    "import hypothesis.strategies, pytest, torch._dynamo, torch.distributed.checkpoint"
+)
 
 torch.set_num_threads(1)
 os.environ["FSHARP_TRACEBACK"] = "full"  # a test that fails is about this library
