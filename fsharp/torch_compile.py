@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
 from fsharp.tracebacks import hide_frames
-from fsharp.type_checks import explain
+from fsharp.type_checks import explain_call_error
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ def uncompiled(function: F) -> F:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                explain(error, function, args, kwargs)
+                explain_call_error(error, function, args, kwargs)
                 raise
         except Exception as error:
             hide_frames(error)
@@ -89,7 +89,7 @@ skip_frame(compiled_by_caller)
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Return a context in which :func:`compiled_by_caller` compiles nothing."""
+    """Return a context in which :func:`compiled_by_caller` calls the user's functions without compiling them."""
     token = _compiler.set(None)
     try:
         yield

@@ -59,7 +59,10 @@ def api_boundary(target: F) -> F:
 
 
 def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Return ``contextmanager(function)`` with enter and exit as boundaries. Errors of the ``with`` block keep their frames."""
+    """Return ``contextmanager(function)`` whose enter and exit are boundaries of tracebacks.
+
+    Tracebacks of their errors are without this library's frames. Errors of the ``with`` block keep all frames.
+    """
     make = contextmanager(function)
 
     @wraps(function)

@@ -19,7 +19,7 @@ _WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False
 
 
 @cache
-def fits(hint: Any) -> Callable[[Any], bool]:
+def fits_annotation(hint: Any) -> Callable[[Any], bool]:
     """Return a predicate: whether a value fits a type annotation.
 
     A bool does not fit ``int`` or ``float``, and a str does not fit a sequence. Items of mappings are not checked.
@@ -28,7 +28,7 @@ def fits(hint: Any) -> Callable[[Any], bool]:
     origin, args = get_origin(hint), get_args(hint)
     kind = hint if origin is None else origin
     if kind in (Union, UnionType):
-        each = tuple(map(fits, args))
+        each = tuple(map(fits_annotation, args))
         return lambda x: any(fit(x) for fit in each)
     if kind is Literal:
         return lambda x: any(type(x) is type(arg) and x == arg for arg in args)
@@ -43,18 +43,18 @@ def fits(hint: Any) -> Callable[[Any], bool]:
     if kind is _FUNCTION:
         return callable
     if (kind is tuple and args[1:] == (...,)) or (kind is Sequence and args):
-        item = fits(args[0])
+        item = fits_annotation(args[0])
         return lambda x: isinstance(x, kind) and not isinstance(x, str) and all(map(item, x))
     if issubclass(kind, Iterable) and kind is not str:
         return lambda x: isinstance(x, kind) and not isinstance(x, str)
     return lambda x: isinstance(x, kind)
 
 
-def in_words(hint: Any) -> str:
+def annotation_in_words(hint: Any) -> str:
     """Return a type annotation in words, for an error: ``int | None`` as "an int or None"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(in_words(arg) for arg in sorted(args, key=lambda arg: arg is NoneType))
+        return " or ".join(annotation_in_words(arg) for arg in sorted(args, key=lambda arg: arg is NoneType))
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is type:
@@ -62,7 +62,7 @@ def in_words(hint: Any) -> str:
     if (origin or hint) is _FUNCTION:
         return "a function"
     if origin is not None and args:
-        inner = [in_words(arg) for arg in args if arg not in (..., Any)]
+        inner = [annotation_in_words(arg) for arg in args if arg not in (..., Any)]
         return _with_article(origin.__name__) + (f" of {' to '.join(inner)}" if inner else "")
     return _WORDS.get(hint) or _with_article(str(getattr(hint, "__name__", hint)))
 
@@ -73,7 +73,7 @@ def _with_article(name: str) -> str:
 
 @cache
 def _hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
-    return {name: (fits(hint), hint) for name, hint in get_type_hints(of).items() if name != "return"}
+    return {name: (fits_annotation(hint), hint) for name, hint in get_type_hints(of).items() if name != "return"}
 
 
 def wrong_field(row: Any) -> str:
@@ -102,7 +102,7 @@ def short_repr(value: Any) -> str:
 
 
 def _wrong(name: str, value: Any, hint: Any) -> str:
-    return f"{name} is {short_repr(value)}, expected {in_words(hint)}"
+    return f"{name} is {short_repr(value)}, expected {annotation_in_words(hint)}"
 
 
 def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def options_checked(target: F) -> F:
 
 
 def options_explained(target: F) -> F:
-    """Wrap a function, or a class: if a call fails, :func:`explain` looks for an argument of the wrong type.
+    """Wrap a function, or a class: if a call fails, :func:`explain_call_error` looks for an argument of the wrong type.
 
     For functions that check some arguments by themselves, with one error for all ranks.
     """
@@ -153,13 +153,13 @@ def options_explained(target: F) -> F:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
-            explain(error, fn, args, kwargs)
+            explain_call_error(error, fn, args, kwargs)
             raise
 
     return _called_by(after, target)
 
 
-def explain(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def explain_call_error(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, has an argument of the wrong type.
 
     Return if all arguments fit, or if ``error`` is another error of this library, which explains itself. For functions that a

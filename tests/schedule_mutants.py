@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.schedule.ops import kinds
+from fsharp.stateful.schedule.ops import kinds_where
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from tests.edited_schedules import drop, edit, move, twice
 
@@ -89,7 +89,7 @@ def _changes(row: Any, names: list[str], places: list[Memory], positions: range 
     """Each other value of each field: in words, and as a field to replace."""
     for name, hint in get_type_hints(type(row)).items():
         value = getattr(row, name)
-        known = [*kinds(), "other"] if (type(row), name) == (Op, "kind") else []
+        known = [*kinds_where(), "other"] if (type(row), name) == (Op, "kind") else []
         for other in known or _others(hint, value, names, places, positions):
             if other != value or type(other) is not type(value):
                 yield f"{name}={other!r}", {name: other}

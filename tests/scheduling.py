@@ -134,7 +134,7 @@ class Trained(NamedTuple):
 
     losses: list[float]
     params: list[torch.Tensor]
-    num_recordings: int
+    num_unscheduled_calls: int
     schedule: fs.schedules.Schedule | None
 
 
@@ -154,7 +154,11 @@ def train(
         state, metrics = call(state, batch)
         losses.append(float(metrics.loss))
     leaves = [leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(state.params, comm=comm))]
-    return Trained(losses, leaves, 0, None) if policy is None else Trained(losses, leaves, call.num_recordings, call.schedule)
+    return (
+        Trained(losses, leaves, 0, None)
+        if policy is None
+        else Trained(losses, leaves, call.num_unscheduled_calls, call.schedule)
+    )
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import fsharp as fs
 import fsharp.testing
-from fsharp.stateful.schedule.ops import STREAMS, Cost, Phase, kinds
+from fsharp.stateful.schedule.ops import STREAMS, Cost, Phase, kinds_where
 from fsharp.stateful.schedule.program import EventKind
 
 ROOT = Path(fs.__file__).parent
@@ -196,7 +196,7 @@ def test_nothing_asks_for_a_strategy_by_name():
 
 def test_nothing_asks_for_a_kind_of_op_by_name():
     """It asks the record. Names that streams and events have as well are told apart by what they are compared with."""
-    names = set(kinds())
+    names = set(kinds_where())
     own = names - {*STREAMS, *get_args(EventKind), *get_args(Phase), *get_args(Cost), "sum"}  # a reduction, too
     assert own, "there are some that are found wherever they stand"
     for path in [*(ROOT / "stateful").rglob("*.py"), *(ROOT / "testing").rglob("*.py")]:

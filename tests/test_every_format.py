@@ -51,7 +51,7 @@ def test_training_has_the_bits_of_bfloat16(strategy, policy, name):
         ours, theirs = (train(comm, strategy, POLICIES[policy], microbatches=2, precision=each) for each in EXACT[name])
         assert_same_training(ours, theirs)
         if ours.schedule is not None:
-            assert ours.num_recordings == 1
+            assert ours.num_unscheduled_calls == 1
             fs.schedules.verify(ours.schedule)
 
     simulate(STRATEGIES[strategy][0], rank_fn)

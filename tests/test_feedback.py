@@ -140,7 +140,7 @@ def run(comm, strategy, policy=None, *, steps=5, microbatches=1, donate=True, pr
             assert_same(old.residuals, before)
         losses.append(float(metrics.loss))
     if policy is not None:
-        assert call.num_recordings == 1
+        assert call.num_unscheduled_calls == 1
         fs.schedules.verify(call.schedule)
     leaves = [leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(state.params, comm=comm))]
     return losses, leaves, state.residuals

@@ -8,7 +8,7 @@ import torch
 import fsharp as fs
 from fsharp import type_checks
 from fsharp.errors import OptionError, ScheduleError, StrategyError, TreeError
-from fsharp.type_checks import fits, in_words
+from fsharp.type_checks import annotation_in_words, fits_annotation
 from tests.test_architecture import PUBLIC
 
 
@@ -37,7 +37,7 @@ OPTIONS = [
     for name, fn in CHECKED.items()
     for parameter in inspect.signature(fn, eval_str=True).parameters.values()
     if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    if parameter.annotation is not parameter.empty and not fits(parameter.annotation)(Wrong())
+    if parameter.annotation is not parameter.empty and not fits_annotation(parameter.annotation)(Wrong())
 ]
 
 
@@ -147,12 +147,12 @@ FITS = [
 
 @pytest.mark.parametrize(("hint", "value", "expected"), FITS)
 def test_what_fits_an_annotation(hint, value, expected):
-    assert fits(hint)(value) is expected
+    assert fits_annotation(hint)(value) is expected
 
 
 def test_annotations_in_words():
-    assert in_words(int | None) == "an int or None"
-    assert in_words(None | str | torch.dtype) == "a str or a dtype or None"
+    assert annotation_in_words(int | None) == "an int or None"
+    assert annotation_in_words(None | str | torch.dtype) == "a str or a dtype or None"
 
 
 def test_a_precision_is_no_dictionary_of_dtypes():

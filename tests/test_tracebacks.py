@@ -27,7 +27,7 @@ from fsharp.errors import (
     ScheduleError,
     TreeError,
 )
-from fsharp.stateful.runtime.tracer import Tracer
+from fsharp.stateful.runtime.scheduled_engine import ScheduledEngine
 from fsharp.testing import processes, simulate
 from fsharp.tracebacks import HINT, api_boundary, api_context
 from tests.test_architecture import PUBLIC
@@ -480,7 +480,7 @@ def entry_points():
         if inspect.isfunction(thing):
             found[f"{module.__name__}.{name}"] = thing
         for kind in thing.__mro__ if inspect.isclass(thing) else ():
-            if kind.__module__.partition(".")[0] != "fsharp" or issubclass(kind, BaseException) or kind is Tracer:
+            if kind.__module__.partition(".")[0] != "fsharp" or issubclass(kind, BaseException) or kind is ScheduledEngine:
                 continue
             for method, value in vars(kind).items():
                 function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)

@@ -34,7 +34,7 @@ _SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 class CheckpointSummary(NamedTuple):
-    """The fields of a manifest that describe its checkpoint as a whole; see Manifest."""
+    """The fields of a :class:`Manifest` that describe its checkpoint as a whole: step, time, metric and files."""
 
     step: int
     created: float
@@ -103,7 +103,7 @@ class Checkpoint:
         try:
             data = read_index_file(storage, path, NAME)
         except FileNotFoundError as error:
-            if huggingface.is_huggingface_folder(storage.names(path)) or huggingface.is_file(storage, path):
+            if huggingface.is_huggingface_folder(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
             hint = "".join(
                 f" There are some in it, such as {path}/{name}." for name in folder_names_newest_first(storage, path)[:1]
@@ -214,7 +214,7 @@ def _open_complete(storage: Storage, folder: str) -> Checkpoint:
 
 
 def complete_sibling_hint(folder: str) -> str:
-    """Return the end of an error message: the complete checkpoint beside an incomplete one."""
+    """Return the end of an error message about an incomplete checkpoint: it names a complete checkpoint in the same folder."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
     for other in folder_names_newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
         if other != name:
@@ -227,7 +227,7 @@ def complete_sibling_hint(folder: str) -> str:
 
 def folder_names_newest_first(storage: Storage, root: str) -> list[str]:
     """Return names of folders of checkpoints, complete or not, the last saved one first: see :func:`save_time_of`."""
-    found = [name for name in storage.names(root) if _FOLDER.fullmatch(name)]
+    found = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
     return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
 
 
@@ -250,7 +250,7 @@ def opening_errors(root: str) -> list[str]:
 def _with_manifest(root: str) -> Iterator[str]:
     storage = storage_of(root)
     for name in folder_names_newest_first(storage, root):
-        if NAME in storage.names(f"{root}/{name}"):
+        if NAME in storage.list_names(f"{root}/{name}"):
             yield f"{root}/{name}"
 
 
@@ -291,7 +291,7 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     folder = absolute_path(root)
     storage = storage_of(folder)
     newest = next(iter_complete_checkpoints(folder), None)
-    for name in storage.names(folder):
+    for name in storage.list_names(folder):
         match = _PARTIAL.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
             instead = "there is no other" if newest is None else f"using step {newest.step}"
@@ -333,10 +333,10 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     """
     folder = absolute_path(root)
     storage, gone = storage_of(folder), []
-    for name in storage.names(folder):
+    for name in storage.list_names(folder):
         path, complete_name = f"{folder}/{name}", _FOLDER.fullmatch(name)
         found = _LEFT.fullmatch(name) or complete_name
-        if found is None or (complete_name and NAME in storage.names(path)):
+        if found is None or (complete_name and NAME in storage.list_names(path)):
             continue
         # In a file system an interrupted save leaves nothing under the final name: a manifest missing there was lost later.
         is_left = not complete_name or storage.staging_path(path) == path
@@ -353,7 +353,7 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
 
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
     """Return whether each file in a folder begins as a save with this id writes that file; files may be cut off anywhere."""
-    for name in storage.names(folder):
+    for name in storage.list_names(folder):
         if name == NAME:
             skipped, start = 0, FIRST_BYTES
         elif _SHARD.fullmatch(name):

@@ -257,14 +257,28 @@ def is_checkpoint_leaf(leaf: Any) -> bool:
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
+class LeafWithPaths(NamedTuple):
+    """A leaf of a tree, with two forms of its path.
+
+    Attributes:
+        names: the keys of the path, with fields of named tuples by name.
+        entries: the keys of the path as :func:`~fsharp.plan` has them, with fields of named tuples by number.
+        leaf: the leaf.
+    """
+
+    names: tuple[str, ...]
+    entries: tuple[str, ...]
+    leaf: Any
+
+
 def leaves_with_paths(
     tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
-    """Yield for each leaf: keys, with fields of named tuples by name; keys as :func:`~fsharp.plan` has them; and the leaf."""
+) -> Iterator[LeafWithPaths]:
+    """Yield the leaves of a tree with their paths."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
-        yield named, tuple(str(each.entry) for each in accessor), leaf
+        yield LeafWithPaths(named, tuple(str(each.entry) for each in accessor), leaf)
 
 
 def _add_unit(
@@ -276,7 +290,7 @@ def _add_unit(
     above, path = (segments, "") if is_alone else (segments[: len(segments) - len(own)], unit.name)
     if unit.mesh != comm.mesh:
         raise TreeError(f"{where}: unit {unit.display_name} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
-    if node.place.partial:
+    if node.place.partial_axes:
         raise TreeError(f"{where}: unit {unit.display_name} rests partial ({node.place}): reduce_scatter() it first.")
     if node.is_donated:
         raise TreeError(f"{where}: unit {unit.display_name} belongs to a donated state. Use the state that was returned.")
@@ -327,7 +341,7 @@ def _entry_of_part(
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (module := part.owner()) is not None:
-        found.settings[module.settings] = None
+        found.settings[module.settings_to_compare] = None
     return Entry(name, part.dtype, shape, piece, part.local.view(-1))
 
 
@@ -363,8 +377,8 @@ def _held_leaves(unit: UnitLayout, place: Place, rank: int) -> dict[str, _HeldLe
 
 def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _HeldLeaf:
     mesh = unit.mesh
-    varying = [axis for axis in mesh.names if axis in place.varying]
-    copies = [axis for axis in mesh.names if axis not in place.sharded and axis not in varying]
+    varying = [axis for axis in mesh.names if axis in place.varying_axes]
+    copies = [axis for axis in mesh.names if axis not in place.sharded_axes and axis not in varying]
     num_kinds = math.prod(map(mesh.axis_size, varying))
 
     def piece(of: int) -> Piece:

@@ -248,7 +248,7 @@ def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _Ch
     answer: dict[str, Any] = {}
     if comm.rank == 0:
         try:
-            names = storage_of(path).names(path)
+            names = storage_of(path).list_names(path)
             is_one = NAME in names or is_huggingface_folder(names)
             newest = None if is_one else newest_except(path, damaged)
             if newest is None and not is_one and (unreadable := [*damaged.values(), *opening_errors(path)]):

@@ -133,7 +133,7 @@ def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _value_kind(value: Value) -> type | None:
-    """Return the kind of a value. All numbers are one kind: a learning rate of 1 is 0.9 after a step."""
+    """Return the kind of a value: a type. All numbers are one kind, as a learning rate of 1 may be 0.9 after a step."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
     return None if value is None else float

@@ -15,7 +15,7 @@ from fsharp.checkpoint.manifest import NAME, Manifest, checked_file_name
 from fsharp.checkpoint.reading import Need, ShardFileReader, check_file_size, digest_table_nbytes, needs_by_file
 from fsharp.checkpoint.saving import shard_file_name
 from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_nbytes
-from fsharp.checkpoint.storage import LocalFiles
+from fsharp.checkpoint.storage import LocalStorage
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -23,7 +23,7 @@ from fsharp.functional.comm.protocol import Comm
 AXIS = "ranks"  # of the Comm that is used here: all ranks are along it
 PIECE_NBYTES = 4 << 20  # that are sent at once
 _log = logging.getLogger("fsharp")
-_files = LocalFiles()
+_files = LocalStorage()
 
 
 class DamagedCopy(CheckpointError):
@@ -77,7 +77,7 @@ Copy = tuple[str, int, str]
 
 
 def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Copy] = ()) -> list[HeldSave]:
-    """Return all saves in memory of hosts of which at least one host holds a file; the same on all ranks.
+    """Return all saves that at least one host holds a file of in its memory. The result is the same on all ranks.
 
     ``domain_size`` consecutive ranks share a host, and so a folder. Copies in ``damaged`` do not count. Files and manifests of
     the wrong size do not count either, and are logged.
@@ -107,7 +107,7 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
         except CheckpointError as error:
             _log.warning("left out: %s", error)
             continue
-        heads, there = {}, set(_files.names(path))
+        heads, there = {}, set(_files.list_names(path))
         for number, record in enumerate(manifest.files):
             if record.name in there:
                 file, first = f"{path}/{record.name}", bytearray(8)

@@ -48,7 +48,7 @@ from fsharp.checkpoint.saving import (
     write_shard_file,
 )
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
-from fsharp.checkpoint.storage import FolderClaim, LocalFiles, absolute_path
+from fsharp.checkpoint.storage import FolderClaim, LocalStorage, absolute_path
 from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
 from fsharp.functional.comm.agree import all_gather_bytes, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -57,7 +57,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
-_files = LocalFiles()
+_files = LocalStorage()
 _TOKEN_NBYTES = 8
 
 
@@ -240,7 +240,7 @@ class Replicas(BackgroundSaver):
         def stage() -> None:
             if self._claim is not None:
                 check_free_space(self._folder, self._nbytes_of(shot.contents).held)
-                name_path_in_errors(shot.folder, lambda: _files.stage(shot.folder))
+                name_path_in_errors(shot.folder, lambda: _files.make_staging_folder(shot.folder))
 
         def commit() -> None:
             if self._claim is not None:
@@ -253,7 +253,7 @@ class Replicas(BackgroundSaver):
         def remove_others() -> None:
             for name in folder_names_newest_first(_files, self._folder) if self._claim is not None else ():
                 path = f"{self._folder}/{name}"
-                if path != shot.folder and NAME in _files.names(path):  # every published save has a manifest
+                if path != shot.folder and NAME in _files.list_names(path):  # every published save has a manifest
                     _files.remove(path)
 
         try:
@@ -417,7 +417,7 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def close(self) -> None:
-        """Wait for the refresh under way, raise its error if it has failed, and close the folder; what is in it stays."""
+        """Wait for the refresh under way, raise its error if it has failed, and close the folder. Its files stay."""
         try:
             super().close()
         finally:

@@ -233,7 +233,7 @@ def _prepare(root: str) -> None:
     """Remove interrupted saves, and try to write, to find an error before the first save."""
     remove_incomplete(root)
     storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
-    storage.stage(trial)
+    storage.make_staging_folder(trial)
     storage.remove(storage.staging_path(trial))
 
 

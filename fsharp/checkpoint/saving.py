@@ -121,7 +121,7 @@ def agreed_snapshot(
             check_free_space(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
             draw = bytes.fromhex(new_save_id(where))
             mine = f"{where}/{folder_name(step, draw.hex())}"
-            name_path_in_errors(mine, lambda: storage_of(where).stage(mine))
+            name_path_in_errors(mine, lambda: storage_of(where).make_staging_folder(mine))
             folder = mine
 
     try:
@@ -190,7 +190,7 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
 
 
 def _structures_by_name(tree: Any) -> dict[str, Any]:
-    """Return, by name, the structures of None and of lists and tuples of values: DCP keeps each of these as one object."""
+    """Return, by name, the structures of None, and of lists and tuples of values, each of which DCP keeps as one object."""
 
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
@@ -316,7 +316,7 @@ def write_manifest_and_publish(
 
 
 def remove_staged(folder: str) -> None:
-    """Remove a staged folder. A failure to do so is logged: the error that led here is the one to raise."""
+    """Remove a staged folder. If this fails, log a warning: the caller is about to raise the error of the save."""
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))

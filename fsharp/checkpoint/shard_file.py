@@ -62,12 +62,12 @@ class Sized(Protocol):
 S = TypeVar("S", bound=Sized)
 
 
-def batches_by_nbytes(items: Iterable[S], most: int) -> list[list[S]]:
+def batches_by_nbytes(items: Iterable[S], max_nbytes: int) -> list[list[S]]:
     """Group items, in order, into batches of at most ``most`` bytes; a larger item is a batch of its own."""
     found: list[list[S]] = []
     size = 0
     for item in items:
-        if not found or size + item.nbytes > most:
+        if not found or size + item.nbytes > max_nbytes:
             found.append([])
             size = 0
         found[-1].append(item)

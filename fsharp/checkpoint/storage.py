@@ -37,13 +37,13 @@ class Storage(Readable, Protocol):
     A folder is *published* once it has all of its files. No file in a published folder changes.
     """
 
-    def names(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         """Return the names in a folder, in order; none if there is no folder."""
 
     def staging_path(self, folder: str) -> str:
         """Return the path of the folder in which the files of ``folder`` are collected."""
 
-    def stage(self, folder: str) -> None:
+    def make_staging_folder(self, folder: str) -> None:
         """Make the folder in which the files of ``folder`` are collected."""
 
     def append_to_new_file(self, path: str) -> AbstractContextManager[Write]:
@@ -74,7 +74,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 def storage_of(path: str) -> Storage:
     """Return the storage of a path, or of a URL such as ``s3://bucket/run``. Raises CheckpointError for an unknown URL."""
     if "://" not in path:
-        return LocalFiles()
+        return LocalStorage()
     try:
         import fsspec
 
@@ -103,16 +103,16 @@ def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int 
 
 
 def _sizes(storage: Storage, folder: str, *, but: str) -> Iterator[int]:
-    for name in storage.names(folder):
+    for name in storage.list_names(folder):
         with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
             if name != but:
                 yield storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
 
 
-class LocalFiles:
+class LocalStorage:
     """A file system: files are collected under another name, and a folder is published by renaming it."""
 
-    def names(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -124,7 +124,7 @@ class LocalFiles:
         parent, name = os.path.split(folder)
         return os.path.join(parent, f".{name}.partial")
 
-    def stage(self, folder: str) -> None:
+    def make_staging_folder(self, folder: str) -> None:
         _make_folders(os.path.dirname(folder))
         os.mkdir(self.staging_path(folder))
 
@@ -266,7 +266,7 @@ class FolderClaim:
         """
         data = bytearray(size)
         with suppress(FileNotFoundError):
-            LocalFiles().read(cls._path(folder), 0, memoryview(data))
+            LocalStorage().read(cls._path(folder), 0, memoryview(data))
         return bytes(data)
 
     @property
@@ -288,7 +288,7 @@ class ObjectStore:
     def __init__(self, files: Any) -> None:
         self._files = files
 
-    def names(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         self._files.invalidate_cache()
         try:
             return sorted(each["name"].rstrip("/").rsplit("/", 1)[-1] for each in self._files.ls(folder, detail=True))
@@ -298,7 +298,7 @@ class ObjectStore:
     def staging_path(self, folder: str) -> str:
         return folder
 
-    def stage(self, folder: str) -> None:
+    def make_staging_folder(self, folder: str) -> None:
         self._files.makedirs(folder, exist_ok=True)
 
     @contextmanager

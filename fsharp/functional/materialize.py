@@ -57,7 +57,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
     check_on_all_ranks("shard()", comm, check, lambda _: {**describe_units(layout.units), "check_values": repr(check_values)})
     if check_values:
         paths, leaves, _ = flatten_with_paths(params)
-        varying = {unit.path_in_tree(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
+        varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit in layout.units for leaf in unit.leaves}
         remedy = (
             "Draw them from the same seed on all ranks or load the same file. If each rank is to have its own, say so in the "
             'strategy: zero3("dp").varying("ep").'
@@ -165,7 +165,11 @@ def init_params(
 
 def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
     """Return the seed for a leaf's initial values: the same on every mesh, and on all ranks that share the values."""
-    own = "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying) if unit is not None else ""
+    own = (
+        "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying_axes)
+        if unit is not None
+        else ""
+    )
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 
 

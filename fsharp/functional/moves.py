@@ -134,9 +134,9 @@ def _add_scales_or_decode(
         if not unit.groups[g].is_encoded(old):
             found.append(new)
         elif whole:
-            found.append(unit.decode_stored(g, new, unit.scales(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
+            found.append(unit.decode_stored(g, new, unit.scales_in(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
         else:
-            found.append(torch.cat([new, unit.scales(g, old)]) if unit.scales_size(g) else new)
+            found.append(torch.cat([new, unit.scales_in(g, old)]) if unit.scales_size(g) else new)
     return found
 
 

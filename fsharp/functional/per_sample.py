@@ -126,7 +126,7 @@ class _SquareLedger(SinkLedger):
         self.squares, self.level = squares, 0
 
     def begin_sample(self) -> None:
-        """Record the level of the vmap over samples, at the beginning of the function of one sample."""
+        """Record the level of the vmap over samples. Called at the beginning of the function that vmap maps."""
         self.level = _functorch.current_level()
 
     def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
@@ -145,8 +145,8 @@ class _SquareLedger(SinkLedger):
 
 def _check_units(nodes: list[Sharded]) -> None:
     for node in nodes:
-        if node.unit.strategy.full.varying:
-            facts = [("unit", node.unit.display_name), ("varies", ", ".join(node.unit.strategy.full.varying))]
+        if node.unit.strategy.full.varying_axes:
+            facts = [("unit", node.unit.display_name), ("varies", ", ".join(node.unit.strategy.full.varying_axes))]
             raise LayoutError(
                 problem(_WHERE, "a sample's gradient is spread over ranks.", facts, "Use a strategy without varying() for it.")
             )

@@ -180,7 +180,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def is_node_since(node: Any, first: int) -> bool:
-    """Return whether a node of a graph has this sequence number of autograd or a later one."""
+    """Return whether autograd made a node of its graph at sequence number ``first`` or later."""
     return first <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 

@@ -18,11 +18,12 @@ from fsharp.tracebacks import api_boundary
 
 
 class SinkLedger:
-    """The sinks of one microbatch's parameters, which ``value_and_grad`` passes to the loss.
+    """The sinks of the parameters that ``value_and_grad`` passes to the loss, for one microbatch.
 
     A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is a tensor without
-    memory in the shape of the full buffer. Autograd adds the gradients of all uses of a unit at the handle, and the sum is
-    reduced once, into the sink. Reductions overwrite ``residuals``, encoding errors of earlier gradients.
+    memory in the shape of the full buffer. Gradients flow from the uses of a unit to its handle, where autograd adds them. Then
+    the sum is reduced once over ranks, and the result is the gradient of the sink. Reductions overwrite ``residuals``, encoding
+    errors of earlier gradients.
     """
 
     def __init__(self, residuals: Views = MappingProxyType({})) -> None:
@@ -80,7 +81,7 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
         sinks = tuple(
             [
                 zero(unit.groups[g].dtypes.accumulate, device).expand(size).requires_grad_()
-                for g, size in zip(unit.trainable_groups, unit.gradient_sizes, strict=True)
+                for g, size in zip(unit.trainable_groups, unit.resting_gradient_sizes, strict=True)
             ]
         )
         own = []
@@ -114,7 +115,7 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
     """Return the gradient of a buffer in the place and dtype in which gradients rest."""
     source, target = node.place.dual if node.is_gathered else node.place, node.unit.strategy.grads
     x = _as_summands(x, source, target, comm)
-    if source.partial:
+    if source.partial_axes:
         x = reduce_partial_sums(x, node.unit, group, source, target, comm, node.ledger.residuals(node.unit, group))
     return x.to(node.unit.groups[group].dtypes.accumulate)
 

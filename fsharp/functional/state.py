@@ -120,7 +120,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 def _check_start(node: Sharded) -> None:
     for group, buffer in zip(node.groups, node.buffers, strict=True):
         dtypes = node.unit.groups[group].dtypes
-        if node.place.partial:
+        if node.place.partial_axes:
             raise TreeError(
                 f"init_state(): unit {node.unit.display_name} rests partial ({node.place}), expected parameters. Pass what "
                 "shard() or init_params() returned."

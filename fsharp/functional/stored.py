@@ -92,7 +92,7 @@ def add_differences(params: Any, moved: Any, *, rank: int) -> Any:
 def add_encoded_difference(
     unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Return the buffer of parameters that ``rank`` holds, in their dtype, with an encoded difference added to the leaves."""
+    """Return ``params``, the buffer that ``rank`` holds at rest, plus the decoded change of its leaves in an update."""
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
     difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.error_facts, group))
@@ -130,11 +130,11 @@ def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     def encoded(node: Sharded, groups: Sequence[int]) -> Sharded:
         unit, buffers = node.unit, []
         cut = gather(node.select_groups(groups), comm=comm, to="optim") if groups else node.select_groups(())
-        axes = tuple([axis for axis in cut.place.sharded if comm.mesh.axis_size(axis) > 1])
+        axes = tuple([axis for axis in cut.place.sharded_axes if comm.mesh.axis_size(axis) > 1])
         for g, values in zip(cut.groups, cut.buffers, strict=True):
             dtypes = unit.groups[g].dtypes
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
-            data, scales = unit.sent_part(g, buffer), unit.scales(g, buffer)
+            data, scales = unit.sent_part(g, buffer), unit.scales_in(g, buffer)
             parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
             if (key := (dtypes.stored_format, axes)) not in jobs:
                 jobs[key] = f"{label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []

@@ -42,7 +42,7 @@ def step_traffic(
     calls: Counter[Call] = Counter()
     for unit in layout.units:
         strategy = unit.strategy
-        is_gathered = any(unit.mesh.axis_size(axis) > 1 for axis in strategy.params.sharded)
+        is_gathered = any(unit.mesh.axis_size(axis) > 1 for axis in strategy.params.sharded_axes)
         gathers = 2 if release and is_gathered and unit.name not in forward_only else 1
         times = microbatches * uses.get(unit.name, 1)
         for group in unit.all_groups:
@@ -65,7 +65,7 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
     """Yield the collectives in which an update agrees on scales of whole leaves."""
     numbers: Counter[tuple[str, tuple[str, ...], int, torch.dtype]] = Counter()
     for unit in layout.units:
-        axes = tuple([axis for axis in unit.strategy.optim.sharded if unit.mesh.axis_size(axis) > 1])
+        axes = tuple([axis for axis in unit.strategy.optim.sharded_axes if unit.mesh.axis_size(axis) > 1])
         for group in unit.trainable_groups if unit.has_leaf_formats else ():
             form = unit.groups[group].dtypes.stored_format
             if (codec := form.leaves) is not None:

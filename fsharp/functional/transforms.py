@@ -16,9 +16,10 @@ def is_transformed() -> bool:
 
 
 def is_differentiated() -> bool:
-    """Return whether a torch.func transform other than vmap is active; its level then owns the saved tensors.
+    """Return whether a torch.func transform other than vmap is active, such as grad.
 
-    vmap alone has no level of autograd: the graph beneath it is that of plain tensors.
+    Autograd then saves tensors of the transform for the backward, not the plain ones. Under vmap alone it saves the plain
+    tensors.
     """
     if not is_transformed():
         return False

@@ -25,7 +25,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_see_fork)
 
 
-def check_process(where: str) -> None:
+def check_not_forked(where: str) -> None:
     """Raise an error in a process that was forked from a process with JAX: XLA's threads are lost, and calls would hang."""
     if _forked:
         raise TreeError(
@@ -35,28 +35,28 @@ def check_process(where: str) -> None:
         )
 
 
-def as_array(x: torch.Tensor) -> Any:
+def as_jax_array(x: torch.Tensor) -> Any:
     """Return a tensor as a JAX array: in the same memory if its address is a multiple of 64 bytes, else a copy.
 
     Do not write to the tensor while JAX has the array, as JAX assumes that arrays are constant. Integers of 64 bits are copied
     to 32, unless ``jax_enable_x64`` is set. Raises TreeError if JAX would change the values, or the tensor is not one block of
-    memory (a DTensor, a sparse tensor), or as :func:`check_process` does.
+    memory (a DTensor, a sparse tensor), or as :func:`check_not_forked` does.
     """
-    check_process("a tensor for JAX")
+    check_not_forked("a tensor for JAX")
     if x._is_zerotensor():  # forward mode has such for tangents that are zero
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    check_memory(x)
+    check_has_memory(x)
     if x.dtype is torch.int64 and not jax.config.jax_enable_x64:
         if x.numel() and not -(1 << 31) <= int(x.min()) <= int(x.max()) < 1 << 31:
             raise TreeError("an integer needs 64 bits, of which JAX has 32. Call jax.config.update('jax_enable_x64', True).")
         x = x.int()
-    dtype = dtype_of(x.dtype)
+    dtype = jax_dtype(x.dtype)
     if not x.numel():
         return jnp.zeros(tuple(x.shape), dtype)
     return jax.dlpack.from_dlpack(x.detach().resolve_conj().resolve_neg().contiguous())
 
 
-def check_memory(x: torch.Tensor) -> None:
+def check_has_memory(x: torch.Tensor) -> None:
     """Raise an error for a tensor whose values are not in its memory, as XLA would read them at address 0."""
     try:
         has_memory = not isinstance(x, FakeTensor) and not x.is_nested and (not x.numel() or x.data_ptr() != 0)
@@ -69,7 +69,7 @@ def check_memory(x: torch.Tensor) -> None:
         )
 
 
-class _Memory:
+class _NumpyMemory:
     """The memory of a tensor for numpy. It lives as long as an array over it."""
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -77,20 +77,20 @@ class _Memory:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (x.nbytes,), "data": (x.data_ptr(), False)}
 
 
-def as_array_on(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
+def as_jax_array_and_lifetime(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
     """Return a contiguous tensor as an array on one of JAX's devices, and an object that lives as long as JAX has the memory.
 
     DLPack assigns all CPU memory to the first of JAX's CPU devices, so CPU tensors are converted through numpy.
     """
-    check_memory(x)
+    check_has_memory(x)
     if x.device.type != "cpu":
         shared = x.detach()
         return jax.dlpack.from_dlpack(shared), shared
-    memory = _Memory(x.detach())
-    return jax.device_put(np.asarray(memory).view(dtype_of(x.dtype)).reshape(x.shape), device), memory
+    memory = _NumpyMemory(x.detach())
+    return jax.device_put(np.asarray(memory).view(jax_dtype(x.dtype)).reshape(x.shape), device), memory
 
 
-def as_tensor(x: Any) -> torch.Tensor:
+def as_torch_tensor(x: Any) -> torch.Tensor:
     """Return a JAX array as a tensor in the same memory. The array must not be used afterwards."""
     if not x.size:
         return torch.empty(x.shape, dtype=getattr(torch, x.dtype.name))
@@ -104,7 +104,7 @@ def number_as_tensor(x: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))
 
 
-def number_as_array(x: Any, like: Any) -> Any:
+def number_as_jax_array(x: Any, like: Any) -> Any:
     """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`number_as_tensor`."""
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
@@ -119,7 +119,7 @@ def number_as_array(x: Any, like: Any) -> Any:
     return array.astype(like.dtype)
 
 
-def dtype_of(dtype: torch.dtype) -> Any:
+def jax_dtype(dtype: torch.dtype) -> Any:
     """Return the dtype of JAX with the same values. Raises TreeError if JAX has none, or would change it."""
     name = str(dtype).removeprefix("torch.")
     try:

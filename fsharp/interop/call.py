@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fsharp.errors import TreeError
 from fsharp.functional.transforms import is_transformed, refuse_proxy_tracing
-from fsharp.interop.arrays import as_array, as_tensor, check_process
+from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked
 from fsharp.tracebacks import api_boundary
 
 
@@ -60,7 +60,7 @@ class _TensorFunction:
     def __init__(self, fn: Callable[..., Any]) -> None:
         update_wrapper(self, fn)
         self._fn = fn
-        self._programs: dict[Any, _Program] = {}
+        self._programs: dict[Any, _CompiledFunction] = {}
 
     def __reduce__(self) -> Any:
         module, name = self.__module__, getattr(self, "__qualname__", "")
@@ -85,7 +85,7 @@ class _TensorFunction:
             program = None
         if program is None:
             _check_constants(args, keywords)
-            program = self._programs[key] = _Program(partial(_on_leaves, self._fn, spec, constants))
+            program = self._programs[key] = _CompiledFunction(partial(_on_leaves, self._fn, spec, constants))
         return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
@@ -128,7 +128,7 @@ def _on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Seque
     return jax.tree_util.tree_map_with_path(_as_result, fn(*args, **keywords))
 
 
-class _Record:
+class _CallRecord:
     """A record of a call of a program.
 
     Attributes:
@@ -140,9 +140,9 @@ class _Record:
     def __init__(self, wanted: tuple[bool, ...] | None) -> None:
         self.wanted = wanted
         self.structure: Any = None
-        self.residuals: _Residuals | None = None
+        self.residuals: _VjpResiduals | None = None
 
-    def keep(self, out: Any, residuals: "_Residuals | None") -> list[Any]:
+    def keep_results(self, out: Any, residuals: "_VjpResiduals | None") -> list[Any]:
         """Keep the structure of the results, and the residuals. Return the leaves of the results."""
         leaves, self.structure = jax.tree.flatten(out)
         self.residuals = residuals
@@ -151,7 +151,7 @@ class _Record:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
 @dataclass(frozen=True)
-class _Residuals:
+class _VjpResiduals:
     """The arrays that the function ``vjp`` from ``jax.vjp`` keeps for the backward: leaves of a pytree.
 
     Attributes:
@@ -170,7 +170,7 @@ def _in_torch_convention(vjp: Any, cotangents: Any) -> Any:
     return jax.tree.map(jnp.conj, vjp(jax.tree.map(jnp.conj, cotangents)))
 
 
-class _Program:
+class _CompiledFunction:
     """A compiled function from arrays to a pytree of arrays, and its compiled derivatives."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -178,7 +178,7 @@ class _Program:
         self._run = jax.jit(fn)
         self._run_and_keep = jax.jit(self._run_with_residuals, static_argnums=0)
         self._pull_back = jax.jit(_in_torch_convention)
-        self._derived: dict[Any, _Program] = {}
+        self._derived: dict[Any, _CompiledFunction] = {}
 
     __name__ = "as_torch"
 
@@ -187,81 +187,81 @@ class _Program:
             return handle_torch_function(self, tensors, *tensors)
         is_recorded = torch.is_grad_enabled() and not is_transformed()
         wanted = tuple(x.requires_grad for x in tensors)
-        record = _Record(wanted if is_recorded and any(wanted) else None)
-        out = _Call.apply(self, record, *tensors)
+        record = _CallRecord(wanted if is_recorded and any(wanted) else None)
+        out = _CallCompiled.apply(self, record, *tensors)
         return jax.tree.unflatten(record.structure, out)
 
-    def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, record: _CallRecord, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the results, each in new memory."""
         refuse_proxy_tracing("as_torch()")
-        check_process("as_torch()")
-        arrays = [as_array(x) for x in tensors]
+        check_not_forked("as_torch()")
+        arrays = [as_jax_array(x) for x in tensors]
         if record.wanted is None:
             out, residuals = self._run(*arrays), None
         else:
             out, residuals = self._run_and_keep(record.wanted, *arrays)
         jax.block_until_ready((out, residuals))  # XLA reads the arguments, which may be freed after the call
-        leaves = record.keep(out, residuals)
+        leaves = record.keep_results(out, residuals)
         taken = {x.data_ptr() for x in tensors}
         result = []
-        for x in map(as_tensor, leaves):
+        for x in map(as_torch_tensor, leaves):
             result.append(x.clone() if x.data_ptr() in taken else x)
             taken.add(x.data_ptr())
         return tuple(result)
 
     def pull_back(
-        self, residuals: _Residuals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
+        self, residuals: _VjpResiduals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Return the gradients of the arguments that need one, in their order, from ``cotangents`` of the results.
 
         ``arguments`` are all arguments of the call. ``arrays`` are the tensors that autograd has kept for ``residuals.arrays``.
         """
-        rest = iter([x if y is None else as_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
-        given = [as_array(x) for x in arguments]
+        rest = iter([x if y is None else as_jax_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
+        given = [as_jax_array(x) for x in arguments]
         leaves = [next(rest) if number is None else given[number] for number in residuals.numbers]
         vjp = jax.tree.unflatten(residuals.vjp, leaves)
-        return [as_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_array(x) for x in cotangents]))]
+        return [as_torch_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_jax_array(x) for x in cotangents]))]
 
-    def gradients(self, wanted: tuple[bool, ...]) -> "_Program":
-        """Return the program from arguments and cotangents to the gradients of the arguments that ``wanted`` flags."""
+    def gradient_function(self, wanted: tuple[bool, ...]) -> "_CompiledFunction":
+        """Return the compiled VJP: from arguments and cotangents to gradients of the arguments with a True in ``wanted``."""
 
         def fn(*arrays: Any) -> Any:
-            of_wanted, chosen = self._of(wanted, arrays)
+            of_wanted, chosen = self._restricted_to(wanted, arrays)
             _, vjp, _ = jax.vjp(of_wanted, *chosen, has_aux=True)
             return list(_in_torch_convention(vjp, list(arrays[len(wanted) :])))
 
-        return self._derived_program("gradients", wanted, fn)
+        return self._derived_function("gradients", wanted, fn)
 
-    def tangents(self, moved: tuple[bool, ...]) -> "_Program":
-        """Return the program from arguments, and the tangents of those that ``moved`` flags, to the tangents of the results."""
+    def tangent_function(self, moved: tuple[bool, ...]) -> "_CompiledFunction":
+        """Return the compiled JVP: from arguments, and tangents of those with a True in ``moved``, to tangents of results."""
 
         def fn(*arrays: Any) -> Any:
-            of_moved, chosen = self._of(moved, arrays)
+            of_moved, chosen = self._restricted_to(moved, arrays)
             return jax.jvp(of_moved, chosen, list(arrays[len(moved) :]), has_aux=True)[1]
 
-        return self._derived_program("tangents", moved, fn)
+        return self._derived_function("tangents", moved, fn)
 
-    def batched(self, dims: tuple[int | None, ...]) -> "_Program":
+    def batched_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
         """Return this program mapped over a batch dim, as ``jax.vmap`` does.
 
         The batch dim of argument ``i`` is ``dims[i]``; None means that the argument has none. It is dim 0 of each result.
         """
-        return self._derived_program("batched", dims, jax.vmap(self._fn, in_axes=dims))
+        return self._derived_function("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
-    def _derived_program(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_Program":
+    def _derived_function(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_CompiledFunction":
         if (kind, key) not in self._derived:
-            self._derived[kind, key] = _Program(fn)
+            self._derived[kind, key] = _CompiledFunction(fn)
         return self._derived[kind, key]
 
-    def _run_with_residuals(self, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, _Residuals]:
-        of_wanted, chosen = self._of(wanted, arrays)
+    def _run_with_residuals(self, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, _VjpResiduals]:
+        of_wanted, chosen = self._restricted_to(wanted, arrays)
         _, vjp, out = jax.vjp(of_wanted, *chosen, has_aux=True)
         leaves, structure = jax.tree.flatten(vjp)
         numbers = tuple(next((i for i, array in enumerate(arrays) if array is leaf), None) for leaf in leaves)
         own = [leaf for leaf, number in zip(leaves, numbers, strict=True) if number is None]
-        return out, _Residuals(own, structure, numbers)
+        return out, _VjpResiduals(own, structure, numbers)
 
-    def _of(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    def _restricted_to(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """Return the program as a function of the arguments whose flag in ``which`` is True, and these arguments.
 
         The function returns its differentiable results, and all results as ``aux`` of ``jax.vjp``.
@@ -275,11 +275,11 @@ class _Program:
         return fn, [x for x, is_in in zip(arrays, which, strict=False) if is_in]
 
 
-class _Call(torch.autograd.Function):
-    """The autograd function of a call of a program, for autograd and torch.func."""
+class _CallCompiled(torch.autograd.Function):
+    """The torch.autograd.Function that calls a :class:`_CompiledFunction`, for autograd and torch.func."""
 
     @staticmethod
-    def forward(program: _Program, record: _Record, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(program: _CompiledFunction, record: _CallRecord, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return program.run(record, tensors)
 
     @staticmethod
@@ -287,7 +287,7 @@ class _Call(torch.autograd.Function):
         ctx.program, ctx.record, *tensors = inputs
         arrays = [] if ctx.record.residuals is None else ctx.record.residuals.arrays
         # Tensors are freed by autograd once a backward has used them. Keys of random numbers, which are none, stay.
-        kept = [None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else as_tensor(x) for x in arrays]
+        kept = [None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else as_torch_tensor(x) for x in arrays]
         arrays[:] = [x if y is None else None for x, y in zip(arrays, kept, strict=True)]
         ctx.num_arguments, ctx.are_inexact = len(tensors), [_is_inexact(x) for x in output]
         ctx.mark_non_differentiable(*(x for x in output if not _is_inexact(x)))
@@ -301,7 +301,7 @@ class _Call(torch.autograd.Function):
         arguments, kept = saved[: ctx.num_arguments], saved[ctx.num_arguments :]
         cotangents = tuple(x for x, is_inexact in zip(cotangents, ctx.are_inexact, strict=True) if is_inexact)
         if ctx.record.residuals is None or torch.is_grad_enabled():
-            found = ctx.program.gradients(wanted)(*arguments, *cotangents)
+            found = ctx.program.gradient_function(wanted)(*arguments, *cotangents)
         else:
             found = ctx.program.pull_back(ctx.record.residuals, arguments, kept, cotangents)
         rest = iter(found)
@@ -312,14 +312,14 @@ class _Call(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         moved = tuple(x is not None for x in tangents[2:])
         arguments = ctx.saved_tensors[: ctx.num_arguments]
-        rest = iter(ctx.program.tangents(moved)(*arguments, *(x for x in tangents[2:] if x is not None)))
+        rest = iter(ctx.program.tangent_function(moved)(*arguments, *(x for x in tangents[2:] if x is not None)))
         return tuple(next(rest) if is_inexact else None for is_inexact in ctx.are_inexact)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], program: _Program, record: _Record, *tensors: torch.Tensor
+        info: Any, in_dims: tuple[Any, ...], program: _CompiledFunction, record: _CallRecord, *tensors: torch.Tensor
     ) -> tuple[Any, Any]:
-        out = _Call.apply(program.batched(in_dims[2:]), record, *tensors)
+        out = _CallCompiled.apply(program.batched_function(in_dims[2:]), record, *tensors)
         return out, (0,) * len(out)
 
 

@@ -33,7 +33,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.interop.arrays import as_array_on, as_tensor, check_process
+from fsharp.interop.arrays import as_jax_array_and_lifetime, as_torch_tensor, check_not_forked
 from fsharp.interop.call import as_torch as as_torch
 from fsharp.interop.modules import make_functional as make_functional
 from fsharp.interop.modules import to_arrays as to_arrays
@@ -69,8 +69,8 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     :func:`~fsharp.update` refuses ``donate=True``. ``donate_argnums`` of ``jax.jit`` deletes the arrays, and on a CPU leaves
     the tensors unchanged.
     """
-    check_process("to_jax()")
-    mesh, here = _mesh(layout, devices)
+    check_not_forked("to_jax()")
+    mesh, here = _jax_mesh_and_devices(layout, devices)
     trees = [tree] if len(here) == 1 else list(tree) if isinstance(tree, list | tuple) else []
     if len(trees) != len(here):
         raise TreeError(
@@ -90,7 +90,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
 
 def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any]) -> Any:
     node, parts = nodes[0], []
-    shape, sharding = _global(node, i, mesh)
+    shape, sharding = _global_shape_and_sharding(node, i, mesh)
     for each, device in zip(nodes, devices, strict=True):
         buffer = each.buffers[i]
         if each.is_encoded:
@@ -98,7 +98,7 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
                 f"to_jax(): parameters of unit {node.unit.display_name} are stored in a format of which JAX knows nothing. "
                 'Convert main copies, or gather() parameters to "full" first.'
             )
-        array, holder = as_array_on(buffer.view(sharding.shard_shape(shape)), device)
+        array, holder = as_jax_array_and_lifetime(buffer.view(sharding.shard_shape(shape)), device)
         if buffer.numel():
             if array.unsafe_buffer_pointer() != buffer.data_ptr():
                 raise TreeError(
@@ -132,8 +132,8 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
 
     Cost: a copy of this rank's part, or none.
     """
-    check_process("from_jax()")
-    mesh, here = _mesh(layout, devices)
+    check_not_forked("from_jax()")
+    mesh, here = _jax_mesh_and_devices(layout, devices)
     _check_units("from_jax()", tree, layout, jax.Array)
 
     def one(device: Any, node: Any) -> Any:
@@ -154,13 +154,13 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
 
 def _local_tensor(node: Sharded, i: int, mesh: Mesh, device: Any) -> torch.Tensor:
     array = node.buffers[i]
-    shape, sharding = _global(node, i, mesh)
+    shape, sharding = _global_shape_and_sharding(node, i, mesh)
     if array.shape != shape or not array.sharding.is_equivalent_to(sharding, len(shape)):
         raise TreeError(
             f"from_jax(): an array of unit {node.unit.display_name} is {array.shape} under {array.sharding}, expected {shape} "
             f"under {sharding}. Move it there: jax.device_put(tree, shardings(layout)), or jax.jit(..., out_shardings=...)."
         )
-    return as_tensor(next(shard.data for shard in array.addressable_shards if shard.device == device)).view(-1)
+    return as_torch_tensor(next(shard.data for shard in array.addressable_shards if shard.device == device)).view(-1)
 
 
 @api_boundary
@@ -172,11 +172,11 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
         place: a place of its units, by name or as a :class:`~fsharp.layouts.Place`.
         devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
     """
-    mesh, _ = _mesh(layout, devices)
+    mesh, _ = _jax_mesh_and_devices(layout, devices)
 
     def one(unit: UnitLayout) -> Sharded:
         node = Sharded([None] * len(unit.groups), unit, resolve_place(unit, place))
-        return node.replace([_global(node, i, mesh)[1] for i in range(len(unit.groups))])
+        return node.replace([_global_shape_and_sharding(node, i, mesh)[1] for i in range(len(unit.groups))])
 
     return optree.tree_unflatten(layout.spec, [one(unit) for unit in layout.units])
 
@@ -205,7 +205,7 @@ def _views(node: Sharded) -> dict[str, Any]:
     }
 
 
-def _mesh(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
+def _jax_mesh_and_devices(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
     """Return JAX's mesh, and the devices of this process in it, in order of rank."""
     found, size = list(jax.devices() if devices is None else devices)[: layout.mesh.size], layout.mesh.size
     here = [device for device in found if device.process_index == jax.process_index()]
@@ -217,15 +217,15 @@ def _mesh(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any
     return Mesh(np.array(found, dtype=object).reshape(layout.mesh.shape), layout.mesh.names), here
 
 
-def _global(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
+def _global_shape_and_sharding(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
     """Return shape and sharding of a group's buffer of all ranks."""
-    if node.place.partial:
+    if node.place.partial_axes:
         raise TreeError(
             f"unit {node.unit.display_name} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."
         )
-    own = node.place.varying
+    own = node.place.varying_axes
     shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
-    return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded or None))
+    return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded_axes or None))
 
 
 def _check_units(where: str, tree: Any, layout: Layout, kind: type) -> None:

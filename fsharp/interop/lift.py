@@ -37,10 +37,10 @@ from fsharp.interop.primitives import (
     REDUCTIONS,
     RESHAPING,
     UNIFORM,
+    dtype_limits,
     is_combinable,
     is_inner_product,
     keeps_order,
-    limits,
     reduces_all,
 )
 
@@ -60,7 +60,7 @@ class LeafPart(NamedTuple):
     is_varying: bool
 
 
-class ShardedArray(NamedTuple):
+class ArrayShard(NamedTuple):
     """This rank's ``elements``, 1-D, of an array that is cut like a leaf.
 
     If the rank holds the whole leaf, the array may have another size than the leaf.
@@ -78,11 +78,11 @@ class Splat(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Unknown:
+class _PendingValue:
     """A value that depends on the result of a pending reduction."""
 
 
-UNKNOWN = _Unknown()
+UNKNOWN = _PendingValue()
 
 Key = tuple[int, ...]
 """Position of an equation: its number, after the numbers of the equations whose jaxprs it is in."""
@@ -96,7 +96,7 @@ class CrossRankReduction:
     axes: tuple[str, ...]
 
 
-class Lifted:
+class LiftedRun:
     """One run of a jaxpr on this rank's elements of the leaves.
 
     Attributes:
@@ -108,8 +108,8 @@ class Lifted:
         self.leaves, self.known = leaves, known
         self.pending: dict[Key, tuple[CrossRankReduction, Any]] = {}
 
-    def run(self, closed: ClosedJaxpr, args: Sequence[Any], at: Key = ()) -> list[Any]:
-        """Return the results of a jaxpr, each a :class:`ShardedArray`, a :class:`Splat`, or an array.
+    def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: Key = ()) -> list[Any]:
+        """Return the results of a jaxpr, each a :class:`ArrayShard`, a :class:`Splat`, or an array.
 
         Raises LayoutError if an equation needs elements of a leaf that other ranks hold.
         """
@@ -128,9 +128,9 @@ class Lifted:
         """Return this rank's elements of an array that has, or is broadcast to, the size of a leaf."""
         part, size = self.leaves[leaf], math.prod(shape)
         first, last = (part.first, part.last) if part.axes else (0, size)
-        if isinstance(value, ShardedArray) and math.prod(value.shape) == size:
+        if isinstance(value, ArrayShard) and math.prod(value.shape) == size:
             return value.elements
-        array = _whole_array(value) if isinstance(value, ShardedArray) else _scalar(value)
+        array = _whole_array(value) if isinstance(value, ArrayShard) else _scalar(value)
         if jnp.ndim(array) == 0:
             return jnp.broadcast_to(array, (last - first,))
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
@@ -138,15 +138,15 @@ class Lifted:
     def in_stored_form(self, value: Any, leaf: int | None, what: str, at: Key) -> Any:
         """Return a result in the form in which it is stored: elements of a leaf, or an array if ``leaf`` is None.
 
-        ``what`` is the result in words, and ``at`` is where ranks exchange the value if they have to. Raises LayoutError if the
-        result is made of elements of another leaf.
+        ``what`` is the result in words. ``at`` is the key of the exchange between ranks that the result may need. Raises
+        LayoutError if the result is made of elements of another leaf.
         """
-        if not isinstance(value, ShardedArray):
+        if not isinstance(value, ArrayShard):
             return value
         if value.leaf == leaf and math.prod(value.shape) == math.prod(self.leaves[leaf].shape):
             return value
         known = self._as_known_array(value, at)
-        if isinstance(known, ShardedArray):
+        if isinstance(known, ArrayShard):
             part = self.leaves[known.leaf]
             raise self._other_ranks_error(f"{what} is made of elements of {part.path!r}", part)
         return known
@@ -157,10 +157,10 @@ class Lifted:
             return self._choose(equation, values, at)
         if name in CALLS:
             inner = params.get("jaxpr", params.get("call_jaxpr"))
-            return self.run(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, at)
+            return self.run_jaxpr(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, at)
         if name == "optimization_barrier":
             return values
-        if len({value.leaf for value in values if isinstance(value, ShardedArray)}) > 1:
+        if len({value.leaf for value in values if isinstance(value, ArrayShard)}) > 1:
             values = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if any(value is UNKNOWN for value in values):
             return [UNKNOWN] * len(equation.outvars)
@@ -171,42 +171,42 @@ class Lifted:
         size = math.prod(shapes[0]) if shapes else None
         if name in ELEMENTWISE and size == math.prod(part.shape):  # else it is broadcast
             result = _bind(equation, [self.elements(value, leaf, shapes[0]) for value in values])
-            return [ShardedArray(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
+            return [ArrayShard(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
         if name in RESHAPING and size == math.prod(values[0].shape) and keeps_order(name, params):
-            return [ShardedArray(leaf, values[0].elements, shapes[0])]
+            return [ArrayShard(leaf, values[0].elements, shapes[0])]
         if (
             name in REDUCTIONS
             and reduces_all(values[0].shape, params["axes"])
             and is_combinable(name, values[0].elements.dtype)
         ):
-            return [self._over_ranks(name, leaf, values[0].elements, equation.outvars[0].aval, at)]
+            return [self._reduce_over_ranks(name, leaf, values[0].elements, equation.outvars[0].aval, at)]
         if name == "dot_general" and is_inner_product(values, params) and is_combinable(name, equation.outvars[0].aval.dtype):
             out = equation.outvars[0].aval
             left, right = (self.elements(value, leaf, value.shape).astype(out.dtype) for value in values)
-            return [self._over_ranks("reduce_sum", leaf, left * right, out, at)]
+            return [self._reduce_over_ranks("reduce_sum", leaf, left * right, out, at)]
         if not part.axes:  # all of it is here
             found = _bind(equation, [_whole_array(value) for value in values])
-            return [ShardedArray(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
+            return [ArrayShard(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
         known = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
-        if not any(isinstance(value, ShardedArray) for value in known):
+        if not any(isinstance(value, ArrayShard) for value in known):
             is_unknown = any(value is UNKNOWN for value in known)
             return [UNKNOWN] * len(shapes) if is_unknown else self._without_leaves(equation, known)
         raise self._cut_leaf_error(name, leaf)
 
     def _as_known_array(self, value: Any, at: Key) -> Any:
         """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return the value."""
-        if not isinstance(value, ShardedArray) or self.leaves[value.leaf].is_varying:
+        if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
             return _whole_array(value)
         if math.prod(value.shape) != 1 or not is_combinable("reduce_sum", value.elements.dtype):
             return value
         out = ShapeDtypeStruct(value.shape, value.elements.dtype)
-        return self._over_ranks("reduce_sum", value.leaf, value.elements, out, at)
+        return self._reduce_over_ranks("reduce_sum", value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
         """Return the leaf of which the values are parts; None if they are parts of no leaf."""
-        found = {value.leaf for value in values if isinstance(value, ShardedArray)}
+        found = {value.leaf for value in values if isinstance(value, ArrayShard)}
         if len(found) > 1:
             first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
             what = f"the transformation combines elements of {first.path!r} and {second.path!r} ({name})"
@@ -237,7 +237,7 @@ class Lifted:
             return [Splat(each, shape) for each, shape in zip(_bind(equation, map(_scalar, values)), shapes, strict=True)]
         return _bind(equation, [_whole_array(value) for value in values])
 
-    def _over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: Key) -> Any:
+    def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: Key) -> Any:
         """Return a number that is reduced over all elements of a leaf, with the shape and dtype of ``out``."""
         part, op = self.leaves[leaf], REDUCTIONS[name]
         if part.is_varying:
@@ -249,7 +249,7 @@ class Lifted:
             if op == "sum":
                 here = jnp.sum(elements, dtype=out.dtype)
             else:
-                least, most = limits(elements.dtype)
+                least, most = dtype_limits(elements.dtype)
                 here = jnp.max(elements, initial=least) if op == "max" else jnp.min(elements, initial=most)
             self.pending[at] = CrossRankReduction(op, part.axes), here
             return UNKNOWN
@@ -259,20 +259,20 @@ class Lifted:
     def _choose(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
         index, *operands = values
         index, branches = _scalar(self._as_known_array(index, (*at, -1))), equation.params["branches"]
-        if isinstance(index, ShardedArray):
+        if isinstance(index, ArrayShard):
             raise self._other_ranks_error(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
-        if not any(isinstance(value, ShardedArray | Splat | _Unknown) for value in (index, *operands)):
+        if not any(isinstance(value, ArrayShard | Splat | _PendingValue) for value in (index, *operands)):
             return _bind(equation, [index, *operands])
-        found = [self.run(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
+        found = [self.run_jaxpr(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
         return [self._chosen(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]
 
     def _chosen(self, index: Any, cases: list[Any], at: Key) -> Any:
-        if len({case.leaf for case in cases if isinstance(case, ShardedArray)}) > 1:
+        if len({case.leaf for case in cases if isinstance(case, ArrayShard)}) > 1:
             cases = [self._as_known_array(case, (*at, k)) for k, case in enumerate(cases)]
         if index is UNKNOWN or any(case is UNKNOWN for case in cases):
             return UNKNOWN
         leaf = self._leaf_of("cond", cases)
-        shape = next((case.shape for case in cases if isinstance(case, ShardedArray | Splat)), None)
+        shape = next((case.shape for case in cases if isinstance(case, ArrayShard | Splat)), None)
         if leaf is not None:
             assert shape is not None
             cases = [self.elements(case, leaf, shape) for case in cases]
@@ -285,7 +285,7 @@ class Lifted:
             result = jnp.where(index <= k, cases[k], result)
         if shape is None:
             return result
-        return Splat(result, shape) if leaf is None else ShardedArray(leaf, result, shape)
+        return Splat(result, shape) if leaf is None else ArrayShard(leaf, result, shape)
 
     def _cut_leaf_error(self, name: str, leaf: int) -> LayoutError:
         part = self.leaves[leaf]
@@ -307,6 +307,6 @@ def _scalar(value: Any) -> Any:
 
 def _whole_array(value: Any) -> Any:
     """Return the array itself, if this rank has all of it."""
-    if isinstance(value, ShardedArray):
+    if isinstance(value, ArrayShard):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value

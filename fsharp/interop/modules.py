@@ -11,7 +11,7 @@ import torch
 from jax.tree_util import GetAttrKey
 
 from fsharp.errors import TreeError
-from fsharp.interop.arrays import as_array, as_tensor, check_process
+from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked
 from fsharp.interop.call import as_torch
 from fsharp.tracebacks import api_boundary
 
@@ -96,12 +96,12 @@ def to_tensors(tree: Any) -> Any:
     dictionaries by field, key or index, in memory of their own, of all arrays of floating dtype; a box around one value (a
     ``Variable`` of NNX) is its value. Other leaves are left out. Raises TreeError if there is none.
     """
-    check_process("to_tensors()")
+    check_not_forked("to_tensors()")
     result: dict[Any, Any] = {}
     for name, leaf in _leaves_by_name(tree).items():
         if not _is_parameter(leaf):
             continue
-        tensor = as_tensor(jnp.array(leaf, copy=True))
+        tensor = as_torch_tensor(jnp.array(leaf, copy=True))
         if not name:
             return tensor
         node = result
@@ -136,7 +136,7 @@ def to_arrays(tree: Any, like: Any) -> Any:
         if new is None or tuple(new.shape) != leaf.shape:
             found = "is missing" if new is None else f"has shape {tuple(new.shape)}"
             raise TreeError(f"to_arrays(): {_text(name)!r} {found}, expected {leaf.shape}.")
-        array = jnp.array(as_array(new), copy=True) if isinstance(new, torch.Tensor) else new
+        array = jnp.array(as_jax_array(new), copy=True) if isinstance(new, torch.Tensor) else new
         leaves[name] = array.astype(leaf.dtype)
     if left:
         raise TreeError(f"to_arrays(): {_text(next(iter(left)))!r} is not in the {type(like).__name__}.")

@@ -17,8 +17,8 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import register_leafless, units_of
 from fsharp.functional.optim.base import Transform
-from fsharp.interop.arrays import check_process, number_as_array, number_as_tensor
-from fsharp.interop.program import Program, Traced, as_data
+from fsharp.interop.arrays import check_not_forked, number_as_jax_array, number_as_tensor
+from fsharp.interop.program import CompiledTransformation, TracedTransformation, with_readable_bytes
 from fsharp.tracebacks import api_boundary
 
 
@@ -26,8 +26,8 @@ class OptaxState(NamedTuple):
     """State of :func:`from_optax`.
 
     Attributes:
-        optax: the state of optax, with tensors in place of numbers, and an :class:`InBuffers` in place of each array like a
-            parameter.
+        optax: the state of optax, with tensors in place of numbers, and an :class:`BufferPlaceholder` in place of each array
+            like a parameter.
         buffers: trees like the parameters, at the optimizer's place, with the elements of these arrays.
     """
 
@@ -36,13 +36,13 @@ class OptaxState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class InBuffers:
+class BufferPlaceholder:
     """A placeholder in optax's state for an array whose elements are in a tree of buffers. A pytree node without leaves."""
 
     number: int
 
 
-register_leafless(InBuffers)
+register_leafless(BufferPlaceholder)
 
 
 @api_boundary
@@ -90,9 +90,9 @@ class _ShardedTransformation:
     def __init__(self, tx: Any) -> None:
         self._given, self._tx = tx, optax.with_extra_args_support(tx)
         self._knows_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
-        self._traced: dict[Any, Traced] = {}
-        self._programs: dict[Any, Program] = {}  # by rank
-        self._shared: dict[Any, Program] = {}  # by layout and a rank's part of the leaves
+        self._traced: dict[Any, TracedTransformation] = {}
+        self._programs: dict[Any, CompiledTransformation] = {}  # by rank
+        self._shared: dict[Any, CompiledTransformation] = {}  # by layout and a rank's part of the leaves
         self._lock = threading.RLock()  # simulated ranks are threads
 
     def __reduce__(self) -> Any:
@@ -102,8 +102,8 @@ class _ShardedTransformation:
         if comm is None:
             raise TreeError("from_optax(): init() needs the ranks: init(params, comm=comm).")
 
-        def check() -> Program:
-            check_process("from_optax()")
+        def check() -> CompiledTransformation:
+            check_not_forked("from_optax()")
             extra = {"value": jnp.zeros(())} if self._knows_extra else {}
             return self._program(params, comm.rank, extra, is_first=True)
 
@@ -111,9 +111,9 @@ class _ShardedTransformation:
         return _state(program.traced, *program.init(params, comm))
 
     def update(self, grads: Any, state: OptaxState, params: Any, /, *, comm: Comm, **extra: Any) -> tuple[Any, OptaxState]:
-        def check() -> tuple[Program, list[Any], dict[str, Any]]:
-            check_process("from_optax()")
-            given = self._extra(extra)
+        def check() -> tuple[CompiledTransformation, list[Any], dict[str, Any]]:
+            check_not_forked("from_optax()")
+            given = self._extra_as_arrays(extra)
             program = self._program(params, comm.rank, given)
             if unknown := [name for name in program.traced.unused if name != "value"]:  # which train_step always passes
                 raise _unknown(unknown[0])
@@ -121,19 +121,19 @@ class _ShardedTransformation:
                 raise TreeError(f"update(): the transformation of optax needs {missing[0]}: fs.update(..., {missing[0]}=...).")
             return program, _arrays_outside_buffers(program.traced, state), {name: given[name] for name in program.traced.extra}
 
-        def fields(found: tuple[Program, list[Any], dict[str, Any]]) -> dict[str, str]:
+        def fields(found: tuple[CompiledTransformation, list[Any], dict[str, Any]]) -> dict[str, str]:
             program, plain, given = found
             paths = (
                 path for path, position in zip(program.traced.paths, program.traced.positions, strict=True) if position is None
             )
-            values = {name: exact_text(as_data(x)) for name, x in [*given.items(), *zip(paths, plain, strict=True)]}
+            values = {name: exact_text(with_readable_bytes(x)) for name, x in [*given.items(), *zip(paths, plain, strict=True)]}
             return {"transformation": program.traced.digest, **values}
 
         program, plain, given = check_on_all_ranks("update()", comm, check, fields)
         updates, buffers, new = program.update(grads, state.buffers, params, plain, list(given.values()), comm)
         return updates, _state(program.traced, buffers, new)
 
-    def _extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def _extra_as_arrays(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return extra arguments as arrays, without arguments that are None."""
         found = {}
         for name, x in extra.items():
@@ -153,7 +153,7 @@ class _ShardedTransformation:
                 raise TreeError(problem("update()", what, facts, remedy)) from error
         return found
 
-    def _program(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool = False) -> Program:
+    def _program(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool = False) -> CompiledTransformation:
         nodes = units_of(params)
         sizes = tuple((name, jnp.shape(x), str(jnp.result_type(x))) for name, x in sorted(extra.items()))
         key = tuple((node.unit, node.place, node.groups) for node in nodes), sizes
@@ -162,17 +162,17 @@ class _ShardedTransformation:
                 self._traced[key] = self._trace(params, rank, extra, is_first=is_first)
             if (key, rank) not in self._programs:
                 local = self._traced[key].part_of_rank(params, rank)
-                shared = self._shared.setdefault((key, local), Program(self._traced[key], local))
+                shared = self._shared.setdefault((key, local), CompiledTransformation(self._traced[key], local))
                 self._programs[key, rank] = shared
             return self._programs[key, rank]
 
-    def _trace(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool) -> Traced:
+    def _trace(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool) -> TracedTransformation:
         """Trace the transformation, without ``value`` if it does not take that argument.
 
         When the state is made, the extra arguments of updates are not known yet: zeros stand for missing arguments.
         """
         try:
-            return Traced(self._tx, params, rank, extra)
+            return TracedTransformation(self._tx, params, rank, extra)
         except TreeError as error:
             text = str(error)
             if "value" in extra and "unexpected keyword argument 'value'" in text:
@@ -199,22 +199,22 @@ def _tensor_to_numpy(x: Any) -> Any:
     return x
 
 
-def _arrays_outside_buffers(traced: Traced, state: OptaxState) -> list[Any]:
+def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> list[Any]:
     """Return the arrays of a state that are not in a tree of buffers, in optax's dtypes."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, InBuffers))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, BufferPlaceholder))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}
     result = []
     for path, position, like in zip(traced.paths, traced.positions, traced.state, strict=True):
         x = found.pop(path, None)
-        in_buffers = None if position is None else InBuffers(position[1])
-        if (x if isinstance(x, InBuffers) else None) != in_buffers or x is None:
+        in_buffers = None if position is None else BufferPlaceholder(position[1])
+        if (x if isinstance(x, BufferPlaceholder) else None) != in_buffers or x is None:
             raise TreeError(
                 f"update(): {path} is {'missing' if x is None else x!r:.60}, expected {in_buffers or 'a number or an array'}. "
                 "Pass the state that init_state() or update() returned; only the values of its numbers may be changed."
             )
         if in_buffers is None:
             try:
-                array = number_as_array(x, like)
+                array = number_as_jax_array(x, like)
             except (TypeError, ValueError) as error:
                 raise TreeError(f"update(): {path} is {x!r:.60}, expected a number or an array: {error}") from error
             if array.shape != like.shape:
@@ -225,7 +225,9 @@ def _arrays_outside_buffers(traced: Traced, state: OptaxState) -> list[Any]:
     return result
 
 
-def _state(traced: Traced, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
+def _state(traced: TracedTransformation, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
     numbers = iter(plain)
-    leaves = [number_as_tensor(next(numbers)) if position is None else InBuffers(position[1]) for position in traced.positions]
+    leaves = [
+        number_as_tensor(next(numbers)) if position is None else BufferPlaceholder(position[1]) for position in traced.positions
+    ]
     return OptaxState(jax.tree.unflatten(traced.state_structure, leaves), tuple(buffers))

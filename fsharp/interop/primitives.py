@@ -52,7 +52,7 @@ def is_inner_product(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
     return is_alike and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))
 
 
-def limits(dtype: Any) -> tuple[Any, Any]:
+def dtype_limits(dtype: Any) -> tuple[Any, Any]:
     """Return the smallest and the largest value of a dtype."""
     if dtype == jnp.bool_:
         return False, True

@@ -22,8 +22,8 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.layout.unit_layout import Leaf
-from fsharp.interop.arrays import as_array, as_tensor, dtype_of
-from fsharp.interop.lift import UNKNOWN, CrossRankReduction, Key, LeafPart, Lifted, ShardedArray
+from fsharp.interop.arrays import as_jax_array, as_torch_tensor, jax_dtype
+from fsharp.interop.lift import UNKNOWN, ArrayShard, CrossRankReduction, Key, LeafPart, LiftedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class RankPart(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Traced:
+class TracedTransformation:
     """The jaxprs of a transformation for trees of one layout, the same on all ranks.
 
     Args:
@@ -87,7 +87,7 @@ class Traced:
             jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(part.shape, dtypes[i]) for part, dtypes in rows])
             for i in (0, 1)
         )
-        self.init, state = _trace("", tx.init, main)
+        self.init, state = _trace_to_jaxpr("", tx.init, main)
         with_paths, self.state_structure = jax.tree_util.tree_flatten_with_path(state)
         self.paths, self.state = [f"state{jax.tree_util.keystr(path)}" for path, _ in with_paths], [x for _, x in with_paths]
         self.extra = sorted(extra)
@@ -95,7 +95,9 @@ class Traced:
         def step(grads: Any, state: Any, params: Any, more: Sequence[Any]) -> Any:
             return tx.update(grads, state, params, **dict(zip(self.extra, more, strict=True)))
 
-        self.step, (updates, after) = _trace(_REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra])
+        self.step, (updates, after) = _trace_to_jaxpr(
+            _REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra]
+        )
         if jax.tree.structure(after) != self.state_structure or jax.tree.structure(updates) != self.structure:
             raise TreeError(
                 "from_optax(): the transformation returns updates or a state of another structure than it was given."
@@ -109,7 +111,7 @@ class Traced:
     @cached_property
     def text(self) -> str:
         """The jaxprs of ``init`` and of the update, with every bit of their constants, as text for ranks to compare."""
-        lines = [f"constant {i}: {text}" for i, text in enumerate([*_constants(self.init), *_constants(self.step)])]
+        lines = [f"constant {i}: {text}" for i, text in enumerate([*_constant_texts(self.init), *_constant_texts(self.step)])]
         return "\n".join([re.sub(r" at 0x[0-9a-f]+", "", f"{self.init}\n{self.step}"), *lines])  # no addresses of functions
 
     @cached_property
@@ -122,15 +124,15 @@ class Traced:
         rows: dict[LeafName, tuple[Any, ...]] = {}
         sizes: list[int] = []
         for node in units_of(params):
-            cut = tuple(axis for axis in node.place.sharded if node.unit.mesh.axis_size(axis) > 1)
+            cut = tuple(axis for axis in node.place.sharded_axes if node.unit.mesh.axis_size(axis) > 1)
             for group in node.groups:
-                spans = {span.leaf.path: span for span in node.unit.spans(group, node.place, rank)}
+                spans = {span.leaf.path: span for span in node.unit.leaf_spans(group, node.place, rank)}
                 stored = node.unit.groups[group].dtypes
-                of_group = dtype_of(stored.main), dtype_of(stored.accumulate)
+                of_group = jax_dtype(stored.main), jax_dtype(stored.accumulate)
                 for leaf in node.unit.leaves_of_group(group):
                     start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
                     axes = cut if leaf.numel else ()  # every rank has all of an empty leaf
-                    part = LeafPart(node.unit.path_in_tree(leaf), leaf.shape, low, high, axes, bool(node.place.varying))
+                    part = LeafPart(node.unit.path_in_tree(leaf), leaf.shape, low, high, axes, bool(node.place.varying_axes))
                     rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop), of_group
                 sizes.append(node.unit.local_size(group, node.place))
         found = [rows[name] for name in self.names]
@@ -142,19 +144,22 @@ class Traced:
         parts, count, behind = part_of_rank.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 
-        def part(leaf: int, x: Any) -> ShardedArray:
-            return ShardedArray(leaf, jnp.reshape(x, (-1,))[parts[leaf].first : parts[leaf].last], x.shape)
+        def part(leaf: int, x: Any) -> ArrayShard:
+            return ArrayShard(leaf, jnp.reshape(x, (-1,))[parts[leaf].first : parts[leaf].last], x.shape)
 
         def owner(*values: Any) -> int | None:
-            found = (value for value in values if isinstance(value, ShardedArray))
+            found = (value for value in values if isinstance(value, ArrayShard))
             return next((x.leaf for x in found if math.prod(x.shape) == math.prod(parts[x.leaf].shape)), None)
 
         def probe(arrays: Sequence[Any]) -> Any:
-            lifted, params = Lifted(parts, _AllZero()), [part(i, x) for i, x in enumerate(arrays[behind : behind + count])]
+            lifted, params = (
+                LiftedRun(parts, _ZeroResults()),
+                [part(i, x) for i, x in enumerate(arrays[behind : behind + count])],
+            )
             grads = [part(i, x) for i, x in enumerate(arrays[:count])]
             state = [x if leaf is None else part(leaf, x) for x, leaf in zip(arrays[count:behind], owners, strict=True)]
-            out = lifted.run(self.step, [*grads, *state, *params, *arrays[behind + count :]])
-            begun = lifted.run(self.init, params)
+            out = lifted.run_jaxpr(self.step, [*grads, *state, *params, *arrays[behind + count :]])
+            begun = lifted.run_jaxpr(self.init, params)
             found.append([a if a is not None else owner(*x) for a, *x in zip(owners, out[count:], begun, strict=True)])
             if found[-1] == owners:
                 self.in_stored_form(lifted, out, owners)
@@ -178,7 +183,7 @@ class Traced:
             positions.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
         return positions, [dtype for dtype, _ in trees]
 
-    def in_stored_form(self, lifted: Lifted, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
+    def in_stored_form(self, lifted: LiftedRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results of ``init`` or ``step`` as they are stored: see :meth:`Lifted.in_stored_form`."""
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
@@ -186,10 +191,10 @@ class Traced:
         return [lifted.in_stored_form(x, *each, (-1, i)) for i, (x, each) in enumerate(zip(out, wanted, strict=True))]
 
 
-class Program:
+class CompiledTransformation:
     """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with the same part share a program."""
 
-    def __init__(self, traced: Traced, part_of_rank: RankPart) -> None:
+    def __init__(self, traced: TracedTransformation, part_of_rank: RankPart) -> None:
         self.traced = traced
         self._parts, self._places, _, self._sizes = part_of_rank
         self._compiled: dict[Any, tuple[Any, dict[Key, CrossRankReduction]]] = {}
@@ -197,7 +202,7 @@ class Program:
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
         """Return the trees of buffers of a new state, and the arrays of the state that are in no tree."""
-        flats, plain = self._run("init", [_arrays(params)], [], comm)
+        flats, plain = self._run_in_rounds("init", [_arrays(params)], [], comm)
         return [_tree_like(params, each) for each in flats], plain
 
     def update(
@@ -207,10 +212,10 @@ class Program:
         # A scheduler takes back the memory of gradients after the step, and JAX may release that memory a little later.
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_arrays(grads), _arrays(params), *map(_arrays, buffers)]
-        (updates, *after), new = self._run("update", flats, [*plain, *extra], comm)
+        (updates, *after), new = self._run_in_rounds("update", flats, [*plain, *extra], comm)
         return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
 
-    def _run(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
+    def _run_in_rounds(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
         """Return the results of ``init`` or ``step``, run again after each round of reductions, until none is pending."""
         known: dict[Key, Any] = {}
         device = next((x.device for arrays in flats for x in arrays if x.size), None)
@@ -233,8 +238,8 @@ class Program:
     def _compute(
         self, kind: str, keys: Sequence[Key], pending: dict[Key, CrossRankReduction], flats: Any, plain: Any, reduced: Any
     ) -> Any:
-        traced, lifted = self.traced, Lifted(self._parts, dict(zip(keys, reduced, strict=True)))
-        out = lifted.run(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
+        traced, lifted = self.traced, LiftedRun(self._parts, dict(zip(keys, reduced, strict=True)))
+        out = lifted.run_jaxpr(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
         out = traced.in_stored_form(lifted, out, [position and position[0] for position in traced.positions])
         pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
         if lifted.pending:
@@ -243,9 +248,9 @@ class Program:
         return self._results(kind, out, lifted)
 
     def _args(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any]) -> list[Any]:
-        def part(leaf: int, tree: Sequence[Any]) -> ShardedArray:
+        def part(leaf: int, tree: Sequence[Any]) -> ArrayShard:
             place = self._places[leaf]
-            return ShardedArray(leaf, tree[place.buffer][place.start : place.stop], self._parts[leaf].shape)
+            return ArrayShard(leaf, tree[place.buffer][place.start : place.stop], self._parts[leaf].shape)
 
         everything = range(len(self._parts))
         if kind == "init":
@@ -255,7 +260,7 @@ class Program:
         state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=like.shape) for x, like in rows]
         return [*(part(leaf, grads) for leaf in everything), *state, *(part(leaf, params) for leaf in everything), *numbers]
 
-    def _results(self, kind: str, out: Sequence[Any], lifted: Lifted) -> Any:
+    def _results(self, kind: str, out: Sequence[Any], lifted: LiftedRun) -> Any:
         updates = [] if kind == "init" else [dict(enumerate(out[: len(self._parts)]))]
         state = out[len(updates) and len(self._parts) :]
         trees: list[dict[int, Any]] = [{} for _ in self.traced.tree_dtypes]
@@ -267,9 +272,9 @@ class Program:
             else:
                 trees[position[1]][position[0]] = value
         dtypes = [None] * len(updates) + list(self.traced.tree_dtypes)
-        return [self._flats(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
+        return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
-    def _flats(self, values: Mapping[int, Any], dtype: Any, lifted: Lifted) -> list[Any]:
+    def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: LiftedRun) -> list[Any]:
         """Return flat buffers with the values of each leaf, and zeros elsewhere."""
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
@@ -285,7 +290,7 @@ class Program:
         return result
 
 
-class _AllZero(dict[Key, Any]):
+class _ZeroResults(dict[Key, Any]):
     """A dict that gives zero as the result of every reduction over ranks.
 
     A run of a jaxpr with this dict needs no communication, and shows which results are cut like a leaf, and like which leaf.
@@ -306,7 +311,7 @@ def _named_leaves(node: Sharded) -> Any:
     return optree.tree_unflatten(node.unit.spec, [name(leaf) for leaf in node.unit.leaves])
 
 
-def _trace(remedy: str, fn: Any, *args: Any) -> Any:
+def _trace_to_jaxpr(remedy: str, fn: Any, *args: Any) -> Any:
     """Return the jaxpr of a function of optax, and the shapes of its results."""
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -322,7 +327,7 @@ _REMEDY = (
 )
 
 
-def _constants(closed: ClosedJaxpr) -> Iterator[str]:
+def _constant_texts(closed: ClosedJaxpr) -> Iterator[str]:
     """Yield the exact text of each constant of a jaxpr and of jaxprs within it; the jaxpr's own text abbreviates them."""
 
     def within(value: Any) -> Iterator[str]:
@@ -336,23 +341,23 @@ def _constants(closed: ClosedJaxpr) -> Iterator[str]:
             for each in value:
                 yield from within(each)
         elif hasattr(value, "tobytes") or isinstance(value, jax.Array):
-            yield exact_text(as_data(value))
+            yield exact_text(with_readable_bytes(value))
 
     yield from within(closed)
 
 
-def as_data(x: Any) -> Any:
+def with_readable_bytes(x: Any) -> Any:
     """Return an array with readable bytes: the data of a random key, or the array itself."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _arrays(tree: Any) -> list[Any]:
-    return [as_array(buffer) for node in units_of(tree) for buffer in node.buffers]
+    return [as_jax_array(buffer) for node in units_of(tree) for buffer in node.buffers]
 
 
 def _tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
     rest = iter(arrays)
-    return map_units(lambda node: node.replace([as_tensor(next(rest)).to(b.device) for b in node.buffers]), tree)
+    return map_units(lambda node: node.replace([as_torch_tensor(next(rest)).to(b.device) for b in node.buffers]), tree)
 
 
 def _reduce_pending(pending: Mapping[Key, CrossRankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:

@@ -18,7 +18,7 @@ _NO_DATA = frozenset(
 )  # these ops allocate or exchange memory without reading or writing it
 
 
-def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
+def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
     """Return the runs of bytes that a strided tensor occupies, in order of address."""
     if not x.numel():
         return ()
@@ -38,7 +38,7 @@ def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
     return tuple(ByteSpan(at, at + run, base) for at in sorted(start + offset for offset in offsets))
 
 
-class _Effects(NamedTuple):
+class _SchemaEffects(NamedTuple):
     """The effects of an operator on its arguments, according to its schema."""
 
     touches: bool  # whether the operator reads or writes data: a view does not
@@ -47,11 +47,11 @@ class _Effects(NamedTuple):
 
 
 @cache
-def _effects(func: Any) -> _Effects:
+def _effects(func: Any) -> _SchemaEffects:
     schema = func._schema
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     is_view = bool(schema.returns) and not written and all(r.alias_info is not None for r in schema.returns)
-    return _Effects(not is_view and schema.name not in _NO_DATA, written, tuple(a.name for a in schema.arguments))
+    return _SchemaEffects(not is_view and schema.name not in _NO_DATA, written, tuple(a.name for a in schema.arguments))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -76,7 +76,7 @@ class Storages:
         """Whether the storage of ``x`` has been added."""
         return x.untyped_storage()._cdata in self._live
 
-    def add(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
+    def add_storage(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
         """Add the storage of ``x``. ``lane`` allocated it; None if nobody saw the allocation."""
         storage = x.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
@@ -126,17 +126,17 @@ class AccessLoggingMode(TorchDispatchMode):
         for name, value in (*zip(effects.names, args, strict=False), *kwargs.items()):
             for x in _tensors(value):
                 if not self._storages.knows(x):
-                    self._storages.add(x)
+                    self._storages.add_storage(x)
                 if effects.touches:
-                    (writes if name in effects.written else reads).extend(spans(x))
+                    (writes if name in effects.written else reads).extend(byte_spans(x))
         result = func(*args, **kwargs)
         lane, during = self._where()
         made: list[ByteSpan] = []
         for x in _tensors(result):
             if not self._storages.knows(x):
-                made.append(self._storages.add(x, lane))
+                made.append(self._storages.add_storage(x, lane))
                 writes.extend(
-                    spans(x)
+                    byte_spans(x)
                 )  # also for an op of _NO_DATA: until now the memory belonged to another tensor of this lane
         if reads or writes or made:
             name = str(func).removesuffix(".default")

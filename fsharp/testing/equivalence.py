@@ -100,8 +100,8 @@ def _order_of_sums(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
     if microbatches == 1 and len(mesh.axes) == 1:
         return None
     if microbatches == 1:
-        return strategy.order, strategy.optim.sharded
-    return strategy.order, strategy.optim.sharded, tuple(strategy.grads[axis] is Partial for axis in strategy.order)
+        return strategy.order, strategy.optim.sharded_axes
+    return strategy.order, strategy.optim.sharded_axes, tuple(strategy.grads[axis] is Partial for axis in strategy.order)
 
 
 def _compare(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | None) -> None:

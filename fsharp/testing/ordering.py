@@ -20,7 +20,7 @@ Clock = dict[str, int]
 
 
 class ByteSpan(NamedTuple):
-    """A run of bytes of one storage. All fields are addresses; ``stop`` is exclusive, and ``base`` is that of the storage."""
+    """A run of bytes of one storage. All fields are addresses: the first byte, the end, and that of the storage."""
 
     start: int
     stop: int
@@ -121,7 +121,7 @@ class _ShadowMemory:
     def __init__(self) -> None:
         self._runs: list[tuple[int, int, _Cell]] = []
 
-    def take(self, start: int, stop: int) -> list[tuple[int, int, _Cell]]:
+    def take_entries(self, start: int, stop: int) -> list[tuple[int, int, _Cell]]:
         """Remove and return the entries of a run of bytes, cut to this run."""
         runs, i = self._runs, bisect_right(self._runs, start, key=itemgetter(0)) - 1
         if i < 0 or runs[i][1] <= start:
@@ -140,7 +140,7 @@ class _ShadowMemory:
         runs[i:j] = rest
         return taken
 
-    def put(self, runs: Sequence[tuple[int, int, _Cell]]) -> None:
+    def insert_entries(self, runs: Sequence[tuple[int, int, _Cell]]) -> None:
         """Insert neighbouring runs, in order of address, where the map has none."""
         if runs:
             i = bisect_right(self._runs, runs[0][0], key=itemgetter(0))
@@ -175,7 +175,7 @@ class _Replay:
         clock[access.lane] = clock.get(access.lane, 0) + 1
         seen = _Seen(access, clock[access.lane])
         for span in access.forgets:
-            self.bytes.take(span.start, span.stop)
+            self.bytes.take_entries(span.start, span.stop)
             self.kept = {key: tick for key, tick in self.kept.items() if key[0] != span.base}
         if access.forgets and self.freed.get(access.lane):
             self.report_reuse(access.lane)
@@ -187,7 +187,7 @@ class _Replay:
     def read(self, span: ByteSpan, seen: _Seen, clock: Clock) -> None:
         runs: list[tuple[int, int, _Cell]] = []
         at = span.start
-        for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
+        for a, b, (write, reads) in self.bytes.take_entries(span.start, span.stop):
             if write is not None:
                 self.check_order(write, seen, clock, ByteSpan(a, b, span.base))
             if at < a:
@@ -197,13 +197,13 @@ class _Replay:
             at = b
         if at < span.stop:
             runs.append((at, span.stop, _Cell(None, (seen,))))
-        self.bytes.put(runs)
+        self.bytes.insert_entries(runs)
 
     def write(self, span: ByteSpan, seen: _Seen, clock: Clock) -> None:
-        for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
+        for a, b, (write, reads) in self.bytes.take_entries(span.start, span.stop):
             for each in (*reads, *([write] if write is not None else ())):
                 self.check_order(each, seen, clock, ByteSpan(a, b, span.base))
-        self.bytes.put([(span.start, span.stop, _Cell(seen, ()))])
+        self.bytes.insert_entries([(span.start, span.stop, _Cell(seen, ()))])
 
     def check_order(self, earlier: _Seen, later: _Seen, clock: Clock, span: ByteSpan) -> None:
         if clock.get(earlier.access.lane, 0) < earlier.tick:
@@ -216,7 +216,7 @@ class _Replay:
             self.races[race.first, race.second] = race._replace(span=span)
 
     def free(self, free: Free) -> None:
-        gone = self.bytes.take(free.span.start, free.span.stop)
+        gone = self.bytes.take_entries(free.span.start, free.span.stop)
         if free.lane is None:
             return
         clock = self.clock(free.lane)
@@ -234,17 +234,18 @@ class _Replay:
                 self.record_race(Race(seen.access, None, span, owner))
 
 
-class Verdict(NamedTuple):
+class ReplayResult(NamedTuple):
     """The result of :func:`replay`.
 
-    ``races`` has each pair of accesses once. ``learned`` has the positions of the waits that changed a clock.
+    ``races`` has each pair of accesses once. ``learned`` has the positions of the waits that changed a lane's vector clock. All
+    other waits are implied by earlier ones.
     """
 
     races: list[Race]
     learned: set[int]
 
 
-def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
+def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
     """Find the races in a log, which is in the order of issue. Entries at the positions ``without`` are left out."""
     state, learned = _Replay(), set()
     for i, entry in enumerate(log):
@@ -261,4 +262,4 @@ def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
             state.kept[entry.base, entry.lane] = state.clock(entry.lane).get(entry.lane, 0)
         else:
             state.free(entry)
-    return Verdict(list(state.races.values()), learned)
+    return ReplayResult(list(state.races.values()), learned)

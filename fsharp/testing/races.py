@@ -12,7 +12,7 @@ from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.testing.accesses import AccessLoggingMode
-from fsharp.testing.ordering import Access, ByteSpan, Entry, Race, RecordEvent, RecordStream, Verdict, Wait, replay
+from fsharp.testing.ordering import Access, ByteSpan, Entry, Race, RecordEvent, RecordStream, ReplayResult, Wait, replay
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
 
@@ -59,12 +59,12 @@ class VirtualLanes(Lanes):
 
     has_streams = True
 
-    def current(self) -> str:
+    def current_stream(self) -> str:
         """Return the current lane."""
         return self.lane
 
     @contextmanager
-    def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
+    def on_lane(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
         """Issue on a lane, in this context, ops that begin after the ops ``after``, and (``begins``) after the current lane."""
         lane = name
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
@@ -84,35 +84,35 @@ class VirtualLanes(Lanes):
         finally:
             self.lane, self._during = before
 
-    def join(self, after: Sequence[Key]) -> None:
+    def join_ops(self, after: Sequence[Key]) -> None:
         """Make the current lane wait for ops of other lanes."""
         for key in after:
             if key in self._marks:
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
 
-    def join_all(self, *names: str) -> None:
+    def join_lanes(self, *names: str) -> None:
         """Make the current lane wait for all ops issued so far on the lanes of these names."""
         for lane in names:
             if lane not in self._given:
                 continue
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
-    def synchronize(self, op: Key) -> None:
+    def synchronize_op(self, op: Key) -> None:
         """Make the host wait for an op. Everything that the host issues later is then ordered after the op."""
-        self.join([op])
+        self.join_ops([op])
 
-    def keep(self, x: torch.Tensor) -> None:
+    def record_use(self, x: torch.Tensor) -> None:
         """Let no allocation reuse a tensor's memory before all ops so far on the current lane are finished."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
-    def where(self) -> tuple[str, object]:
-        """Return the name of the current lane, and the work that it does."""
+    def current_work(self) -> tuple[str, object]:
+        """Return the name of the current lane, which stands for a stream, and what runs on it now."""
         return self.lane, self._during or self.here()
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
+    def log_torch_ops(self) -> Iterator[None]:
         """Log all torch ops of this thread in this context."""
-        mode = AccessLoggingMode(self.log, self.where)
+        mode = AccessLoggingMode(self.log, self.current_work)
         try:
             with mode:
                 yield
@@ -125,10 +125,10 @@ class RaceReport:
 
     def __init__(self, lanes: VirtualLanes, place: Callable[[ByteSpan], str] = str) -> None:
         self._lanes, self._place = lanes, place
-        self._verdict = Verdict([], set())
+        self._verdict = ReplayResult([], set())
 
     @api_boundary
-    def look(self) -> None:
+    def raise_if_races(self) -> None:
         """Search the log, and raise a RaceError if it has races."""
         self._verdict = replay(self.log)
         if self.races:
@@ -154,7 +154,7 @@ class RaceReport:
         """A Counter of all waits, joins and events, as texts."""
         return Counter(entry.why for entry in self.log if isinstance(entry, Wait))
 
-    def without(self, why: str) -> list[Race]:
+    def races_without(self, why: str) -> list[Race]:
         """Return the races that would exist without waits of one kind: ``why`` is one of :attr:`waits`.
 
         Cost: 20 microseconds for each op.
@@ -162,17 +162,17 @@ class RaceReport:
         positions = {i for i, entry in enumerate(self.log) if isinstance(entry, Wait) and entry.why == why}
         return replay(self.log, without=positions).races
 
-    def unneeded(self) -> list[UnneededWait]:
+    def unneeded_waits(self) -> list[UnneededWait]:
         """Return the waits of which each, alone, could be left out without a race.
 
-        Leaving out two of them may be a race, if both order the same accesses. Cost: :meth:`without` for each wait that is
-        not implied: seconds for small models.
+        Leaving out two of them may be a race, if both order the same accesses. Cost: :meth:`races_without` for each wait
+        that is not implied: seconds for small models.
         """
-        implied = self.implied()
-        unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.without(why)]
+        implied = self.implied_waits()
+        unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.races_without(why)]
         return [UnneededWait(why, why in implied, times) for why, times in unneeded]
 
-    def implied(self) -> set[str]:
+    def implied_waits(self) -> set[str]:
         """Return the waits that never changed the order: earlier waits of the lane had already waited for the same work."""
         learned = {str(self.log[i]) for i in self._verdict.learned}
         return set(self.waits) - learned
@@ -251,11 +251,11 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     before = scheduler.lanes
     scheduler.use_lanes(lanes)
     try:
-        with lanes.watch():
+        with lanes.log_torch_ops():
             yield report
     finally:
         scheduler.use_lanes(before)
-    report.look()
+    report.raise_if_races()
 
 
 def _check(scheduler: Scheduler) -> None:

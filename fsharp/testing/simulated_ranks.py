@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from fsharp.errors import CommError, problem
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
 from fsharp.functional.comm.settings_digests import differing_settings, settings_by_digest
-from fsharp.functional.comm.tree_names import TreeCounts
+from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -136,7 +136,7 @@ class ThreadComm:
     def __init__(self, world: "_World", rank: int) -> None:
         self._world, self.rank = world, rank
         self.mesh, self.device = world.mesh, torch.device("cpu")
-        self.tree_counts = TreeCounts()
+        self.tree_counts = TreeNameCounters()
 
     @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
@@ -392,7 +392,7 @@ class _World:
             each.set_result(parts)
 
     def _text(self, rank: int | None, what: str) -> str:
-        """Return the text of an error that says where every rank is. Of many ranks it names those in the call of ``rank``."""
+        """Return the text of an error that says where every rank is; of many ranks, those in the collective of ``rank``."""
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _SHOWN:
             call = None if rank is None else self._calls[rank]

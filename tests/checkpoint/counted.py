@@ -1,10 +1,10 @@
 """Files whose reads are counted."""
 
 from fsharp.checkpoint.reading import Reader
-from fsharp.checkpoint.storage import LocalFiles
+from fsharp.checkpoint.storage import LocalStorage
 
 
-class CountingFiles(LocalFiles):
+class CountingFiles(LocalStorage):
     """Files, and how many bytes were read of them."""
 
     def __init__(self):

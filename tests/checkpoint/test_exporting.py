@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import fsharp as fs
 from fsharp.checkpoint.entries import PerRank
-from fsharp.checkpoint.storage import LocalFiles
+from fsharp.checkpoint.storage import LocalStorage
 from fsharp.errors import CheckpointError
 from fsharp.testing import simulate
 from tests.checkpoint.models import MESH, gpt2, llama, logits, nested, parameters, shapes
@@ -175,13 +175,13 @@ def test_what_is_read_grows_with_the_checkpoint_and_not_with_its_square(tmp_path
 
     def reads(path):
         seen = []
-        read = LocalFiles.read
+        read = LocalStorage.read
 
         def counted(self, path, start, into):
             seen.append(len(into) if path.endswith(".safetensors") else 0)
             read(self, path, start, into)
 
-        monkeypatch.setattr(LocalFiles, "read", counted)
+        monkeypatch.setattr(LocalStorage, "read", counted)
         if act == "tensor":
             found = fs.checkpoint.open_checkpoint(path)
             assert all(found.tensor(name)[0, 0] == float(name.removeprefix("layer")) for name in found.names)

@@ -9,7 +9,7 @@ import torch
 
 import fsharp as fs
 from fsharp.checkpoint.manifest import NAME
-from fsharp.checkpoint.storage import LocalFiles
+from fsharp.checkpoint.storage import LocalStorage
 from fsharp.errors import CheckpointError, FsharpError, TreeError
 from fsharp.testing import simulate
 
@@ -74,14 +74,14 @@ def test_damage_that_one_rank_sees_sends_all_of_them_back(tmp_path, caplog, rank
 
 def test_a_file_that_disappears_after_the_look_counts_as_damage(tmp_path, monkeypatch):
     first, second = saved(tmp_path, [1, 2])
-    read = LocalFiles.read
+    read = LocalStorage.read
 
     def failing(self, path, start, into):
         if path == f"{second}/rank-00001.safetensors":
             raise CheckpointError(f"{path}: cannot be read: Input/output error.")
         read(self, path, start, into)
 
-    monkeypatch.setattr(LocalFiles, "read", failing)
+    monkeypatch.setattr(LocalStorage, "read", failing)
     assert loaded(tmp_path) == 1
     assert sorted(name for name in os.listdir(tmp_path)) == [os.path.basename(first), os.path.basename(second) + ".damaged"]
 
@@ -113,14 +113,14 @@ def test_another_tree_is_an_error_and_no_damage(tmp_path):
 def test_a_rank_that_fails_otherwise_while_another_sees_damage_renames_nothing(tmp_path, monkeypatch):
     paths = saved(tmp_path, [1, 2])
     flip(f"{paths[1]}/rank-00000.safetensors")
-    read = LocalFiles.read
+    read = LocalStorage.read
 
     def failing(self, path, start, into):
         if path == f"{paths[1]}/rank-00001.safetensors":
             raise MemoryError("no room")
         read(self, path, start, into)
 
-    monkeypatch.setattr(LocalFiles, "read", failing)
+    monkeypatch.setattr(LocalStorage, "read", failing)
     with pytest.raises((FsharpError, MemoryError), match=r"no room|are damaged"):
         loaded(tmp_path)
     assert all(os.path.exists(path) for path in paths)
@@ -133,7 +133,7 @@ def test_what_cannot_be_renamed_is_said(tmp_path, caplog, monkeypatch):
     def refuse(self, path):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(LocalFiles, "set_aside", refuse)
+    monkeypatch.setattr(LocalStorage, "set_aside", refuse)
     assert loaded(tmp_path) == 1
     assert "and could not be renamed ([Errno 1] Operation not permitted)" in caplog.text
 

@@ -63,14 +63,14 @@ def test_a_saver_made_by_another_job_ends_the_save_under_way(tmp_path, monkeypat
 
 
 def test_a_save_that_is_removed_before_it_is_published_fails(tmp_path, monkeypatch):
-    publish = fs.checkpoint.storage.LocalFiles.publish
+    publish = fs.checkpoint.storage.LocalStorage.publish
     removed = []
 
     def meet(self, staged, folder):
         removed.extend(remove_incomplete(tmp_path))
         publish(self, staged, folder)
 
-    monkeypatch.setattr(fs.checkpoint.storage.LocalFiles, "publish", meet)
+    monkeypatch.setattr(fs.checkpoint.storage.LocalStorage, "publish", meet)
     with pytest.raises(CheckpointError, match="it was removed"):
         save(tmp_path, 2)
     assert len(removed) == 1
@@ -376,7 +376,7 @@ def test_a_pipe_put_there_after_the_look_does_not_block(tmp_path, monkeypatch):
     size = file.stat().st_size
     file.unlink()
     os.mkfifo(file)
-    monkeypatch.setattr(fs.checkpoint.storage.LocalFiles, "nbytes", lambda self, path: size)
+    monkeypatch.setattr(fs.checkpoint.storage.LocalStorage, "nbytes", lambda self, path: size)
     with pytest.raises(CheckpointError, match=f"{FILE}: cannot be read"):
         found.tensor("plain")
 

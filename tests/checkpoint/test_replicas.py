@@ -305,9 +305,9 @@ def test_a_host_whose_folder_is_full_is_heard_of_and_what_was_kept_stays(tmp_pat
             assert len(os.listdir(host(root, comm.rank))) == 2, "no debris"
             assert refresh(step=4, full_after=4) == 4  # in the manifest: other hosts have all files and manifests of their own
             if comm.rank == 3:
-                storage.LocalFiles.free_nbytes = lambda self, folder: 1000
+                storage.LocalStorage.free_nbytes = lambda self, folder: 1000
             assert refresh(step=5) == 4
-            storage.LocalFiles.free_nbytes = lambda self, folder: None
+            storage.LocalStorage.free_nbytes = lambda self, folder: None
             assert refresh(step=6) == 6  # another one may go well
             assert len(os.listdir(host(root, comm.rank))) == 2
         return said

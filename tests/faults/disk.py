@@ -78,7 +78,7 @@ def train():
     saver = fs.checkpoint.Saver(root, fs.SingleComm())
     saver.save(tree_of(1, fs.SingleComm()), step=1)
     saver.wait()
-    fs.checkpoint.storage.LocalFiles.append_to_new_file = None  # no file can be opened any more
+    fs.checkpoint.storage.LocalStorage.append_to_new_file = None  # no file can be opened any more
     saver.save(tree_of(2, fs.SingleComm()), step=2)
     if how == "check":
         while saver.is_busy:

@@ -138,7 +138,7 @@ def test_a_wrong_gradient_scale_is_found():
 def test_a_sum_in_another_order_is_found():
     def skewed(params, batch, comm):
         total, weight = loss_fn(params, batch, comm)
-        return fs.Loss(total * (1 + (1e-7 if params["embed"].place.sharded else 0)), weight)
+        return fs.Loss(total * (1 + (1e-7 if params["embed"].place.sharded_axes else 0)), weight)
 
     with pytest.raises(AssertionError, match="ddp and zero3 differ"):
         assert_equivalent(skewed, make_tx(), make_params(), make_batches(3, 32), runs=flat_runs(2), units="layers.*")

@@ -17,7 +17,7 @@ NAMES = ("params", "optim", "full")
 
 def prefixes(place):
     """Every place that replicates and shards, from whole to as fine as ``place``."""
-    n = len(place.sharded)
+    n = len(place.sharded_axes)
     return [
         fs.layouts.Place(
             place.order, tuple(fs.layouts.Shard if i < k else fs.layouts.Replicate for i in range(len(place.order)))
@@ -75,7 +75,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
     trees = [optree.tree_map(lambda t, r=rank: integers_like(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
     tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full") for r in range(mesh.size)])
     trees = [_tie(tree, tied) for tree in trees]
-    summed = [axis for axis in source.partial if target[axis] is not fs.layouts.Partial]
+    summed = [axis for axis in source.partial_axes if target[axis] is not fs.layouts.Partial]
 
     def total(rank):
         ranks = [rank]

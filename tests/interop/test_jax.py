@@ -57,7 +57,7 @@ def test_to_jax_has_the_memory_of_the_shards(name, place):
     arrays = to_jax(trees, layout)
     assert pointers(arrays) == [x.data_ptr() for x in buffers(trees)]
     mesh, strategy = LAYOUTS[name]
-    axes = getattr(strategy, place).sharded
+    axes = getattr(strategy, place).sharded_axes
     for node in fs.layouts.units_of(arrays):
         for group, x in zip(node.groups, node.buffers, strict=True):
             assert x.shape == (node.unit.groups[group].size,)

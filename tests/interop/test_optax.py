@@ -10,7 +10,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, TreeError
-from fsharp.interop.arrays import as_array, as_tensor
+from fsharp.interop.arrays import as_jax_array, as_torch_tensor
 from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn
 from tests.interop import worlds
@@ -184,7 +184,7 @@ def test_ranks_with_another_loss_are_told():
 def test_jax_is_given_no_memory_of_gradients(monkeypatch):
     """It may hold on to it beyond the step, when a scheduler wants it back."""
     given = []
-    monkeypatch.setattr("fsharp.interop.program.as_array", lambda x: given.append(x.data_ptr()) or as_array(x))
+    monkeypatch.setattr("fsharp.interop.program.as_jax_array", lambda x: given.append(x.data_ptr()) or as_jax_array(x))
     tx = fs.optim.from_optax(optax.adam(1e-2))
     comm = fs.SingleComm()
     layout, state = begin(comm, fs.zero3("dp"), tx)
@@ -198,7 +198,7 @@ def test_jax_is_given_no_memory_of_gradients(monkeypatch):
 def test_state_is_made_where_the_parameters_are(monkeypatch):
     """Zeros depend on no argument: JAX would have them on its default device, such as a GPU that has no part in this."""
     places = set()
-    monkeypatch.setattr("fsharp.interop.program.as_tensor", lambda x: places.update(x.devices()) or as_tensor(x))
+    monkeypatch.setattr("fsharp.interop.program.as_torch_tensor", lambda x: places.update(x.devices()) or as_torch_tensor(x))
     tx, comm = fs.optim.from_optax(optax.adam(1e-2)), fs.SingleComm()
     first, second, *_ = jax.devices("cpu")
     with jax.default_device(second):
@@ -316,7 +316,7 @@ def test_in_processes():
 
 def test_memory_is_shared():
     x = torch.arange(1000.0)
-    array = as_array(x)
+    array = as_jax_array(x)
     assert array.unsafe_buffer_pointer() == x.data_ptr()
-    back = as_tensor(jax.block_until_ready(array + 1))
+    back = as_torch_tensor(jax.block_until_ready(array + 1))
     assert torch.equal(back, x + 1)

@@ -50,7 +50,7 @@ def train_functions(comm, recipe, strategy):
         state, metrics = step(state, CASE.batch(number, 0, comm.rank).detach())
         losses.append(float(metrics.loss))
         calls.append(Counter(counting.calls))
-    assert step.num_recordings == 1
+    assert step.num_unscheduled_calls == 1
     return losses, calls, layout
 
 

@@ -399,8 +399,8 @@ def differences(comm, cases, names=RECIPES, strategies=None, as_sharded=lambda c
                         print(f"{label}: {len(far)} differ, by up to {max(far.values()):.1e}; allowed are {allowed:.1e}")
                         far = {what: distance for what, distance in far.items() if not distance <= allowed}
                     found += [f"{what}, by {distance:.1e}" for what, distance in far.items()]
-                    if model.step.num_recordings != 1:
-                        found.append(f"{label}: recorded {model.step.num_recordings} times, {model.step.status()}")
+                    if model.step.num_unscheduled_calls != 1:
+                        found.append(f"{label}: recorded {model.step.num_unscheduled_calls} times, {model.step.status()}")
     return found
 
 

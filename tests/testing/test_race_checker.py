@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsharp.testing.accesses import spans
+from fsharp.testing.accesses import byte_spans
 from fsharp.testing.ordering import replay
 from fsharp.testing.races import VirtualLanes
 
@@ -11,7 +11,7 @@ from fsharp.testing.races import VirtualLanes
 def look(program):
     """What is found in ``program(lanes)``."""
     lanes = VirtualLanes()
-    with lanes.watch():
+    with lanes.log_torch_ops():
         program(lanes)
     return replay(lanes.log).races
 
@@ -29,7 +29,7 @@ def freed_in(program):
 def test_a_write_beside_a_read_is_a_race_that_names_both():
     def program(lanes):
         x = torch.zeros(16)
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             x.add_(1)
         x.sum()
 
@@ -43,7 +43,7 @@ def test_a_read_beside_a_write_and_two_writes_are_races_and_two_reads_are_none()
     def program(first, second):
         def run(lanes):
             x, y = torch.zeros(16), torch.zeros(16)
-            with lanes.on("gather"):
+            with lanes.on_lane("gather"):
                 first(x, y)
             second(x, y)
 
@@ -68,7 +68,7 @@ def test_disjoint_slices_of_a_storage_are_apart_and_overlapping_ones_are_not():
     def slices(a, b):
         def run(lanes):
             arena = torch.zeros(100, dtype=torch.uint8)
-            with lanes.on("gather"):
+            with lanes.on_lane("gather"):
                 arena[a].fill_(1)
             arena[b].fill_(2)
 
@@ -84,7 +84,7 @@ def test_disjoint_slices_of_a_storage_are_apart_and_overlapping_ones_are_not():
 def test_bytes_count_and_not_dtypes():
     def run(lanes):
         arena = torch.zeros(64, dtype=torch.uint8)
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             arena[:32].view(torch.float32).fill_(1)
         arena[30:32].view(torch.int16).fill_(1)
 
@@ -95,7 +95,7 @@ def test_columns_of_a_matrix_are_apart():
     def columns(first, second):
         def run(lanes):
             x = torch.zeros(8, 6)
-            with lanes.on("gather"):
+            with lanes.on_lane("gather"):
                 x[:, first].fill_(1)
             x[:, second].fill_(2)
 
@@ -124,7 +124,7 @@ def test_the_spans_of_a_view_are_its_bytes(make):
     y = make(x)
     y.untyped_storage().fill_(0)
     touched = torch.zeros(8 * 6 * 4, dtype=torch.uint8)
-    for start, stop, base in spans(y):
+    for start, stop, base in byte_spans(y):
         assert base == x.data_ptr()
         touched[start - base : stop - base] += 1
     expected = torch.zeros(8, 6).flatten()
@@ -134,44 +134,44 @@ def test_the_spans_of_a_view_are_its_bytes(make):
 
 def test_a_tensor_of_too_many_runs_counts_as_the_bytes_between():
     x = torch.zeros(5000, 2)
-    (span,) = spans(x[:, 0])
+    (span,) = byte_spans(x[:, 0])
     assert (span.start, span.stop) == (x.data_ptr(), x.data_ptr() + 5000 * 8 - 4)
 
 
 def test_order_is_brought_by_waits_of_all_kinds():
     def with_begins(lanes):
         x = torch.zeros(4)
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             x.add_(1)
 
     def without_begins(lanes):
         x = torch.zeros(4)
-        with lanes.on("gather", begins=False):
+        with lanes.on_lane("gather", begins=False):
             x.add_(1)
 
     def joined(lanes):
         x = torch.zeros(4)
-        with lanes.on("gather", (0, 1)):
+        with lanes.on_lane("gather", (0, 1)):
             x.add_(1)
-        lanes.join([(0, 1)])
+        lanes.join_ops([(0, 1)])
         x.sum()
 
     def joined_with_another(lanes):
         x = torch.zeros(4)
-        with lanes.on("gather", (0, 0)):
+        with lanes.on_lane("gather", (0, 0)):
             torch.zeros(4)
-        with lanes.on("gather", (0, 1)):
+        with lanes.on_lane("gather", (0, 1)):
             x.add_(1)
-        lanes.join([(0, 0), (0, 7)])
+        lanes.join_ops([(0, 0), (0, 7)])
         x.sum()
 
     def joined_all(lanes):
         x = torch.zeros(4)
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             x.add_(1)
-        with lanes.on("reduce"):
+        with lanes.on_lane("reduce"):
             torch.zeros(4)
-        lanes.join_all("gather", "reduce")
+        lanes.join_lanes("gather", "reduce")
         x.sum()
 
     assert not races_of(with_begins)
@@ -185,11 +185,11 @@ def test_order_goes_through_a_third_stream():
     def through(after):
         def run(lanes):
             x = torch.zeros(4)
-            with lanes.on("gather", (0, 0)):
+            with lanes.on_lane("gather", (0, 0)):
                 x.add_(1)
-            with lanes.on("reduce", (0, 1), after, begins=False):
+            with lanes.on_lane("reduce", (0, 1), after, begins=False):
                 torch.zeros(1)
-            lanes.join([(0, 1)])
+            lanes.join_ops([(0, 1)])
             x.sum()
 
         return run
@@ -201,11 +201,11 @@ def test_order_goes_through_a_third_stream():
 def test_what_an_event_stands_for_ends_with_it():
     def run(lanes):
         x, y = torch.zeros(4), torch.zeros(4)
-        with lanes.on("gather", (0, 0)):
+        with lanes.on_lane("gather", (0, 0)):
             x.add_(1)
-        with lanes.on("gather", (0, 1)):
+        with lanes.on_lane("gather", (0, 1)):
             y.add_(1)
-        lanes.join([(0, 0)])
+        lanes.join_ops([(0, 0)])
         x.sum()
         y.sum()
 
@@ -244,7 +244,7 @@ def test_what_ops_read_and_write(name):
         names = {x.data_ptr(): name for name, x in pair.items()}
 
         def run(lanes):
-            with lanes.on("gather"):
+            with lanes.on_lane("gather"):
                 op(**pair)
             for x in pair.values():
                 touch(x)
@@ -259,7 +259,7 @@ def test_aliases_made_by_set_and_by_data_are_the_same_bytes():
     def run(lanes):
         arena = torch.zeros(64, dtype=torch.uint8)
         alias = torch.empty(0).set_(arena.untyped_storage(), 4, (4,), (1,))
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             arena[16:32].fill_(1)
         alias.data.sum()
 
@@ -272,7 +272,7 @@ def test_memory_that_was_imported_twice_is_the_same_bytes_and_is_freed_once():
         arena = torch.zeros(64, dtype=torch.uint8)
         window = torch.frombuffer(arena.numpy(), dtype=torch.uint8)
         window[:8].sum()
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             arena.fill_(1)
         del window
         arena[10:20].sum()
@@ -284,13 +284,13 @@ def test_memory_freed_under_a_running_stream():
     def freed(*, join_before, join_after, allocate):
         def run(lanes):
             x = torch.zeros(16)
-            with lanes.on("gather", (0, 0)):
+            with lanes.on_lane("gather", (0, 0)):
                 total = x.sum()
             if join_before:
-                lanes.join([(0, 0)])
+                lanes.join_ops([(0, 0)])
             del x
             if join_after:
-                lanes.join([(0, 0)])
+                lanes.join_ops([(0, 0)])
             if allocate:
                 torch.zeros(4)
             return total
@@ -307,12 +307,12 @@ def test_memory_freed_under_a_running_stream():
 def test_memory_belongs_to_the_stream_that_allocated_it():
     def run(waits):
         def program(lanes):
-            with lanes.on("gather", (0, 0)):
+            with lanes.on_lane("gather", (0, 0)):
                 x = torch.zeros(16)
-            lanes.join([(0, 0)])
+            lanes.join_ops([(0, 0)])
             x.sum()
             del x
-            with lanes.on("gather", begins=waits):
+            with lanes.on_lane("gather", begins=waits):
                 torch.zeros(16)
 
         return program
@@ -325,7 +325,7 @@ def test_memory_belongs_to_the_stream_that_allocated_it():
 def test_what_autograd_saved_is_freed_when_its_graph_is():
     def run(lanes):
         y = (torch.ones(16, requires_grad=True) * 2).exp()
-        with lanes.on("gather"), torch.no_grad():
+        with lanes.on_lane("gather"), torch.no_grad():
             y.sum()
         graph = y.grad_fn
         del y
@@ -339,7 +339,7 @@ def test_what_autograd_saved_is_freed_when_its_graph_is():
 
 def test_new_memory_at_an_old_address_is_not_what_was_there():
     def run(lanes):
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             torch.zeros(1 << 20)
             address = torch.zeros(1 << 20).data_ptr()
         again = [torch.zeros(1 << 20) for _ in range(3)]
@@ -363,7 +363,7 @@ def test_subclasses_of_tensor_are_seen_by_what_they_are_made_of():
 
     def run(lanes):
         x = torch.zeros(8)
-        with lanes.on("gather"):
+        with lanes.on_lane("gather"):
             x.add_(1)
         Twice(x).sum()
 

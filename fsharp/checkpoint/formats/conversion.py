@@ -49,5 +49,5 @@ def write_converted(
     made = f"{into}/{folder_name(step, save_id)}"
     contents = Contents(dict(entries), values, {}, [], dict(objects or {}))
     shot = Snapshot(contents, step, config, None, save_id, made, tensors, read(tensors))
-    storage_of(made).stage(made)
+    storage_of(made).make_staging_folder(made)
     return write_snapshot(shot, SingleComm())

@@ -108,9 +108,9 @@ def stored_name_by_new_name(
     return result
 
 
-def _tensors_by_file(tensors: list[StoredTensor], most: int) -> dict[str, list[StoredTensor]]:
+def _tensors_by_file(tensors: list[StoredTensor], max_nbytes: int) -> dict[str, list[StoredTensor]]:
     """Return the tensors of each file, by name of the file, in the order in which they are written."""
-    parts = batches_by_nbytes(tensors, most)
+    parts = batches_by_nbytes(tensors, max_nbytes)
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     return {
         name if len(parts) > 1 else "model.safetensors": [part[i] for i in write_order(part)]
@@ -128,11 +128,11 @@ def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterato
     given = os.fspath(path).rstrip("/")
     folder = given if "://" in given else os.path.abspath(given)
     storage = storage_of(folder)
-    if storage.names(folder):
+    if storage.list_names(folder):
         raise CheckpointError(f"{where}: {folder} is not empty: choose another folder, or remove it.")
     staged = storage.staging_path(folder)
     try:
-        storage.stage(folder)
+        storage.make_staging_folder(folder)
     except OSError as error:
         is_left = isinstance(error, FileExistsError) and error.filename == staged
         remedy = f" An export that was cut off has left {staged}, or one is under way: remove that folder." if is_left else ""

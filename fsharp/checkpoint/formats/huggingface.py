@@ -62,7 +62,7 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]
     if not is_file(storage, path):
-        folder, (indices, used) = path, _index_and_file_names(storage.names(path))
+        folder, (indices, used) = path, _index_and_file_names(storage.list_names(path))
     if len(indices) > 1:
         raise CheckpointError(f"{folder}: {len(indices)} indices, expected one: {', '.join(indices)}.")
     index = _read_index(storage, folder, indices[0]) if indices else None

@@ -12,7 +12,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -35,10 +35,17 @@ def load_archive(data: bytes | bytearray) -> Any:
         part = bytearray(data[begin:end])
         return torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    return _read(io.BytesIO(data), len(data), bytes_in)[1]
+    return _read(io.BytesIO(data), len(data), bytes_in).value
 
 
-def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
+class UnpickledArchive(NamedTuple):
+    """The bytes of an archive's pickle, and the object that the pickle makes."""
+
+    pickle: bytes
+    value: Any
+
+
+def describe_archive(storage: Readable, path: str) -> UnpickledArchive:
     """Return the pickle of an archive, and the object in it, with tensors on the meta device.
 
     ``storage_offset()`` of a tensor is where its first element is in the file, counted in elements of its dtype. Raises as
@@ -49,7 +56,7 @@ def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
     return _read(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end: whole[begin:end])
 
 
-def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> tuple[bytes, Any]:
+def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> UnpickledArchive:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -73,7 +80,7 @@ def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tenso
                 raise ValueError(f"record {key!r:.80} ends behind the end of the file")
             return bytes_in(begin, begin + record.file_size)
 
-        return data, _ArchiveUnpickler(data, elements).load()
+        return UnpickledArchive(data, _ArchiveUnpickler(data, elements).load())
 
 
 class _StorageFile(io.RawIOBase):

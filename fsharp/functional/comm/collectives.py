@@ -146,7 +146,7 @@ def reduce_scatter_encoded(
         comm: the ranks.
         axis: the axis to sum along.
         wire: the format in which summands travel.
-        facts: what is summed, for errors of the format.
+        facts: function that says what is summed, for the text of an exception of the format.
         carried: the encoding errors of earlier summands, to add to ``x``, and random numbers; if given, ``x`` is 1-D.
         gaps: runs of the result that are set to zero: padding.
 

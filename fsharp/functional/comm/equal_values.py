@@ -68,7 +68,7 @@ def check_same_on_ranks(
 
 
 def _differing_ranks(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
-    """Return, as text, the ranks whose digest differs from that of the first rank of their group; None if no digest differs."""
+    """Return, as text, the ranks with another digest than the first rank of their group; None if all digests are equal."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(found):

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 from fsharp.errors import CommError, MeshError
 from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
-from fsharp.functional.comm.tree_names import TreeCounts
+from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
 from fsharp.functional.formats.format import dtype_name
@@ -351,7 +351,7 @@ before_leaving: list[Callable[[], None]] = []
 """What :func:`destroy` does first."""
 _ranks: dict[tuple[int, ...], RankStatuses] = {}
 _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
-_tree_counts: defaultdict[tuple[int, ...], TreeCounts] = defaultdict(TreeCounts)
+_tree_counts: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
 _made: Counter[tuple[int, ...]] = Counter()
 
 

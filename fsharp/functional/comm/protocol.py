@@ -157,16 +157,16 @@ class Call(NamedTuple):
     nbytes: int
 
 
-def sent_nbytes(op: str, nbytes: int, n: int) -> int:
+def sent_nbytes(op: str, part_nbytes: int, n: int) -> int:
     """Return the bytes one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
 
     Args:
         op: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        nbytes: size of one rank's part: the input of an all_gather, the output of a reduce_scatter in the dtype that
+        part_nbytes: size of one rank's part: the input of an all_gather, the output of a reduce_scatter in the dtype that
             travels, the part ``ceil(numel / n)`` of an all_reduce.
         n: ranks along the axis.
     """
-    return (n - 1) * nbytes * (2 if op == "all_reduce" else 1)
+    return (n - 1) * part_nbytes * (2 if op == "all_reduce" else 1)
 
 
 class _CommWrapper:
@@ -219,24 +219,24 @@ class DelegatingComm:
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Pass it on."""
+        """Pass the call on."""
         comm, label = self._comm_and_label(label, "all_gather", axis, x)
         return comm.all_gather(x, axis, label=label)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Pass it on."""
+        """Pass the call on."""
         comm, label = self._comm_and_label(label, "reduce_scatter", axis, x)
         return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Pass it on."""
+        """Pass the call on."""
         comm, label = self._comm_and_label(label, "all_reduce", axis, x)
         return comm.all_reduce(x, axis, op=op, label=label)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Pass it on."""
+        """Pass the call on."""
         comm, label = self._comm_and_label(label, "all_to_all", axis, x, send)
         return comm.all_to_all(x, send, receive, axis=axis, label=label)
 
@@ -275,10 +275,10 @@ class CountingComm(DelegatingComm, _CommWrapper):
             self._add(Call(op, axis or "", (x.numel() - kept) * x.itemsize))
         elif axis is not None:
             parts = 1 if op == "all_gather" else self.mesh.axis_size(axis)
-            self.count(op, axis, -(-x.numel() // parts) * x.itemsize)
+            self.count_call(op, axis, -(-x.numel() // parts) * x.itemsize)
         return self.inner, label
 
-    def count(self, op: str, axis: str, nbytes: int) -> None:
+    def count_call(self, op: str, axis: str, nbytes: int) -> None:
         """Count a collective; ``nbytes`` is as in :func:`sent_nbytes`. Safe to call in several threads."""
         self._add(Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis))))
 

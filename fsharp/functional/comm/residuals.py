@@ -47,13 +47,22 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
     return PerRank(found) if found else None
 
 
+class ResidualsAndViews(NamedTuple):
+    """Residuals for a call to overwrite, and what encodings of gradients take.
+
+    Attributes:
+        residuals: the residuals as a user passes them; None if no unit has feedback.
+        views: by unit, group and axis, a view of the residual and the random numbers of stochastic rounding.
+    """
+
+    residuals: PerRank | None
+    views: Views
+
+
 def own_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
-) -> tuple[PerRank | None, Views]:
-    """Return residuals for this call to overwrite, and what encodings of the gradients of ``units`` take.
-
-    The first result is ``residuals`` with ``donate``, else a copy. The second has, by unit, group and axis, a view of the
-    residual and the random numbers of stochastic rounding in step ``step``.
+) -> ResidualsAndViews:
+    """Return residuals of ``units`` for this call to overwrite: ``residuals`` with ``donate``, else a copy; and views of them.
 
     Raises TreeError if residuals are missing or belong to other units. Raises TreeError also if a format rounds stochastically
     and ``step`` is missing, or if ``step`` is no integer of at least 0.
@@ -69,7 +78,7 @@ def own_residuals(
         )
     own = _residuals_to_overwrite(where, residuals, [unit for unit in units if unit.has_feedback], donate=donate)
     held = {} if own is None else own.value
-    return own, {unit.name: _carried(unit, held.get(_key(unit), ()), step, rank) for unit in units}
+    return ResidualsAndViews(own, {unit.name: _carried(unit, held.get(_key(unit), ()), step, rank) for unit in units})
 
 
 def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:

@@ -17,7 +17,7 @@ from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 
 
 @dataclass
-class TreeCounts:
+class TreeNameCounters:
     """Counters of the trees that ranks have made and gathered together, for names of trees in labels.
 
     Attributes:
@@ -29,7 +29,7 @@ class TreeCounts:
     gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
 
 
-def tree_counts_of(comm: Comm) -> TreeCounts | None:
+def tree_counts_of(comm: Comm) -> TreeNameCounters | None:
     """Return the counts of this rank for a Comm; None where labels are not compared: one rank, or a foreign Comm."""
     return getattr(innermost_comm(comm), "tree_counts", None)
 

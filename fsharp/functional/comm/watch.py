@@ -98,7 +98,7 @@ class WatchedCall:
             self._warned = True
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
 
-    def add_wait(self, seconds: float) -> None:
+    def add_waited_s(self, seconds: float) -> None:
         """Add seconds for which the main thread has waited for the collective."""
         self._watch.ranks.waited_s += seconds
 
@@ -126,7 +126,8 @@ class RankStatuses:
     Each rank has one note, which says for which collective the rank waits now.
 
     Args:
-        board: the board for the notes; None if ranks have no board, and compare labels in the collectives themselves.
+        board: where ranks write notes and read those of other ranks, such as the job's store. None if there is no such place:
+            ranks then compare labels in the collectives themselves.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
@@ -178,7 +179,7 @@ class RankStatuses:
             self._write(RankStatus(0, "", 0, [], self.counts_by_watch(), why))
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, a later one neither."""
+        """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, now or later."""
         text = self.failure_text(error, where, self.last)
         if self.error is None:
             self.error = AgreementError(text if self.board is None else self.board.claim(_ALL_FAILED, text))
@@ -367,7 +368,7 @@ class Watch:
         return error
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed, by an error of its own or by one that other ranks have, too."""
+        """Tell other ranks that this rank has failed, by an error of its own, or by an error that other ranks raise too."""
         if error is self.error:
             return
         known = self.error

@@ -62,7 +62,7 @@ def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 
 
 class Outcome:
-    """The result of a worker's job, which one caller can take, or the error of the job."""
+    """The result of a worker's job, or its error. One caller alone can take the result; each caller gets the error."""
 
     __slots__ = ("_error", "_has_landed", "_result", "_under_way")
 
@@ -140,7 +140,7 @@ class CollectiveOutcome(Outcome):
         while not self.is_done(_LOOK_EVERY_S):
             self.call.check_can_end()
         if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
-            self.call.add_wait(time.perf_counter() - since)
+            self.call.add_waited_s(time.perf_counter() - since)
         if self._error is not None:
             raise self.call.connection_error(self._error) from self._error
         return self.take_result()

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from fsharp.errors import LayoutError
 from fsharp.tracebacks import api_boundary
@@ -69,7 +70,7 @@ Atom = Element | Rows | Whole
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Packed leaves: the first element of each leaf in the flat buffer, in the order given, and the elements in one part."""
+    """The result of :func:`pack`: offsets of the leaves in the flat buffer, in the given order, and the capacity of a part."""
 
     offsets: tuple[int, ...]
     capacity: int
@@ -128,8 +129,8 @@ def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]]
 
 def _search_capacity(
     order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
-) -> tuple[dict[int, int], int]:
-    """Return a feasible capacity, ``capacity`` or more, found in growing strides and then narrowed down by bisection.
+) -> "_FeasiblePacking":
+    """Return a packing of ``capacity`` or more elements in a part, found in growing strides and then by bisection.
 
     All leaves fit into the first part if it holds ``total`` elements, so the search ends.
     """
@@ -143,11 +144,18 @@ def _search_capacity(
             tried = middle
         else:
             capacity, offsets = middle, found
-    return offsets, capacity
+    return _FeasiblePacking(offsets, capacity)
+
+
+class _FeasiblePacking(NamedTuple):
+    """The offset of each leaf, and the capacity of a part in which all leaves have a place."""
+
+    offsets: dict[int, int]
+    capacity: int
 
 
 def _place_leaves(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
-    """Return the offsets by leaf, each the first legal one in what is still free, or None if a leaf finds no place."""
+    """Return the offset of each leaf: the first legal offset in free elements. Return None if a leaf has no legal offset."""
     free = [(0, capacity * num_parts)]
     offsets = {}
     for atom, size, index in order:

@@ -95,7 +95,7 @@ def self_and_ancestors(path: str) -> Iterator[str]:
 
 
 def prefixes_with_parents(paths: Iterable[str]) -> dict[str, str | None]:
-    """Return the paths and all of their prefixes, each with the path around it. Around the root, ``""``, there is None.
+    """Return the paths and all of their prefixes, each with the next shorter prefix; None for the root, ``""``.
 
     >>> prefixes_with_parents(["a.b", "a.c"])
     {'a.b': 'a', 'a': '', '': None, 'a.c': 'a'}
@@ -110,7 +110,7 @@ def prefixes_with_parents(paths: Iterable[str]) -> dict[str, str | None]:
 
 
 def innermost_prefix(path: str, among: Container[str]) -> str | None:
-    """Return the longest of some paths that is ``path`` or a prefix of it; None if there is none.
+    """Return the longest path in ``among`` that is ``path`` or one of its prefixes; None if no path is.
 
     >>> innermost_prefix("layers.0.w", {"", "layers.0", "layers.1"})
     'layers.0'
@@ -138,7 +138,7 @@ def no_match_error(where: str, pattern: str, paths: Sequence[str]) -> PatternErr
 
 
 def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
-    """Return the paths selected by any of the patterns; PatternError if one selects nothing, or stands for no boolean."""
+    """Return the paths selected by any of the patterns; PatternError if a pattern selects nothing, or has no boolean."""
     if not isinstance(patterns, Mapping):
         if callable(patterns):
             return frozenset(filter(patterns, paths))

@@ -104,22 +104,22 @@ class Place:
         return self.placements[self.order.index(axis)]
 
     @property
-    def sharded(self) -> tuple[str, ...]:
+    def sharded_axes(self) -> tuple[str, ...]:
         """Axes that shard, in the order in which they cut."""
         return self._axes(Shard)
 
     @property
-    def partial(self) -> tuple[str, ...]:
+    def partial_axes(self) -> tuple[str, ...]:
         """Axes along which each rank holds a summand."""
         return self._axes(Partial)
 
     @property
-    def replicated(self) -> tuple[str, ...]:
+    def replicated_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds the same value."""
         return self._axes(Replicate)
 
     @property
-    def varying(self) -> tuple[str, ...]:
+    def varying_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds a different value."""
         return self._axes(Vary)
 

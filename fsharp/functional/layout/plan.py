@@ -67,7 +67,8 @@ def plan(
         StrategyError: the axes of a strategy are not the axes of the mesh, or a partition spec has an unknown axis.
         LayoutError: leaves are different views of one storage; tied leaves have different rules; leaves of one unit have
             different strategies; a partition spec does not fit the shape of a leaf; a precision casts inputs or outputs, which
-            only modules have; a precision has a format of updates, and no updates travel; a trained leaf is ``torch.float8_*``.
+            only modules have; a precision has a format of updates, and no rank needs
+            updates of another rank, as parameters rest where optimizer state rests; a trained leaf is ``torch.float8_*``.
         OptionError: an option has a wrong type.
 
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.
@@ -107,7 +108,7 @@ def plan(
         return dtypes, trainable, label_by_path[path]
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
-    _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths}, specs)
+    _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
     sections = cut_at(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}
@@ -131,7 +132,7 @@ def _unit(
 ) -> UnitLayout:
     stored = [(path, tensor) for path, tensor in members if path not in ties]
     keys = list(dict.fromkeys(rules[path][:3] for path, _ in stored))
-    num_parts = math.prod(mesh.axis_size(axis) for axis in strategy.optim.sharded)
+    num_parts = math.prod(mesh.axis_size(axis) for axis in strategy.optim.sharded_axes)
     groups, offsets = [], {}
     for dtypes, trainable, label in keys:
         mine = [(path, t) for path, t in stored if rules[path][:3] == (dtypes, trainable, label)]

@@ -91,7 +91,7 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
 def _check_unit(unit: UnitLayout) -> None:
     """Raise an error if sizes or offsets of a unit are none that :func:`~fsharp.plan` can make."""
     unit.strategy.check_mesh(unit.mesh)
-    parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
+    parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded_axes)
     if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):
         raise LayoutError(f"unit {unit.display_name} is not divided into {parts} parts, as its strategy says.")
     for leaf in unit.leaves:
@@ -127,7 +127,7 @@ def name_of_class(kind: type) -> str:
 
 
 def class_named(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
-    """Return a class of a module that this process has imported; LayoutError for another module, or one not of the kind."""
+    """Return a class of a module that this process has imported; LayoutError for another module, or another kind of object."""
     module, _, path = name.partition(":")
     if module not in sys.modules:  # importing a module that a text names would run its code
         raise LayoutError(f"{name!r}: import the module {module!r} first.")

@@ -55,8 +55,8 @@ class Sharded:
     Buffers may have leading dims, such as a batch dim of ``vmap``.
 
     Args:
-        buffers: a 1-D tensor of ``unit.local_size(group, place)`` elements for each group in ``groups``; or an engine's
-            buffers.
+        buffers: a 1-D tensor of ``unit.local_size(group, place)`` elements for each group in ``groups``; or a
+            :class:`LazyBuffers`, which a Scheduler fills later.
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.
@@ -68,7 +68,7 @@ class Sharded:
 
     Attributes:
         raw_buffers: the buffers, possibly not filled yet: to compare identities, not to read values.
-        lazy: buffers that an engine has not filled yet; None if all are filled.
+        lazy: the buffers that a Scheduler may not have filled yet; None if all were filled when the node was made.
         is_donated: whether the memory was donated; functions refuse a donated node.
         rank: rank that holds the buffers, for a node in a state dict; None elsewhere.
     """
@@ -138,9 +138,9 @@ class Sharded:
         return self.unit.has_formats and any(self.unit.groups[g].is_encoded(b) for g, b in rows)
 
     def with_aliases(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
-        """Return a node with a ledger whose tensors share the memory of this node's buffers.
+        """Return a node of ``buffers``, new tensors that share the memory of this node's buffers, and of ``ledger``.
 
-        Reading them waits for this node.
+        Reading the new node's buffers waits until this node's buffers are filled.
         """
         held = buffers if self.lazy is None else self.lazy.with_aliases(buffers)
         return self.with_buffers(held, ledger=ledger)
@@ -215,7 +215,7 @@ class Sharded:
         return self.unit.build_subtree("Sharded.tree()", views)
 
     def _views(self) -> dict[str, torch.Tensor]:
-        if self.place.sharded or self.place.partial or self.groups != self.unit.all_groups:
+        if self.place.sharded_axes or self.place.partial_axes or self.groups != self.unit.all_groups:
             facts = [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")]
             remedy = "Call gather() first." if self.groups == self.unit.all_groups else "Add the other groups by merge() first."
             raise TreeError(
@@ -241,7 +241,7 @@ class Sharded:
         """
         result = {}
         for group, buffer in zip(self.groups, self.decoded_buffers(rank), strict=True):
-            for span in self.unit.spans(group, self.place, rank):
+            for span in self.unit.leaf_spans(group, self.place, rank):
                 result[self.unit.path_in_tree(span.leaf)] = buffer[..., span.start : span.stop]
         return result
 
@@ -403,7 +403,11 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
             raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a Place.")
         return getattr(unit.strategy, place)  # type: ignore[no-any-return]
     order, full = unit.strategy.order, unit.strategy.full
-    if place.order != order or place.sharded != order[: len(place.sharded)] or place.varying != full.varying:
+    if (
+        place.order != order
+        or place.sharded_axes != order[: len(place.sharded_axes)]
+        or place.varying_axes != full.varying_axes
+    ):
         facts = [
             ("axes of the strategy", ", ".join(order)),
             ("its places", f"{unit.strategy.params!r}, {unit.strategy.optim!r}"),
@@ -411,10 +415,11 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
         what = f"{place!r} does not belong to the strategy of unit {unit.display_name}"
         what += ": other axes, another order, or a gap in them."
         raise LayoutError(problem("place", what, facts, "Shard along the first axes of the strategy, in its order."))
-    if not set(place.sharded) <= set(unit.strategy.optim.sharded):
+    if not set(place.sharded_axes) <= set(unit.strategy.optim.sharded_axes):
         raise LayoutError(
-            f"{place!r} shards unit {unit.display_name} along {list(place.sharded)}, and its layout along "
-            f"{list(unit.strategy.optim.sharded)} alone. Plan with a strategy that shards optimizer state along all these axes."
+            f"{place!r} shards unit {unit.display_name} along {list(place.sharded_axes)}, and its layout along "
+            f"{list(unit.strategy.optim.sharded_axes)} alone. Plan with a strategy that "
+            "shards optimizer state along all these axes."
         )
     return place
 

@@ -69,7 +69,7 @@ def build_shard(
     for i, group in enumerate(unit.groups):
         dtype = group.dtypes.main if main or group.dtypes.format is not None else group.dtypes.compute
         buffer: torch.Tensor | None = None
-        for span in unit.spans(i, place, rank):
+        for span in unit.leaf_spans(i, place, rank):
             value = leaf_value(span.leaf)
             if buffer is None:
                 buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=value.device)
@@ -113,11 +113,11 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
         unit, place, mesh = parts[0].unit, parts[0].place, parts[0].unit.mesh
         if len(trees) != mesh.size:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
-        if place.partial:
+        if place.partial_axes:
             raise TreeError(f"unshard(): unit {unit.display_name} rests partial ({place}): sum it by reduce_scatter() first.")
-        own = mesh.index_along(place.varying, rank)
-        alike = [r for r in range(mesh.size) if mesh.index_along(place.varying, r) == own]
-        holders = {mesh.index_along(place.sharded, r): parts[r] for r in reversed(alike)}
+        own = mesh.index_along(place.varying_axes, rank)
+        alike = [r for r in range(mesh.size) if mesh.index_along(place.varying_axes, r) == own]
+        holders = {mesh.index_along(place.sharded_axes, r): parts[r] for r in reversed(alike)}
         in_order = [holders[key].buffers for key in sorted(holders)]
         whole.append(
             Sharded([torch.cat(column, dim=-1) for column in zip(*in_order)], unit, unit.strategy.full, parts[0].groups)

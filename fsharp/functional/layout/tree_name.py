@@ -29,7 +29,7 @@ class TreeName:
 
     @property
     def text(self) -> str:
-        """The name as text; empty if the values come from no tree that all ranks have made together."""
+        """The name as text; empty if the values come from a tree without a name, which ranks may have made alone."""
         changes = [f", {what} {times}x" for what, times in (("replaced", self.replaced), ("mapped", self.mapped)) if times]
         return f"tree {self.tree} at update {self.updates}{''.join(changes)}" if self.tree else ""
 

@@ -171,7 +171,7 @@ class UnitLayout:
         return tuple(i for i in self.trainable_groups if self.groups[i].dtypes.has_main_copy)
 
     @cached_property
-    def gradient_sizes(self) -> tuple[int, ...]:
+    def resting_gradient_sizes(self) -> tuple[int, ...]:
         """Number of elements of each trainable group's gradient that one rank holds between microbatches."""
         return tuple(self.local_size(i, self.strategy.grads) for i in self.trainable_groups)
 
@@ -195,7 +195,7 @@ class UnitLayout:
     @cached_property
     def varying_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds different parameters."""
-        return self.strategy.full.varying
+        return self.strategy.full.varying_axes
 
     @cached_property
     def all_groups(self) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ class UnitLayout:
 
     def local_size(self, group: int, place: Place) -> int:
         """Return the number of elements of a group that one rank holds in ``place``."""
-        return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded)
+        return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded_axes)
 
     def stored_size(self, group: int, place: Place) -> int:
         """Return the length of the buffer in which one rank stores a group's parameters in ``place``."""
@@ -342,7 +342,7 @@ class UnitLayout:
         scales = self._scales_sizes[group]
         return stored[..., : stored.shape[-1] - scales] if scales else stored
 
-    def scales(self, group: int, stored: torch.Tensor) -> torch.Tensor:
+    def scales_in(self, group: int, stored: torch.Tensor) -> torch.Tensor:
         """Return the scales of whole leaves in a stored buffer."""
         return stored[stored.shape[-1] - self._scales_sizes[group] :]
 
@@ -359,7 +359,7 @@ class UnitLayout:
         assert form.leaves is not None
         rows = [*stored.view(-1, form.size(capacity))] if stored.numel() else [stored]
         parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
-        spans = {span.leaf.path: span for span in self.spans(group, place, rank)}
+        spans = {span.leaf.path: span for span in self.leaf_spans(group, place, rank)}
         end = 0
         for leaf in self.leaves_of_group(group):
             begin, size = end, form.leaves.scales_nbytes(leaf.shape)
@@ -414,7 +414,7 @@ class UnitLayout:
         is_stored = self.groups[group].is_encoded(buffer)
         if is_stored and buffer.shape[-1] == self.stored_size(group, place):
             return self.decode_stored(
-                group, buffer, self.scales(group, buffer), place, rank, dtypes.main if main else dtypes.compute
+                group, buffer, self.scales_in(group, buffer), place, rank, dtypes.main if main else dtypes.compute
             )
         if buffer.shape[-1] != size:
             raise TreeError(
@@ -471,9 +471,9 @@ class UnitLayout:
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """Return the first element of the group's buffer that ``rank`` holds in ``place``."""
-        return self.mesh.index_along(place.sharded, rank) * self.local_size(group, place)
+        return self.mesh.index_along(place.sharded_axes, rank) * self.local_size(group, place)
 
-    def spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
+    def leaf_spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
         """Yield a :class:`Span` for each leaf of a group that ``rank`` holds a part of in ``place``, in order of the buffer."""
         start, size = self.local_start(group, place, rank), self.local_size(group, place)
         for leaf in self.leaves_of_group(group):
@@ -489,7 +489,9 @@ class UnitLayout:
 
     def hold_same_part(self, place: Place, rank: int, other: int) -> bool:
         """Return whether two ranks hold the same elements in ``place``."""
-        return all(self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded + place.varying)
+        return all(
+            self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded_axes + place.varying_axes
+        )
 
     def leaves_of_group(self, group: int) -> tuple[Leaf, ...]:
         """Return the leaves in a group's buffer, in order of offset; leaves without elements come first."""

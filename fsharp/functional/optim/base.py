@@ -202,7 +202,7 @@ Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 def update_and_apply_from(
     step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions ``update`` and ``apply`` of a wrapper of transformations, both made from one function ``step``.
+    """Return the functions ``update`` and ``apply`` of a wrapper of transformations, which both call one function, ``step``.
 
     ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the wrapped transformations. It returns updates and
     a state if ``donate`` is None, and else new parameters and a state.

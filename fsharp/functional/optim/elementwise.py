@@ -357,7 +357,7 @@ def _each_run(
 def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
     """Return rows ``((scale, decay), start, stop)`` that tile a buffer; padding goes with the leaf before it."""
     starts: list[tuple[tuple[float, float], int]] = []
-    for span in node.unit.spans(group, node.place, rank):
+    for span in node.unit.leaf_spans(group, node.place, rank):
         path = node.unit.path_in_tree(span.leaf)
         value = (float(tables["lr_scale"][path]), float(tables["weight_decay"][path]))
         if not starts or starts[-1][0] != value:

@@ -99,7 +99,7 @@ def _tree_of_whole_trained_leaves(tree: Any, comm: Comm) -> Any:
     def subtree(node: Sharded) -> Any:
         found = {}
         for group, buffer in zip(node.groups, node.buffers, strict=True):
-            for axis in reversed(node.place.sharded):
+            for axis in reversed(node.place.sharded_axes):
                 if buffer.dim() and node.unit.mesh.axis_size(axis) > 1:
                     buffer = comm.all_gather(buffer, axis, label=f"{node.name} to compare updates").flatten()
             for leaf in node.unit.leaves_of_group(group):

@@ -28,7 +28,7 @@ def orthogonalise(
     """Push all singular values of ``matrix`` towards 1 by a quintic Newton-Schulz iteration.
 
     ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` and ``coefficients`` ``a``, ``b``, ``c``, from ``X = matrix / (|matrix| +
-    eps)``, in ``dtype``. Singular values end up in about [0.7, 1.2], which the coefficients trade for speed of convergence.
+    eps)``, in ``dtype``. Singular values end up in about [0.7, 1.2], not at 1: the coefficients are chosen for few steps.
 
     Returns ``[m, n]`` in the dtype of ``matrix``. Source: Jordan et al., Muon, 2024; the coefficients are theirs, as in
     ``torch.optim.Muon``.
@@ -110,7 +110,7 @@ def muon(
         def one(node: Any, parameter: Any) -> Any:
             out = node.replace([torch.zeros_like(b) for b in node.buffers])
             for i, group in enumerate(node.groups):
-                for span in node.unit.spans(group, node.place, comm.rank):
+                for span in node.unit.leaf_spans(group, node.place, comm.rank):
                     path, shape = node.unit.path_in_tree(span.leaf), span.leaf.shape
                     place = slice(span.start, span.stop)
                     direction = orthogonalise(
@@ -139,6 +139,6 @@ def _check(params: Any) -> None:
                 if len(leaf.shape) != 2:
                     remedy = "Give matrices a label of their own and use partition({'muon': muon(...), 'default': adamw(...)})."
                     raise LayoutError(problem("muon()", f"{name!r} is not a matrix.", facts, remedy))
-                if node.place.sharded and not isinstance(leaf.atom, Whole):
+                if node.place.sharded_axes and not isinstance(leaf.atom, Whole):
                     remedy = f"Plan it with atoms={{{name!r}: Whole()}}."
                     raise LayoutError(problem("muon()", f"{name!r} may be cut between ranks.", facts, remedy))

@@ -49,13 +49,13 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     with reporting_format_errors(comm, "global_norm()"):
         for node in units_of(tree):
-            if node.place.partial:
+            if node.place.partial_axes:
                 raise TreeError(
                     f"global_norm(): unit {node.unit.display_name} rests partial ({node.place}): sum it by reduce_scatter() "
                     "first."
                 )
             held = [b.detach() for b in node.decoded_buffers(comm.rank) if b.numel()]
-            by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(held)
+            by_axes.setdefault(node.place.sharded_axes + node.place.varying_axes, []).extend(held)
     with torch.no_grad():
         if deterministic:
             return _exact_norm(by_axes, comm)

@@ -75,7 +75,7 @@ def _trial_error(where: str, on: str, error: Exception) -> TreeError:
 
 
 class _Group(NamedTuple):
-    """The leaves of a group in the trial: units, paths within the units, shapes and sizes."""
+    """The leaves of a group in a :class:`_Trial`: units, paths within the units, shapes and sizes."""
 
     keys: list[tuple[str, str]]
     paths: list[str]
@@ -95,7 +95,7 @@ class _Trial:
         self._like, self._groups, self._order = params, list[_Group](), list[tuple[str, str]]()
         self._start, self._grads = Vectors(), [Vectors() for _ in _SCALES]
         nodes = units_of(params)
-        axes = [(node.unit.mesh, axis) for node in nodes for axis in node.place.sharded + node.place.varying]
+        axes = [(node.unit.mesh, axis) for node in nodes for axis in node.place.sharded_axes + node.place.varying_axes]
         self.pieces = range(2 if any(mesh.axis_size(axis) > 1 for mesh, axis in axes) else 1)
         self.cuda_devices = sorted({b.device.index for node in nodes for b in node.buffers if b.device.type == "cuda"})
         generator = torch.Generator().manual_seed(0)

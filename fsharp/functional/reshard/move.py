@@ -10,12 +10,19 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.reshard.pieces import MovedPiece, Ranks, cut_into_rounds, pieces_between
+from fsharp.functional.reshard.pieces import MovedPiece, RankMap, cut_into_rounds, pieces_between
 from fsharp.functional.reshard.state_trees import StateTree
 
 
 def move_state_tree(
-    state_tree: StateTree, old: list[list[torch.Tensor]], layout: Layout, ranks: Ranks, comm: Comm, *, limit: int, donate: bool
+    state_tree: StateTree,
+    old: list[list[torch.Tensor]],
+    layout: Layout,
+    ranks: RankMap,
+    comm: Comm,
+    *,
+    limit: int,
+    donate: bool,
 ) -> list[Sharded]:
     """Return a state tree's nodes in a new layout, in order of the layout's units.
 
@@ -75,7 +82,7 @@ def move_state_tree(
     return nodes
 
 
-def _pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[MovedPiece]:
+def _pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> list[MovedPiece]:
     """Return the pieces of ``unit`` that rank ``target`` of the Comm takes from rank ``source``, which may be ``target``."""
     if source not in ranks.old or target not in ranks.new:
         return []

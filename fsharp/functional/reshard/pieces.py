@@ -15,7 +15,7 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankMap:
     """The old and the new mesh, and the ranks of the Comm by rank in each of them."""
 
     old_mesh: Mesh
@@ -26,13 +26,13 @@ class Ranks:
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
         """Return whether ``target``, a rank of the new mesh, takes values in ``place`` from ``source``, a rank of the old mesh.
 
-        If several ranks have the same values, the target takes them from the rank at its own coordinates. So values that a rank
-        has already do not travel, and new ranks spread over all copies.
+        Several old ranks may have the same values. The target takes them from one of these: itself, if it is one, and otherwise
+        a rank that depends on its number, so that new ranks do not all take from one rank.
         """
         mesh, rank = self.old_mesh, self.new[target]
         near = self.old.index(rank) if rank in self.old else target % mesh.size
-        return all(mesh.coord(axis, source) == mesh.coord(axis, near) for axis in place.replicated) and all(
-            mesh.coord(axis, source) == self.new_mesh.coord(axis, target) for axis in place.varying
+        return all(mesh.coord(axis, source) == mesh.coord(axis, near) for axis in place.replicated_axes) and all(
+            mesh.coord(axis, source) == self.new_mesh.coord(axis, target) for axis in place.varying_axes
         )
 
 
@@ -63,12 +63,12 @@ class MovedPiece(NamedTuple):
         return self.numel * self.itemsize
 
 
-def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> Iterator[MovedPiece]:
+def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> Iterator[MovedPiece]:
     """Yield the pieces of a new unit that rank ``target`` of the new mesh takes from rank ``source`` of the old mesh."""
     serves: dict[int, bool] = {}
     for new_buffer, group in enumerate(state_tree.groups_in(unit)):
         itemsize = state_tree.dtype_in(unit, group).itemsize
-        for span in unit.spans(group, state_tree.place_in(unit), target):
+        for span in unit.leaf_spans(group, state_tree.place_in(unit), target):
             old = state_tree.position_by_path[unit.path_in_tree(span.leaf)]
             node = state_tree.nodes[old.node]
             if old.node not in serves:

@@ -19,7 +19,7 @@ from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import move_state_tree
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
-from fsharp.functional.reshard.pieces import Ranks, pieces_between
+from fsharp.functional.reshard.pieces import RankMap, pieces_between
 from fsharp.functional.reshard.state_trees import Kind, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
 from fsharp.functional.stored import encode_blocks, encode_whole_leaves
@@ -90,7 +90,7 @@ def reshard(
     if any(has_tree) and not all(has_tree):
         tree = _share_outline(tree, has_tree, comm)
 
-    def check() -> tuple[list[StateTree], Ranks]:
+    def check() -> tuple[list[StateTree], RankMap]:
         state_trees, where_from = _check_all(
             tree, layout, place, cast, [r for r, has in enumerate(has_tree) if has], ranks, comm
         )
@@ -108,7 +108,7 @@ def reshard(
             )
         return state_trees, where_from
 
-    def fields(found: tuple[list[StateTree], Ranks]) -> Mapping[str, str]:
+    def fields(found: tuple[list[StateTree], RankMap]) -> Mapping[str, str]:
         state_trees, route = found
         layouts = {tuple(node.unit for node in state_tree.nodes): state_tree for state_tree in state_trees}
         old = {
@@ -201,7 +201,7 @@ def reshard_nbytes(
     for state_tree in state_trees:
         check_state_tree(state_tree, layout)
     old_mesh = state_trees[0].nodes[0].unit.mesh
-    route = Ranks(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
+    route = RankMap(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
     if rank not in route.old:
         return 0
     return sum(
@@ -216,7 +216,7 @@ def reshard_nbytes(
 
 def _check_all(
     tree: Any, layout: Layout, place: Kind, cast: bool, old: list[int], ranks: Sequence[int] | None, comm: Comm
-) -> tuple[list[StateTree], Ranks]:
+) -> tuple[list[StateTree], RankMap]:
     if not isinstance(layout, Layout):
         raise LayoutError(f"reshard(): layout is {layout!r:.60}, expected a Layout by plan().")
     if place not in ("params", "optim"):
@@ -236,7 +236,7 @@ def _check_all(
         facts = [("ranks", list(new)), ("new mesh", layout.mesh), ("comm", comm.mesh)]
         remedy = "Pass the ranks of comm that form the new mesh, in rising order."
         raise MeshError(problem("reshard()", "the ranks are not those of the new mesh.", facts, remedy))
-    return state_trees, Ranks(meshes[0], layout.mesh, tuple(old), new)
+    return state_trees, RankMap(meshes[0], layout.mesh, tuple(old), new)
 
 
 def _facts_text(state_tree: StateTree) -> str:

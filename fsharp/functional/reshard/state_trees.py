@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 
 
 class LeafPosition(NamedTuple):
-    """The place of a leaf's elements in a state tree.
+    """The node and the buffer of a state tree that hold a leaf's elements.
 
     Attributes:
         node: index of the unit's node in the state tree.
@@ -185,7 +185,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
     facts = [("in", state_tree), ("unit", node.unit.display_name), ("place", node.place)]
     if node.is_donated:
         raise TreeError(problem("reshard()", "a unit was donated (donate=True).", facts, "Use the returned state."))
-    if node.place.partial or node.is_gathered or node.ledger is not None:
+    if node.place.partial_axes or node.is_gathered or node.ledger is not None:
         what = "a unit does not rest: each rank has values of its own."
         remedy = "Call it between two steps; sums of gradients are for reduce_scatter() first."
         raise TreeError(problem("reshard()", what, facts, remedy))
@@ -204,7 +204,7 @@ def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, 
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
         facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"
-        facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.varying)}
+        facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.varying_axes)}
         if leaf.tied_to is None:
             group = unit.groups[leaf.group]
             if not state_tree.is_cast:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, senders, union
+from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
-from fsharp.stateful.schedule.ops import Phase, Stream, buffer_nbytes, kinds
+from fsharp.stateful.schedule.ops import Phase, Stream, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_over
+from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_nbytes_by_axis
 
 _ROUNDS = 8
 Channel = tuple[str, str]
@@ -26,16 +26,16 @@ def calibrate(
 ) -> dict[str, Any]:
     """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace.
 
-    While both work, the host keeps ``host_speed`` of its speed, and collectives keep ``sending_speed`` of theirs.
-    ``overlaps_latency``: whether the latency of a collective begins while earlier ones are still under way. See
-    :meth:`~fsharp.inspect.Hardware.fit`.
+    While the host works and a collective is under way, both are slower. ``host_speed`` and ``sending_speed`` are the parts, 0
+    to 1, of their full speed that host and collectives keep. ``overlaps_latency``: whether the latency of a collective begins
+    while earlier ones are still under way. See :meth:`~fsharp.inspect.Hardware.fit`.
     """
     steps = trace.by_step()
     rows = [row for _, rows in steps for row in rows]
     check_rows("Hardware.fit()", schedule, rows)
     _check_kinds(schedule, rows)
-    flights = _flights(schedule, rows)
-    in_flight = _Cover((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
+    flights = _collective_times(schedule, rows)
+    in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
     updates, issuing = [], []
@@ -45,12 +45,12 @@ def calibrate(
         waiting += [(span.start_s, span.stop_s) for span in host if span.kind == WAITING]
         seconds: dict[tuple[int, str], float] = {}
         for span in host:
-            seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.alone(span, host_speed)
+            seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.full_speed_length(span, host_speed)
         issues, begun = 0.0, sorted({row[5] for row in mine if schedule.ops[row[0]].spec.cost == "send"})
-        for gap_start, gap_stop in _between(host, start, stop):
+        for gap_start, gap_stop in _uncovered_stretches(host, start, stop):
             is_issuing = bisect_right(begun, gap_stop) > bisect_left(begun, gap_start)
             following = next((span for span in host if span.start_s >= gap_stop), None)
-            gap_s = in_flight.alone((gap_start, gap_stop), host_speed)
+            gap_s = in_flight.full_speed_length((gap_start, gap_stop), host_speed)
             if is_issuing:
                 issues += gap_s
             elif following is not None:  # what the host does in front of an op is a part of the op
@@ -68,7 +68,7 @@ def calibrate(
             elif op.spec.cost == "update":
                 updated_s += taken
         updates.append(updated_s)
-    waits = _Cover(waiting)
+    waits = _IntervalUnion(waiting)
 
     def alone(start: float, stop: float) -> float:
         return (stop - start) * sending_speed + waits.within(start, stop) * (1 - sending_speed)
@@ -109,8 +109,8 @@ def host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float
     half of their time count. Without such ops the result is 1/2.
     """
     steps = trace.by_step()
-    flights = _flights(schedule, [row for _, rows in steps for row in rows])
-    in_flight = _Cover((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
+    flights = _collective_times(schedule, [row for _, rows in steps for row in rows])
+    in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     rates = []
     for _, rows in steps:
         taken: dict[int, tuple[float, float]] = {}
@@ -137,7 +137,7 @@ def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
     for op in ops:
         mine = facts[op.unit]
         read = sum(buffer_nbytes(buffer, mine) for buffer in op.spec.reads)
-        filled = buffer_nbytes(op.spec.puts_into(mine), mine) if op.spec.puts_into(mine) else 0
+        filled = buffer_nbytes(op.spec.filled_buffer(mine), mine) if op.spec.filled_buffer(mine) else 0
         total += op.memory.nbytes if op.memory else read or filled
     return total
 
@@ -145,7 +145,7 @@ def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
 def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
     """Return bytes per second between host memory and the device: of all copies of a step, in the median over steps."""
     copied: dict[int, float] = {}
-    copies = kinds(lambda spec: spec.cost == "copy")
+    copies = kinds_where(lambda spec: spec.cost == "copy")
     for _, kind, _, _, _, start, stop, step in rows:
         if kind in copies:
             copied[step] = copied.get(step, 0.0) + stop - start
@@ -163,11 +163,11 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
     return coded / seconds if seconds and coded else math.inf
 
 
-class _Cover:
+class _IntervalUnion:
     """The union of intervals, and how much of a stretch lies in it."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
-        self.parts = union(intervals)
+        self.parts = union_of_intervals(intervals)
         self.starts = [start for start, _ in self.parts]
         self.before = [0.0, *accumulate(stop - start for start, stop in self.parts)]
 
@@ -178,16 +178,16 @@ class _Cover:
     def within(self, start: float, stop: float) -> float:
         return self.until(stop) - self.until(start)
 
-    def alone(self, what: TimeSpan | Interval, speed: float) -> float:
+    def full_speed_length(self, what: TimeSpan | Interval, speed: float) -> float:
         """Return the length that a stretch would have, had its parts in the union run at full speed."""
         start, stop = (what.start_s, what.stop_s) if isinstance(what, TimeSpan) else what
         return stop - start - (1 - speed) * self.within(start, stop)
 
 
-def _between(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Interval]:
+def _uncovered_stretches(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Interval]:
     """Return the stretches of a step that no span covers."""
     result, at = [], start
-    for began, ended in union((span.start_s, span.stop_s) for span in spans):
+    for began, ended in union_of_intervals((span.start_s, span.stop_s) for span in spans):
         if began > at:
             result.append((at, min(began, stop)))
         at = max(at, ended)
@@ -198,15 +198,19 @@ def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
     measured = {row[1] for row in rows}
     facts = schedule.program.facts
     wanted = {op.kind for op in schedule.ops if op.spec.cost != "send" or op.spec.collectives(facts[op.unit])}
-    needed = [*kinds(lambda spec: spec.cost == "compute"), *kinds(lambda spec: spec.cost == "update"), *senders()]
+    needed = [
+        *kinds_where(lambda spec: spec.cost == "compute"),
+        *kinds_where(lambda spec: spec.cost == "update"),
+        *kinds_with_collectives(),
+    ]
     missing = [kind for kind in needed if kind in wanted - measured]
     if missing:
-        there = [("measured", ", ".join(kind for kind in kinds() if kind in measured) or "nothing")]
+        there = [("measured", ", ".join(kind for kind in kinds_where() if kind in measured) or "nothing")]
         what = f"the trace has no measurement of {' or '.join(missing)}, and the schedule has some."
         raise ScheduleError(problem("Hardware.fit()", what, there, "Trace steps that follow the schedule, each to its end."))
 
 
-class _Flight(NamedTuple):
+class _CollectiveTimes(NamedTuple):
     """A collective under way: when it was issued, when its queue was free for it, and when it had ended."""
 
     issued_s: float
@@ -214,29 +218,29 @@ class _Flight(NamedTuple):
     stop_s: float
 
 
-def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_Flight]]:
+def _collective_times(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_CollectiveTimes]]:
     """Return, by first op, when each collective was sent in each step.
 
     A collective is sent once the collectives ahead of it on its queue have ended.
     """
     first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
-    kinds_that_send = senders()
+    kinds_that_send = kinds_with_collectives()
     for index, kind, _, _, _, start, stop, step in rows:
         if kind in kinds_that_send:
             known = began.get((first[index], step), (start, stop))
             began[first[index], step] = min(known[0], start), max(known[1], stop)
-    result: dict[int, list[_Flight]] = {}
+    result: dict[int, list[_CollectiveTimes]] = {}
     free: dict[Stream, float] = {}
     for (op, _), (issued, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):
         queue = "gather" if schedule.policy.separate_groups is False else schedule.ops[op].stream
         start = max(issued, free.get(queue, issued))
         free[queue] = stop = max(start, stop)
-        result.setdefault(op, []).append(_Flight(issued, start, stop))
+        result.setdefault(op, []).append(_CollectiveTimes(issued, start, stop))
     return result
 
 
-class _Point(NamedTuple):
+class _FitPoint(NamedTuple):
     """Collectives that send the same bytes over each link, how many there are, and how long one takes in the median.
 
     ``latencies`` is 1 if the seconds contain the latency, 0 if the latency was over before the queue was free.
@@ -248,9 +252,9 @@ class _Point(NamedTuple):
     weight: int
 
 
-def _points(
+def _fit_points(
     schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Channel, float] | None
-) -> list[_Point]:
+) -> list[_FitPoint]:
     """Return points from ``(seconds in the queue, seconds after it)`` of each collective, by its first op.
 
     A collective that has been in the queue for less than its latency has the rest of the latency in front of it. Without a
@@ -259,7 +263,7 @@ def _points(
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Channel, int], ...], int], list[float]] = {}
     for run in issue_positions(ops):
-        sent = sent_over(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
+        sent = sent_nbytes_by_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if not sent or run[0] not in taken:
             continue
         mine = taken[run[0]]
@@ -267,15 +271,15 @@ def _points(
         has_latency = int(2 * sum(queued <= limit for queued, _ in mine) >= len(mine))  # as in most steps
         seconds = median(after + queued * has_latency for queued, after in mine if (queued <= limit) == has_latency)
         alike.setdefault((tuple(sorted(sent.items())), has_latency), []).append(seconds)
-    return [_Point(dict(sent), has_latency, median(each), len(each)) for (sent, has_latency), each in alike.items()]
+    return [_FitPoint(dict(sent), has_latency, median(each), len(each)) for (sent, has_latency), each in alike.items()]
 
 
 def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> dict[Channel, tuple[float, float]]:
     """Return latency and bandwidth of each link. Which collectives have waited for their latency depends on the latency."""
-    points = _points(schedule, taken, None)
+    points = _fit_points(schedule, taken, None)
     found = _solve(points)
     for _ in range(_ROUNDS):
-        again = _solve(_points(schedule, taken, {link: latency for link, (latency, _) in found.items()}), or_else=found)
+        again = _solve(_fit_points(schedule, taken, {link: latency for link, (latency, _) in found.items()}), or_else=found)
         if again == found:
             break
         found = again
@@ -283,7 +287,7 @@ def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, flo
 
 
 def _solve(
-    points: Sequence[_Point], or_else: dict[Channel, tuple[float, float]] | None = None
+    points: Sequence[_FitPoint], or_else: dict[Channel, tuple[float, float]] | None = None
 ) -> dict[Channel, tuple[float, float]]:
     links = sorted({link for point in points for link in point.sent})
     for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # by axis if that can be told
@@ -299,7 +303,7 @@ def _solve(
     raise ScheduleError(problem("Hardware.fit()", what, rows, remedy))
 
 
-def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -> dict[Channel, tuple[float, float]] | None:
+def _least_squares(points: Sequence[_FitPoint], names: Mapping[Channel, Channel]) -> dict[Channel, tuple[float, float]] | None:
     """Return the latency and bandwidth for each name that links go by; None if the points do not determine them."""
     found = sorted(set(names.values()))
     if not found:

@@ -9,8 +9,16 @@ from typing import Any, NamedTuple
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, length, repeated_units, seconds_text, union
-from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds
+from fsharp.stateful.inspect.timeline import (
+    WAITING,
+    Timeline,
+    TimeSpan,
+    seconds_text,
+    total_length,
+    union_of_intervals,
+    units_by_repeated_name,
+)
+from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.type_checks import options_checked
 
@@ -55,7 +63,7 @@ def draw(
         raise ScheduleError("draw(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
     if isinstance(what, Timeline) and hardware:
         raise ScheduleError("draw(): hardware is for a schedule; this is a timeline, which has its times.")
-    timeline = what if isinstance(what, Timeline) else predict(what, hardware) if hardware else in_order(what)
+    timeline = what if isinstance(what, Timeline) else predict(what, hardware) if hardware else timeline_in_order(what)
     has_times = isinstance(what, Timeline) or hardware is not None
     if measured and not has_times:
         facts = [("drawn", "ops in their order"), ("measured", f"a step of {seconds_text(measured.step_s)}")]
@@ -69,7 +77,7 @@ def draw(
     longest = max(each.step_s for each in timelines) or 1.0
     units = timeline.schedule.program.facts
     coded = [op.spec.coded_nbytes(units[op.unit]) for op in timeline.schedule.ops]
-    style = _Style(_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times, coded)
+    style = _DrawingStyle(_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times, coded)
     for axes, each, name in zip(all_axes, timelines, names):
         axes.set_title(_title(each, name, has_times), loc="left", fontsize=10, fontweight="bold", color=_INK)
         _draw_lanes(axes, each, lanes, style)
@@ -78,7 +86,7 @@ def draw(
     figure.savefig(path)
 
 
-def in_order(schedule: Schedule) -> Timeline:
+def timeline_in_order(schedule: Schedule) -> Timeline:
     """Return spans of ops in order, each one unit of time wide. A collective reaches to the op that waits for it."""
     ops, spans = schedule.ops, []
     until: dict[int, int] = {}
@@ -95,7 +103,7 @@ def in_order(schedule: Schedule) -> Timeline:
     return Timeline(schedule, tuple(spans), float(len(ops)))
 
 
-class _Style(NamedTuple):
+class _DrawingStyle(NamedTuple):
     """Style of a picture.
 
     Attributes:
@@ -113,22 +121,22 @@ class _Style(NamedTuple):
     coded: Sequence[int]
 
 
-def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _Style) -> None:
+def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _DrawingStyle) -> None:
     top, labels = 0.4, dict[float, str]()
-    for start, stop, text, colour in _phases(timeline):
+    for start, stop, text, colour in _phase_stretches(timeline):
         axes.broken_barh([(start, stop - start)], (0, 0.28), facecolors=colour, edgecolors="white", linewidth=0.8)
         _write_first_that_fits(axes, [text], start, stop, 0.14, colour, style)
         axes.axvline(stop, color=_FAINT, linewidth=0.6, zorder=0)
     boxes = list(_boxes(timeline))
     for lane in lanes:
         mine = [box for box in boxes if box.stream == lane]
-        rows = _rows(mine)
+        rows = _pack_into_rows(mine)
         height = _LANES[lane] / max(len(rows), 1)
         for i, row in enumerate(rows):
             _draw_row(axes, row, (top + i * height, height * 0.94), style)
         text = str(lane)
         if style.has_times and timeline.step_s:
-            busy = length(union((box.start_s, box.stop_s) for box in mine if box.kind != WAITING))
+            busy = total_length(union_of_intervals((box.start_s, box.stop_s) for box in mine if box.kind != WAITING))
             text = f"{lane}\nbusy {busy / timeline.step_s:.0%}"
         labels[top + _LANES[lane] / 2] = text
         top += _LANES[lane] + 0.08
@@ -139,21 +147,21 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
     axes.spines[:].set_visible(False)
 
 
-def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], style: _Style) -> None:
+def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], style: _DrawingStyle) -> None:
     """Draw boxes side by side, with the names that fit."""
-    waits = [(box.start_s, box.seconds) for box in row if _look(box) == "hatched"]
+    waits = [(box.start_s, box.seconds) for box in row if _look_of(box) == "hatched"]
     if waits:
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
         axes.broken_barh(waits, where, facecolors=face, edgecolors=lines, linewidth=0, hatch="//////")
-    others = [box for box in row if _look(box) != "hatched"]
+    others = [box for box in row if _look_of(box) != "hatched"]
     faces = [_face(box, style.colours) for box in others]
     edges = ["white" if box.seconds > 0.06 * style.per_inch else "none" for box in others]
     places = [(box.start_s, box.seconds) for box in others]
     axes.broken_barh(places, where, facecolors=faces, edgecolors=edges, linewidth=0.6)
-    coded = [place for box, place in zip(others, places) if _look(box) != "coded" and style.coded[box.op]]
+    coded = [place for box, place in zip(others, places) if _look_of(box) != "coded" and style.coded[box.op]]
     axes.broken_barh(coded, (where[0] + 0.85 * where[1], 0.15 * where[1]), facecolors=_CODED)
     for box, face in zip(others, faces):
-        if _look(box) != "faint":
+        if _look_of(box) != "faint":
             name = box.unit or box.kind
             from_number = re.sub(r"^[^.\d]+\.(?=\d)", "", name)
             texts = [name, from_number, name.rsplit(".", 1)[-1]]
@@ -161,7 +169,7 @@ def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], st
 
 
 def _write_first_that_fits(
-    axes: Any, texts: Sequence[str], start: float, stop: float, y: float, face: Any, style: _Style
+    axes: Any, texts: Sequence[str], start: float, stop: float, y: float, face: Any, style: _DrawingStyle
 ) -> None:
     """Write the first of some texts that fits between ``start`` and ``stop``, if one fits."""
     from matplotlib.colors import to_rgba
@@ -173,7 +181,7 @@ def _write_first_that_fits(
         axes.text((start + stop) / 2, y, text, ha="center", va="center", fontsize=_FONT, color=colour)
 
 
-def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str], style: _Style) -> None:
+def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str], style: _DrawingStyle) -> None:
     schedule = timelines[0].schedule
     most = max([schedule.arena, *(timeline.peak_nbytes for timeline in timelines), 1])
     scale, unit = next((scale, unit) for scale, unit in _BYTES if most >= scale)
@@ -228,9 +236,9 @@ def _title(timeline: Timeline, name: str, has_times: bool) -> str:
     return f"{name}    {facts}" if name else facts
 
 
-def _phases(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
+def _phase_stretches(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
     """Yield stretches of forwards, of backwards, and of what comes after: start, stop, text and colour."""
-    chosen = kinds(lambda spec: spec.cost in ("compute", "update"))
+    chosen = kinds_where(lambda spec: spec.cost in ("compute", "update"))
     spans = [span for span in timeline.spans if span.kind in chosen]
     runs = [(phase, list(run)) for phase, run in groupby(spans, key=lambda span: span.phase)]
     times = len([phase for phase, _ in runs if phase == "forward"])
@@ -249,13 +257,13 @@ def _boxes(timeline: Timeline) -> Iterator[TimeSpan]:
         if span.seconds > 0:
             same.setdefault((span.stream, span.start_s, span.stop_s), []).append(span)
     for group in same.values():
-        for start, stop in timeline.pieces(group[0]):
+        for start, stop in timeline.pieces_in_step(group[0]):
             width = (stop - start) / len(group)
             for i, span in enumerate(group):
                 yield span._replace(start_s=start + i * width, stop_s=start + (i + 1) * width)
 
 
-def _rows(boxes: list[TimeSpan]) -> list[list[TimeSpan]]:
+def _pack_into_rows(boxes: list[TimeSpan]) -> list[list[TimeSpan]]:
     """Distribute boxes over as few rows as possible, so that no two boxes of a row overlap."""
     rows: list[list[TimeSpan]] = []
     for box in sorted(boxes, key=lambda box: (box.start_s, box.stop_s)):
@@ -273,7 +281,7 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
 
     result: dict[str, Colour] = {}
     ramps, singles = cycle(_RAMPS), cycle(_SINGLES)
-    for units in repeated_units(schedule).values():
+    for units in units_by_repeated_name(schedule).values():
         if len(units) == 1:
             result[units[0]] = to_rgb(next(singles))
             continue
@@ -284,7 +292,7 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
 
 
 def _face(span: TimeSpan, colours: dict[str, Colour]) -> Any:
-    look = _look(span)
+    look = _look_of(span)
     if look == "coded":
         return _CODED
     if look in ("grey", "faint") or not span.unit:
@@ -304,10 +312,10 @@ def _darker(colour: Colour) -> Colour:
     return 0.7 * red, 0.7 * green, 0.7 * blue
 
 
-def _look(span: TimeSpan) -> Look:
+def _look_of(span: TimeSpan) -> Look:
     """Return how a span is drawn: hatched if compute stands still in it, whatever its op."""
     return "hatched" if span.kind == WAITING else OPS[span.kind, span.phase].look
 
 
 def _kinds_with_look(look: Look) -> str:
-    return ", ".join(kinds(lambda spec: spec.look == look))
+    return ", ".join(kinds_where(lambda spec: spec.look == look))

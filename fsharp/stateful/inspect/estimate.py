@@ -30,7 +30,7 @@ from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSp
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_over
+from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_nbytes_by_axis
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -257,7 +257,7 @@ class Hardware:
         >>> Hardware(compute=(1.0, 2.0), bandwidth=100.0, latency=0.25).collective_s(calls)
         2.0
         """
-        sent = sent_over(calls)
+        sent = sent_nbytes_by_axis(calls)
         return self.latency_s(sent) + sum(nbytes * self._byte_s(link) for link, nbytes in sent.items())
 
     def latency_s(self, links: Iterable[Channel]) -> float:
@@ -342,7 +342,7 @@ class _Simulation:
         for run in issue_positions(self.ops):
             ops = [self.ops[i] for i in run]
             sent = (
-                sent_over(call for op in ops for call in op.spec.collectives(facts[op.unit]))
+                sent_nbytes_by_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))
                 if ops[0].spec.cost == "send"
                 else {}
             )

@@ -62,13 +62,13 @@ class LeafSharding:
     @property
     def spec(self) -> P | None:
         """``P(axes)`` if each rank holds an equal block of rows, in order; ``P()`` if each rank holds the leaf; else None."""
-        if self.leaf.numel == 0 or self._differs or not self.place.sharded or not self.shape:
+        if self.leaf.numel == 0 or self._difference_by_axis or not self.place.sharded_axes or not self.shape:
             return P() if self.is_fully_replicated else None
         parts, numel, offset = self._num_parts, self.leaf.numel, self.leaf.offset
         # The first part ends after one block, and so does every other one if parts are as long as blocks.
         shift = self._part_size - numel // parts
         in_blocks = parts == 1 or (shift == offset and (parts == 2 or offset == 0))
-        return P(self.place.sharded) if self.shape[0] % parts == 0 and in_blocks else None
+        return P(self.place.sharded_axes) if self.shape[0] % parts == 0 and in_blocks else None
 
     @property
     def shard_shape(self) -> tuple[int, ...] | None:
@@ -80,7 +80,7 @@ class LeafSharding:
     @property
     def is_fully_replicated(self) -> bool:
         """Whether each rank holds the whole leaf, with equal values."""
-        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._differs)
+        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._difference_by_axis)
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
@@ -92,14 +92,14 @@ class LeafSharding:
         return self.unit.run_of_leaf(self.leaf, self.place, rank)
 
     @property
-    def _differs(self) -> dict[str, str]:
-        """The axes along which ranks' values differ, each with a text: how they differ, such as summands."""
-        found = dict.fromkeys(self.place.partial, "summands") | dict.fromkeys(self.place.varying, "own values")
+    def _difference_by_axis(self) -> dict[str, str]:
+        """The axes along which ranks have different values, each with the words for these values, such as "summands"."""
+        found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.varying_axes, "own values")
         return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
 
     @property
     def _num_parts(self) -> int:
-        return math.prod(self.mesh.axis_size(axis) for axis in self.place.sharded)
+        return math.prod(self.mesh.axis_size(axis) for axis in self.place.sharded_axes)
 
     @property
     def _part_size(self) -> int:
@@ -113,9 +113,9 @@ class LeafSharding:
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
 
     @property
-    def _holds(self) -> torch.Tensor:
+    def _holding_ranks(self) -> torch.Tensor:
         """Which ranks hold some of the leaf, bool[ranks]."""
-        part = _part_of_rank(self.mesh, self.place)
+        part = _part_of_each_rank(self.mesh, self.place)
         return (part >= self._parts.start) & (part < self._parts.stop)
 
     def _of_part(self, part: int) -> tuple[int, int]:
@@ -142,15 +142,15 @@ class LeafSharding:
     def _notes(self) -> Iterator[str]:
         if self.path != self.unit.path_in_tree(self.leaf):
             yield f"tied to {self.unit.path_in_tree(self.leaf)!r}, where it is stored"
-        for axis, what in self._differs.items():
+        for axis, what in self._difference_by_axis.items():
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
-        elif not self._holds.all():
-            yield f"nothing of it on {_ranks_text(~self._holds)}"
+        elif not self._holding_ranks.all():
+            yield f"nothing of it on {_ranks_text(~self._holding_ranks)}"
 
     def __str__(self) -> str:
-        parts = _part_of_rank(self.mesh, self.place)
+        parts = _part_of_each_rank(self.mesh, self.place)
         half, left_out = _MAX_BOXES // 2, len(self._parts) - _MAX_BOXES
         shown = [*self._parts[:half], *self._parts[-half:]] if left_out > 0 else self._parts
         rows = [(self._rows_text(part), _ranks_text(parts == part)) for part in shown]
@@ -211,8 +211,8 @@ class TreeSharding:
             if leaf is None:
                 rows.append((name, "", "", "", ""))
             else:
-                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._differs.values()), "None")
-                holds = leaf._holds.tensor_split(cells)
+                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._difference_by_axis.values()), "None")
+                holds = leaf._holding_ranks.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
                 rows.append((name, _shape_text(leaf.leaf), spec, leaf._share_text, shown))
         room = _COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
@@ -273,9 +273,9 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
 
 @lru_cache(maxsize=64)
-def _part_of_rank(mesh: Mesh, place: Place) -> torch.Tensor:
+def _part_of_each_rank(mesh: Mesh, place: Place) -> torch.Tensor:
     """Return the number of the part of a buffer that each rank holds, int64[ranks]."""
-    return torch.tensor([mesh.index_along(place.sharded, rank) for rank in range(mesh.size)])
+    return torch.tensor([mesh.index_along(place.sharded_axes, rank) for rank in range(mesh.size)])
 
 
 def _ranks_text(chosen: torch.Tensor) -> str:
@@ -361,7 +361,7 @@ def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> No
                 continue
             start = x + unit.local_start(i, place, rank)
             axes.barh(rank, unit.local_size(i, place), left=start, height=0.7, color=_PADDING, alpha=alpha)
-            for span in unit.spans(i, place, rank):
+            for span in unit.leaf_spans(i, place, rank):
                 path = span.leaf.path or unit.name or "(root)"
                 label = None if path in named else path
                 named.add(path)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from fsharp.functional.layout.text import align_columns, nbytes_text
-from fsharp.stateful.schedule.ops import kinds
+from fsharp.stateful.schedule.ops import kinds_where
 from fsharp.stateful.schedule.schedule import Schedule, issue_positions
 from fsharp.type_checks import options_checked
 
@@ -45,7 +45,7 @@ def table(schedule: Schedule) -> str:
     return "\n".join(
         [
             *align_columns(rows, right, rules={1}),
-            f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds() if number[kind]),
+            f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds_where() if number[kind]),
             f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
             *([f"{nbytes_text(schedule.host_nbytes)} copied from host memory and to it"] if schedule.host_nbytes else []),
             f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.bound)} are live at once",

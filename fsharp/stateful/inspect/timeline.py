@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds
-from fsharp.stateful.schedule.schedule import Schedule, lives
+from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds_where
+from fsharp.stateful.schedule.schedule import Schedule, buffer_lifetimes
 
 WAITING = WAIT.kind
 """The kind of a span in which compute stands still, whatever the kind of its op."""
@@ -65,21 +65,21 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """Fraction of the collectives' time in which the compute stream works; 1 if there are no collectives."""
-        working = union(piece for span in self.spans if _is_computing(span) for piece in self.pieces(span))
-        total, hidden, kinds_that_send = 0.0, 0.0, senders()
+        working = union_of_intervals(piece for span in self.spans if _is_computing(span) for piece in self.pieces_in_step(span))
+        total, hidden, kinds_that_send = 0.0, 0.0, kinds_with_collectives()
         for stream in STREAMS:
             sent = [s for s in self.spans if s.stream == stream and s.kind in kinds_that_send]
-            sending = union(piece for span in sent for piece in self.pieces(span))
-            total += length(sending)
-            hidden += length(sending) + length(working) - length(union([*sending, *working]))
+            sending = union_of_intervals(piece for span in sent for piece in self.pieces_in_step(span))
+            total += total_length(sending)
+            hidden += total_length(sending) + total_length(working) - total_length(union_of_intervals([*sending, *working]))
         return min(max(hidden / total, 0.0), 1.0) if total else 1.0
 
     @property
     def memory(self) -> tuple[tuple[float, int], ...]:
         """Pairs ``(second, live bytes of the arena from this second on)``, from 0 to the end of the step."""
-        starts, stops = self._times()
+        starts, stops = self._starts_and_stops()
         changes: list[tuple[float, int]] = [(0.0, 0)]
-        for fill, free, nbytes in lives(self.schedule.ops):
+        for fill, free, nbytes in buffer_lifetimes(self.schedule.ops):
             since = starts[fill] if fill is not None else 0.0
             if since < self.step_s:
                 changes.append((since, nbytes))
@@ -103,7 +103,7 @@ class Timeline:
             return sum((span.seconds for span in chosen), 0.0)
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
-    def pieces(self, span: TimeSpan) -> Iterator[Interval]:
+    def pieces_in_step(self, span: TimeSpan) -> Iterator[Interval]:
         """Yield the parts of a span within ``0`` to ``step_s``: a part after the end of the step is moved to its beginning."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:
@@ -114,7 +114,7 @@ class Timeline:
                 yield max(start, 0.0), min(stop, self.step_s)
             start, stop = start - self.step_s, stop - self.step_s
 
-    def _times(self) -> tuple[list[float], list[float]]:
+    def _starts_and_stops(self) -> tuple[list[float], list[float]]:
         """Return start and stop of every op. An unmeasured op takes no time, right after the previous op on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
@@ -132,12 +132,12 @@ class Timeline:
         return starts, stops
 
 
-def senders() -> tuple[str, ...]:
+def kinds_with_collectives() -> tuple[str, ...]:
     """Return the kinds of ops with collectives."""
-    return kinds(lambda spec: spec.cost == "send")
+    return kinds_where(lambda spec: spec.cost == "send")
 
 
-def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
+def units_by_repeated_name(schedule: Schedule) -> dict[str, list[str]]:
     """Return units in the order of their use, by name without numbers: ``layers.0`` is in the list of ``layers.*``."""
     result: dict[str, list[str]] = {}
     in_use = [op.unit for op in schedule.ops if op.spec.cost == "compute"]
@@ -146,7 +146,7 @@ def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
     return result
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def union_of_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals as disjoint intervals, in order."""
     result: list[Interval] = []
     for start, stop in sorted(intervals):
@@ -157,7 +157,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def total_length(intervals: Iterable[Interval]) -> float:
     """Return the length of disjoint intervals."""
     return sum(stop - start for start, stop in intervals)
 

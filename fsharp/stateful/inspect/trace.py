@@ -6,8 +6,15 @@ from statistics import median, median_low
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import align_columns, nbytes_text
-from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, senders
-from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds
+from fsharp.stateful.inspect.timeline import (
+    WAITING,
+    Timeline,
+    TimeSpan,
+    kinds_with_collectives,
+    seconds_text,
+    units_by_repeated_name,
+)
+from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -85,7 +92,7 @@ class Trace:
     def compute_times(self) -> dict[str, tuple[float, float]]:
         """Return median seconds ``(forward, backward)`` of each unit, without nested units, for ``Hardware(compute=...)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
-        computing = kinds(lambda spec: spec.cost == "compute")
+        computing = kinds_where(lambda spec: spec.cost == "compute")
         for _, rows in self.by_step():
             own: dict[int, list[TimeSpan]] = {}
             for span in self_times(rows):
@@ -97,7 +104,7 @@ class Trace:
 
     def update_time(self) -> float:
         """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; or 0."""
-        updates = kinds(lambda spec: spec.cost == "update")
+        updates = kinds_where(lambda spec: spec.cost == "update")
         return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.by_step())
 
     @api_boundary
@@ -181,17 +188,17 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
         ("overlap", f"{predicted.overlap:.1%}", f"{measured.overlap:.1%}", ""),
         ("peak", nbytes_text(predicted.peak_nbytes), nbytes_text(measured.peak_nbytes), ""),
     ]
-    rows = [(kind, [timeline.seconds(kind) for timeline in both]) for kind in kinds()]
+    rows = [(kind, [timeline.seconds(kind) for timeline in both]) for kind in kinds_where()]
     parts: list[tuple[str, str, Phase | None]] = [
         *((phase, spec.kind, phase) for (_, phase), spec in OPS.items() if spec.cost == "compute"),
-        *((kind, kind, None) for kind in senders()),
+        *((kind, kind, None) for kind in kinds_with_collectives()),
     ]
     units = [
         (
             f"{name} x{len(alike)} {what}" if len(alike) > 1 else f"{alike[0]} {what}",
             [sum(timeline.seconds(kind, unit=unit, phase=phase) for unit in alike) for timeline in both],
         )
-        for name, alike in repeated_units(predicted.schedule).items()
+        for name, alike in units_by_repeated_name(predicted.schedule).items()
         for what, kind, phase in parts
     ]
     head = ("", "predicted", "measured", "ratio")

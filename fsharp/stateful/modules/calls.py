@@ -19,11 +19,11 @@ from fsharp.functional.layout.paths import innermost_prefix, prefixes_with_paren
 from fsharp.functional.layout.sharded import Sharded, units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import independent_clone
-from fsharp.stateful.modules.initial.dtensors import Spec, as_dtensors, local
+from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.selection import owners
+from fsharp.stateful.modules.selection import units_by_module
 from fsharp.stateful.modules.te_gradients import is_fused, lending_memory
-from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, views_of
+from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import compiled_by_caller, uncompiled
 
@@ -56,7 +56,7 @@ class ParameterEntries:
         self._entries = list(entries.values())
         self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
 
-    def check(self) -> None:
+    def check_not_replaced(self) -> None:
         """Raise an error if the user has put another parameter into an entry, as a forward would ignore it."""
         for i, places, name in self._entries:
             if places.get(name) is not self._present[id(places), name]:
@@ -71,14 +71,14 @@ class ParameterEntries:
         """Return by path the values that a caller has put in place of full parameters."""
         found = {}
         for i, places, name in self._entries:
-            path, mine = self.stored[i], local(places[name])
+            path, mine = self.stored[i], local_tensor(places[name])
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
                 raise TreeError(f"unsharded(): {self._paths[i]!r} was replaced by a tensor of another shape.")
             if mine.data_ptr() != full[path].data_ptr():
                 found[path] = mine
         return found
 
-    def swap(self, tensors: Sequence[Any]) -> list[Any]:
+    def swap_in(self, tensors: Sequence[Any]) -> list[Any]:
         """Put tensors into the entries, one for each leaf. Return the tensors that were there."""
         before = list(tensors)
         for i, places, name in self._entries:
@@ -91,7 +91,7 @@ class ParameterEntries:
 
 
 @contextmanager
-def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+def copied_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Replace all buffers by copies in this context. Yield pairs of a buffer and its copy. A shared buffer has one copy."""
     before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
     copies = {id(b): (b, b.clone()) for _, buffers in before for b in buffers.values() if b is not None}
@@ -104,7 +104,7 @@ def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tens
             module._buffers.update(buffers)
 
 
-def refuse_added(module: nn.Module, path: str) -> None:
+def refuse_added_parameters(module: nn.Module, path: str) -> None:
     """Raise an error if parameters that require a gradient were added to a module after it was sharded.
 
     Inner modules that are gathered by themselves are not searched.
@@ -133,7 +133,7 @@ class ParameterSource(NamedTuple):
     comm: Comm
 
     @staticmethod
-    def of(tree: Any, comm: Comm) -> "ParameterSource":
+    def from_tree(tree: Any, comm: Comm) -> "ParameterSource":
         """Return a source that reads parameters from a tree."""
         return ParameterSource(units_by_name(tree), comm)
 
@@ -154,16 +154,21 @@ class GatheredModule(NamedTuple):
     varies: bool
 
 
-class ModuleCalls:
+class ModuleCallState:
     """The state of calls of a module's code: entries and specs of parameters, gathered modules by path, the present source."""
 
     def __init__(
-        self, module: nn.Module, layout: Layout, chosen: Sequence[str], specs: Mapping[str, Spec], paused: Collection[str]
+        self,
+        module: nn.Module,
+        layout: Layout,
+        chosen: Sequence[str],
+        specs: Mapping[str, DTensorSpec],
+        paused: Collection[str],
     ) -> None:
         self.specs, self.paused = specs, paused
         present: dict[tuple[int, str], Any] = {}
         self.entries = {unit.name: ParameterEntries(module, unit, present) for unit in layout.units}
-        by_path = owners(layout, chosen)
+        by_path = units_by_module(layout, chosen)
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
@@ -175,14 +180,14 @@ class ModuleCalls:
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
                 side_outputs=SideOutputs(members[path]),
                 has_inner=path in has_inner,
-                varies=any(layout[name].strategy.full.varying for name in names),
+                varies=any(layout[name].strategy.full.varying_axes for name in names),
             )
             for path, names in by_path.items()
         }
         self.source: ParameterSource | None = None
 
     @contextmanager
-    def reading(
+    def reading_from(
         self,
         source: ParameterSource | None,
         entries: Sequence[ParameterEntries] = (),
@@ -190,13 +195,13 @@ class ModuleCalls:
         *,
         module: nn.Module | None = None,
     ) -> Iterator[None]:
-        """Return a context in which modules read parameters from ``source``, and ``parameters`` at the entries of some units.
+        """Return a context in which the code of modules reads its parameters from ``source``, or from ``parameters``.
 
-        ``parameters``: for each unit, tensors in the order of its leaves. Methods of ``module``, whose units are gathered, run
-        directly.
+        ``parameters`` has, for each unit in ``entries``, the tensors to put into its entries, in the order of the unit's
+        leaves. Methods of ``module`` run without another gather, as the units of ``module`` are gathered already.
         """
         before, self.source = self.source, source
-        replaced_tensors = list(map(ParameterEntries.swap, entries, parameters))
+        replaced_tensors = list(map(ParameterEntries.swap_in, entries, parameters))
         if module is not None:
             module.__dict__["_fsharp_computes"] = True
         try:
@@ -205,7 +210,7 @@ class ModuleCalls:
             if module is not None:
                 module.__dict__["_fsharp_computes"] = False
             for of_unit, tensors in zip(reversed(entries), reversed(replaced_tensors), strict=True):
-                of_unit.swap(tensors)
+                of_unit.swap_in(tensors)
             self.source = before
 
 
@@ -218,7 +223,7 @@ class ModuleCall:
     """
 
     def __init__(
-        self, calls: ModuleCalls, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, calls: ModuleCallState, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
         self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
         self.owner, self.flat = calls.owners[path], flat_arguments(args, kwargs)
@@ -243,25 +248,25 @@ class ModuleCall:
         if calls.specs:
             shown = [as_dtensors(each.stored, leaves, calls.specs) for each, leaves in zip(owner.entries, full, strict=True)]
         fused = [(each.stored[i], row[i]) for each, row in zip(owner.entries, shown, strict=True) for i in each.fused]
-        with lending_memory(fused), calls.reading(source, owner.entries, shown, module=self.module):
+        with lending_memory(fused), calls.reading_from(source, owner.entries, shown, module=self.module):
             out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
-        if views := views_of(parameters, found):  # these are released: the copies' gradients are theirs
-            out = replaced(out, views, [independent_clone(x) for x in views], path)
+        if views := views_of_parameters(parameters, found):  # these are released: the copies' gradients are theirs
+            out = replace_tensors(out, views, [independent_clone(x) for x in views], path)
             found = tensors_in(out)
         self.out = out
-        side = owner.side_outputs.since(before, passed, parameters, path)
+        side = owner.side_outputs.new_side_outputs(before, passed, parameters, path)
         found += [x for x in side if not any(x is y for y in found)]
         self._given_away = found
-        return reaching(found, [*self.flat, *parameters]) if owner.varies else found
+        return connect_to_inputs(found, [*self.flat, *parameters]) if owner.varies else found
 
     def result_with(self, found: Sequence[torch.Tensor]) -> Any:
         """Return the result of the code, with the tensors in ``found`` in place of those that left the code."""
         if all(map(is_, found, self._given_away)):
             return self.out
-        self.owner.side_outputs.replace(self._comm_and_label, self._given_away, found, self.path)
-        return replaced(self.out, self._given_away, found, self.path)
+        self.owner.side_outputs.replace_stored(self._comm_and_label, self._given_away, found, self.path)
+        return replace_tensors(self.out, self._given_away, found, self.path)
 
 
 def flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

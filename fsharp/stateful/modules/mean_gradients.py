@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
-from fsharp.stateful.modules.initial.dtensors import Spec
+from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, held_leaves
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.unit_state import UnitState
@@ -26,13 +26,13 @@ class MeanGradients:
         edits: changes of the gradients since they were set, in order, such as ``"unscale"``.
     """
 
-    def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
+    def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, DTensorSpec], comm: Comm) -> None:
         self._parameters, self._specs, self._comm = parameters, specs, comm
         self._parts: dict[str, ShardedTensor] = {}
         self._hooks: dict[str, OrderedDict[int, Callable[[Any], Any]]] = {}
-        self.clear()
+        self.release_all()
 
-    def clear(self) -> None:
+    def release_all(self) -> None:
         """Drop the gradients. Move each part that a caller still holds, with its values, to memory of its own."""
         parts = [weakref.ref(part) for part in self._parts.values()]
         self.tree: Any = None
@@ -42,9 +42,9 @@ class MeanGradients:
         self.edits: list[str] = []
         for reference in parts:
             if (part := reference()) is not None:
-                part.move()
+                part.move_to_new_memory()
 
-    def set(self, sums: Any, missing: set[str]) -> None:
+    def set_from_sums(self, sums: Any, missing: set[str]) -> None:
         """Take sums over ranks as gradients, and divide them in place."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
@@ -55,7 +55,7 @@ class MeanGradients:
                         data.zero_()
         self._versions = self._seen()
 
-    def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
+    def add_gradient_ready_hook(self, path: str, hook: Callable[[ShardedParameter], Any]) -> RemovableHandle:
         """Register ``hook(parameter)``, to be called when the parameter has its gradient.
 
         Return a handle to remove the hook.
@@ -67,7 +67,7 @@ class MeanGradients:
 
     def call_hooks(self) -> None:
         """Call the hooks of all parameters that have a gradient now; a hook may drop gradients."""
-        present = self.present
+        present = self.paths_with_gradient
         for path, parameter in list(self._parameters.items()):
             if path in present:
                 for hook in list(self._hooks.get(path, {}).values()):
@@ -75,7 +75,7 @@ class MeanGradients:
 
     def return_to_sums(self, units: Iterable[UnitState]) -> None:
         """Drop the means, and turn the gradients of ``units`` back into sums, to which another backward can add."""
-        self.clear()
+        self.release_all()
         for unit in units:
             if unit.gradient is not None:
                 unit.gradient.reopen(self._comm.mesh.size)
@@ -88,10 +88,12 @@ class MeanGradients:
     def _seen(self) -> list[int]:
         return [buffer._version for buffer in self.buffers]
 
-    def changes(self) -> str:
+    def changes_text(self) -> str:
         """Return the changes of the gradients since they were set, which have to be equal on all ranks."""
         # Writes are counted where every rank has all of it: of a leaf that is cut, some ranks may have nothing to write to.
-        is_whole = [not (node.place.sharded or node.place.varying) for node in units_of(self.tree) for _ in node.buffers]
+        is_whole = [
+            not (node.place.sharded_axes or node.place.varying_axes) for node in units_of(self.tree) for _ in node.buffers
+        ]
         rows = zip(self._seen(), self._versions, is_whole, strict=True)
         return f"gradients since they were set={self.edits} {[now - before for now, before, whole in rows if whole]}"
 
@@ -100,25 +102,25 @@ class MeanGradients:
         """The buffers of all units."""
         return [buffer for node in units_of(self.tree) for buffer in node.buffers]
 
-    def part(self, path: str) -> ShardedTensor | None:
+    def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of the gradient of a parameter; None if there is none."""
         if self.tree is None or path in self.missing:
             return None
         if not self._parts:
             for node in units_of(self.tree):
                 held = held_leaves(node, self._comm.rank)
-                self._parts |= {name: ShardedTensor.of(data, self._parameters[name]) for name, _, data in held}
+                self._parts |= {name: ShardedTensor.cut_like(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
-    def drop(self, part: ShardedTensor) -> None:
+    def drop_gradient(self, part: ShardedTensor) -> None:
         """Drop the gradient to which this part belongs."""
         part.local.zero_()
         self.missing.add(part.path)
-        if not part.place.varying:
+        if not part.place.varying_axes:
             self.edits.append(f"without {part.path}")
 
     @property
-    def present(self) -> frozenset[str]:
+    def paths_with_gradient(self) -> frozenset[str]:
         """Paths of the trained parameters that have a gradient, if there is a tree."""
         return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
@@ -126,7 +128,7 @@ class MeanGradients:
         """Return the norm of this order of all gradients, over all ranks and along the axes of DTensors."""
         if order == 2 and not self._specs:
             return global_norm(self.tree, comm=self._comm)
-        parts = [part for path in self._parameters if (part := self.part(path)) is not None]
+        parts = [part for path in self._parameters if (part := self.gradient_part(path)) is not None]
         return torch.nn.utils.get_total_norm(parts, order)
 
 

@@ -13,11 +13,17 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ParameterSource, own_buffers
+from fsharp.stateful.modules.calls import ParameterSource, copied_buffers
 from fsharp.stateful.modules.initial.dtensors import as_dtensors
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank, whole_tensors
+from fsharp.stateful.modules.state_dict import (
+    gather_to_rank,
+    gather_whole_tensors,
+    load_parts,
+    refuse_dtensors,
+    scatter_from_rank,
+)
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
@@ -85,7 +91,7 @@ class ShardedModule(nn.Module):
 
         ``set_to_none=False`` is an error.
         """
-        _session(self).step.discard(set_to_none=set_to_none)
+        _session(self).step.drop_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
         """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters ``params``.
@@ -100,7 +106,7 @@ class ShardedModule(nn.Module):
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
             if session.calls.source is not None:
                 raise ScheduleError("model.functional(): the function was called inside of a forward of its own module.")
-            with session.calls.reading(ParameterSource.of(params, comm)), own_buffers(self):
+            with session.calls.reading_from(ParameterSource.from_tree(params, comm)), copied_buffers(self):
                 return self(*args, **kwargs)
 
         return fn, session.state.train_state.params
@@ -121,7 +127,7 @@ class ShardedModule(nn.Module):
     @train_state.setter
     @api_boundary
     def train_state(self, state: TrainState) -> None:
-        _session(self).adopt(state)
+        _session(self).adopt_state(state)
 
     @property
     def layout(self) -> Layout:
@@ -153,14 +159,14 @@ class ShardedModule(nn.Module):
             raise ScheduleError("unsharded(write=True): in averaged(), which ends with what the parameters were before.")
         _warn_of_rounding("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
-        session.state.follow_writes()
-        parts = whole_tensors(session.parameters.values(), session.scheduler.comparing)
+        session.state.propagate_writes()
+        parts = gather_whole_tensors(session.parameters.values(), session.scheduler.comm_with_history)
         full = {part.path: value for part, value in parts}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
         session.is_unsharded = True
         try:
-            with session.swapped_in(parameters):
+            with session.parameters_replaced(parameters):
                 yield
                 _refuse_hooks(parameters)
                 written = dict(full)
@@ -169,7 +175,7 @@ class ShardedModule(nn.Module):
         finally:
             session.is_unsharded = False
         if write:
-            session.write({path: x.reshape(-1)[slice(*session.parameters[path].run)] for path, x in written.items()})
+            session.write_parameters({path: x.reshape(-1)[slice(*session.parameters[path].run)] for path, x in written.items()})
             session.state.is_written = True
 
     @api_boundary
@@ -244,7 +250,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if gather_to_rank(where, [found], rank, session.scheduler.comparing) else {}
+        return found if gather_to_rank(where, [found], rank, session.scheduler.comm_with_history) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
@@ -292,9 +298,9 @@ class ShardedModule(nn.Module):
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounding("full_parameters()", chosen)
-        session.state.follow_writes()
-        for part, value in whole_tensors(chosen, session.scheduler.comparing):
-            yield names[id(part)], value.clone() if part.spec is None else part.spec.whole(value).full_tensor()
+        session.state.propagate_writes()
+        for part, value in gather_whole_tensors(chosen, session.scheduler.comm_with_history):
+            yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
 
 
 def _session(module: nn.Module) -> Session:

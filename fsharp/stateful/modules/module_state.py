@@ -28,37 +28,37 @@ class ModuleState:
     def __init__(self, state: TrainState, comm: Comm) -> None:
         self.train_state, self._comm, self.generation = state, comm, 0
         self.is_written, self.loaded = False, set[str]()
-        self.record_versions()
+        self.record_version_counters()
 
-    def record_versions(self) -> None:
+    def record_version_counters(self) -> None:
         """Record the version counters of all buffers, to notice later writes."""
         trees = ("params", self.train_state.params), ("main", self.train_state.main)
         nodes = [(kind, node) for kind, tree in trees for node in units_of(tree)]
         self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
         self._recorded = self._versions()
 
-    def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def fill_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Copy values into ``targets``, which are buffers of this state. All ranks have to call this method."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
-        self.record_versions()
+        self.record_version_counters()
 
-    def visible(self) -> Any:
+    def optimizer_copies(self) -> Any:
         """Return the optimizer's copies of parameters: trainable groups at the optimizer's place, in memory of the state."""
         with torch.no_grad():
             return merge(gather(trainable(self.train_state.params), comm=self._comm, to="optim"), self.train_state.main)
 
-    def spread(self) -> None:
+    def copy_to_resting_parameters(self) -> None:
         """Set parameters at rest to the values of the optimizer's copies, a unit at a time. A collective."""
         comm = LabelledComm(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
-            for held, kept in zip(units_of(self.visible()), units_of(trainable(self.train_state.params)), strict=True):
+            for held, kept in zip(units_of(self.optimizer_copies()), units_of(trainable(self.train_state.params)), strict=True):
                 new = gather(encode_at_rest(held, comm), comm=comm, to="params")
                 for buffer, value in zip(kept.buffers, new.buffers, strict=True):
                     if buffer is not value:
                         buffer.copy_(value)
-        self.record_versions()
+        self.record_version_counters()
 
     def clear_residuals(self) -> None:
         """Set residuals to zero: what formats have lost of gradients of other parameters."""
@@ -71,7 +71,7 @@ class ModuleState:
             account("parameters written in place=True")
             self.is_written = False
 
-    def adopt(self, state: TrainState) -> None:
+    def adopt_state(self, state: TrainState) -> None:
         """Take a state of this layout as the module's own. Raise an error for another place or dtype."""
         state = state._replace(main=buffers_on_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
@@ -89,20 +89,20 @@ class ModuleState:
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps it
         self.train_state = state if has_own else state._replace(opt=None)
         self.generation += 1
-        self.record_versions()
+        self.record_version_counters()
 
-    def follow_writes(self) -> bool:
+    def propagate_writes(self) -> bool:
         """Copy values that were written to the optimizer's copies into the parameters at rest, by a collective.
 
         Return whether there were writes.
         """
-        is_written = self.notice_writes()
+        is_written = self.were_copies_written()
         if is_written:
-            self.spread()
+            self.copy_to_resting_parameters()
         return is_written
 
-    def notice_writes(self) -> bool:
-        """Return whether the optimizer's copies were written to since :meth:`record_versions`. Other writes are an error."""
+    def were_copies_written(self) -> bool:
+        """Return whether the optimizer's copies were written to since :meth:`record_version_counters`. Refuse other writes."""
         now = self._versions()
         if now == self._recorded:
             return False
@@ -116,7 +116,7 @@ class ModuleState:
                     "`with model.unsharded(write=True):`."
                 )
         self.is_written = True
-        self.record_versions()
+        self.record_version_counters()
         return True
 
     def _versions(self) -> list[tuple[int, int]]:

@@ -55,16 +55,16 @@ class ModuleStep:
         self._lost = False  # whether gradients were lost by an error that was not reported yet
 
     @contextmanager
-    def forward(self) -> Iterator[Any]:
+    def forward_context(self) -> Iterator[Any]:
         """Return a context for a forward, which becomes part of the step under way or of a new step. Yield its parameters."""
-        self.recover()
-        self.follow_writes()
+        self.reopen_scheduler()
+        self.propagate_writes()
         if self.run is None:
             self.state.add_write_settings(self.scheduler.add_settings)
-            self.means.clear()
+            self.means.release_all()
             self.updated_by = None
-            self.run = self.scheduler.open(self.scheduled, self.state.train_state.params)
-            self.run.tell_of_backwards(self.on_backward)
+            self.run = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
+            self.run.call_on_backward(self.on_backward)
             with self._guarded():
                 self._start_gradients()
                 self.params = with_sinks(self.state.train_state.params, SinkLedger(self._carried))
@@ -77,14 +77,14 @@ class ModuleStep:
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
         _, self._carried = own_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
-        self._units = self.scheduler.start_gradients(state.params)
+        self._units = self.scheduler.begin_gradients(state.params)
 
-    def follow_writes(self) -> None:
+    def propagate_writes(self) -> None:
         """Copy values written to the module's parameters to the parameters at rest, and gather these again in this step."""
-        if self.state.follow_writes() and self.run is not None:
-            self.run.leave()  # a schedule would use parameters that it has gathered before the write
+        if self.state.propagate_writes() and self.run is not None:
+            self.run.leave_schedule()  # a schedule would use parameters that it has gathered before the write
 
-    def recover(self) -> None:
+    def reopen_scheduler(self) -> None:
         """Make the scheduler usable again after an error. All ranks do this.
 
         If a backward pass failed, its step is abandoned first: autograd calls nothing of this module after a failure.
@@ -101,18 +101,18 @@ class ModuleStep:
         run = self.run
         assert run is not None
         try:
-            with self.scheduler.guard(run):
+            with self.scheduler.closed_on_error(run):
                 yield
         except BaseException:
             if self.run is run:
                 self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
                 self.run, self.params, self._pass = None, None, -1
-                self.means.clear()
+                self.means.release_all()
             raise
 
     def _close(self, run: Step) -> None:
         with self._guarded():
-            self.scheduler.close(run)
+            self.scheduler.close_step(run)
         self.run = self.params = None
 
     def _begin_backward(self) -> None:
@@ -122,7 +122,7 @@ class ModuleStep:
         self._pass, run = torch._C._current_graph_task_id(), self.run
         with self._guarded():
             if self.used:
-                raise self._used_up("backward()", "add to", "or before the backward")
+                raise self._used_up_error("backward()", "add to", "or before the backward")
             if self.means.tree is not None:
                 if self.has_feedback:
                     raise ScheduleError(
@@ -151,16 +151,16 @@ class ModuleStep:
             return
         with self._guarded():
             self.scheduler.end_microbatch(self._units, self.params)
-            if self.is_accumulating or not self.is_fed:
+            if self.is_accumulating or not self.has_gradients:
                 return
             missing = unused_parameters(self._units, self.scheduler, self._paused)
             grads = self.scheduler.hand_out_gradients(self._units, self.state.train_state.params)
-            self.means.set(self.scheduler.run_reduce_scatter(grads, "optim", self._carried), missing)
+            self.means.set_from_sums(self.scheduler.run_reduce_scatter(grads, "optim", self._carried), missing)
             if not self._is_apart:
                 self.means.call_hooks()
 
     @property
-    def is_fed(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether backward passes of this step have left gradients."""
         return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
 
@@ -170,63 +170,63 @@ class ModuleStep:
         ``settings``: settings that have to be equal on all ranks, such as learning rates. ``by``: the identity of the
         optimizer.
         """
-        if self.finished("step()") is None:
+        if self.finish_gradients("step()") is None:
             return
         run = self.run
         assert run is not None
-        self.state.notice_writes()
+        self.state.were_copies_written()
         self.state.add_write_settings(self.scheduler.add_settings)
-        self.scheduler.add_settings(f"{settings}\n{self.means.changes()}")
+        self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._guarded():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
-            self.used = set(self.means.present)
-            self.means.clear()
+            self.used = set(self.means.paths_with_gradient)
+            self.means.release_all()
         self._close(run)
         self.updated_by = by
-        self.state.record_versions()
+        self.state.record_version_counters()
         self.state.loaded.clear()
 
-    def finished(self, where: str) -> Any:
+    def finish_gradients(self, where: str) -> Any:
         """Return the gradients, if there are any, for the method ``where``, which is about to use them.
 
         Raise an error if they wait for more microbatches, were lost by an error, or were used by a step.
         """
-        self.recover()
+        self.reopen_scheduler()
         if self._lost:
             raise LossError(
                 f"{where}: the gradients of this step were lost because of an earlier error. Call zero_grad(), and "
                 "compute them again."
             )
-        if self.means.tree is None and self.run is not None and self.is_fed:
+        if self.means.tree is None and self.run is not None and self.has_gradients:
             raise LossError(
                 f"{where}: all backward passes so far were inside of accumulate(). Run the last one outside of "
                 "`with model.accumulate():`."
             )
         if self.used:
-            raise self._used_up(where, "use", f"and then a backward before {where}")
+            raise self._used_up_error(where, "use", f"and then a backward before {where}")
         return self.means.tree
 
-    def _used_up(self, where: str, does: str, remedy: str) -> ScheduleError:
+    def _used_up_error(self, where: str, does: str, remedy: str) -> ScheduleError:
         return ScheduleError(
             f"{where}: optimizer.step() has used up the gradients of the step before, such as that of {min(self.used)!r}. "
             f"Plain torch would {does} those gradients, and a sharded module does not keep them. Call "
             f"optimizer.zero_grad() after optimizer.step(), {remedy}."
         )
 
-    def discard(self, *, set_to_none: bool = True) -> None:
+    def drop_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop the gradients, unless a backward is under way. A forward whose backward has not run yet stays valid."""
         if not set_to_none:
             raise ScheduleError(
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
                 "the next one has none, and not zero. Leave out the argument."
             )
-        self.recover()
+        self.reopen_scheduler()
         if self._pass != -1:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
-        self.means.clear()
+        self.means.release_all()
         self.used = set()
         run, self._lost = self.run, False
-        if run is None or not self.is_fed:
+        if run is None or not self.has_gradients:
             return
         if not run.uses.awaited:
             self._close(run)
@@ -243,51 +243,51 @@ class ModuleStep:
         used, self.used, self._is_apart = self.used, set(), True
         try:
             yield
-            self.discard()
+            self.drop_gradients()
         finally:
             self.used, self._is_apart = used, False
 
-    def use_up(self) -> None:
+    def consume_gradients(self) -> None:
         """Drop the gradients, as a step of an optimizer does."""
-        used = set(self.means.present)
-        self.discard()
+        used = set(self.means.paths_with_gradient)
+        self.drop_gradients()
         self.used = used
 
-    def gradient(self, path: str) -> ShardedTensor | None:
+    def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of the mean gradient of a parameter.
 
         Raise an error before gradients are summed over ranks.
         """
-        if self.means.tree is None and self.run is not None and self._pass == -1 and self.is_fed:
+        if self.means.tree is None and self.run is not None and self._pass == -1 and self.has_gradients:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
                 "gradients are not summed over ranks yet. Leave out `with model.accumulate():` where p.grad is read between "
                 "backward passes. To discard all gradients, call zero_grad() of the model or the optimizer."
             )
-        return self.means.part(path)
+        return self.means.gradient_part(path)
 
     def drop_gradient(self, path: str) -> None:
         """Drop the gradient of one parameter. When all are dropped, the step has no gradients."""
-        part = self.gradient(path)
+        part = self.gradient_part(path)
         self.used.discard(path)
         if part is not None:
-            self.means.drop(part)
-            if not self.means.present:
-                self.discard()
+            self.means.drop_gradient(part)
+            if not self.means.paths_with_gradient:
+                self.drop_gradients()
 
     def abandon_forwards(self, where: str) -> None:
         """End a step that has only forwards, for the method ``where``, on all ranks. Raise an error if it has gradients."""
-        self.recover()
+        self.reopen_scheduler()
         run = self.run
         if run is None:
             return
-        if self.is_fed or self._pass != -1:
+        if self.has_gradients or self._pass != -1:
             raise ScheduleError(
                 f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
                 "or zero_grad(), or before the first backward."
             )
         self._close(run)
-        run.tell_of_backwards(partial(_refuse_backward, where))
+        run.call_on_backward(partial(_refuse_backward, where))
 
 
 def _refuse_backward(where: str) -> None:

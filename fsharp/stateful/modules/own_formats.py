@@ -17,7 +17,7 @@ from fsharp.functional.layout.paths import matches_or_contains
 from fsharp.functional.layout.precision import Precision
 
 
-def own_formats(
+def formats_of_tensor_classes(
     module: nn.Module, precisions: Mapping[str, Precision], atoms: Any, comm: Comm
 ) -> tuple[dict[str, Precision], Any]:
     """Return precisions and atoms by pattern, completed for parameters whose tensor class defines its own gather.
@@ -27,12 +27,12 @@ def own_formats(
     """
     found = dict(precisions)
     for path, (form, dtype) in formats_in(module).items():
-        own = _last(precisions, path, Precision())
+        own = _last_match(precisions, path, Precision())
         found[path] = replace(own, compute=own.compute or dtype, main=own.main or torch.float32, stored=own.stored or form)
     if hooked := hooked_in(module):
         atoms = dict(atoms) if isinstance(atoms, Mapping) else {} if atoms is None else {"**": atoms}
     for path, parameter in hooked.items():
-        own = _last(precisions, path, Precision())
+        own = _last_match(precisions, path, Precision())
         if own.stored is not None:
             raise OptionError(
                 f"parameter {path!r} is a {type(parameter).__name__} with hooks of FSDP2, which make what is gathered, and has "
@@ -46,11 +46,11 @@ def own_formats(
         compute, main = own.compute or parameter.dtype, own.main or parameter.dtype
         policy = MixedPrecisionPolicy(param_dtype=compute)
         found[path] = replace(own, compute=compute, main=main, stored=format_of(parameter, compute, main, comm.device, policy))
-        if _last(atoms, path, Element()) == Element():
+        if _last_match(atoms, path, Element()) == Element():
             atoms[path] = Rows(1)
     return found, atoms
 
 
-def _last(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
+def _last_match(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
     """Return the value of the last pattern that selects a path, or ``default``."""
     return next((each for pattern, each in reversed([*by_pattern.items()]) if matches_or_contains(pattern, path)), default)

@@ -78,7 +78,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 f"register_post_accumulate_grad_hook(): parameter {self.path!r} does not require a gradient. Call "
                 "requires_grad_(True) before."
             )
-        return owner.step.means.add_hook(self.path, hook)
+        return owner.step.means.add_gradient_ready_hook(self.path, hook)
 
     @api_boundary
     def register_hook(self, hook: Any) -> Any:
@@ -96,7 +96,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def grad(self) -> ShardedTensor | None:
         """This part of the mean gradient over ranks; None until a backward outside of ``accumulate()`` has ended."""
         owner = self.owner()
-        return owner.step.gradient(self.path) if owner is not None and self.is_trained else None
+        return owner.step.gradient_part(self.path) if owner is not None and self.is_trained else None
 
     @grad.setter
     @api_boundary

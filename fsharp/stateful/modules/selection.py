@@ -55,10 +55,10 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     return chosen
 
 
-def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """Return the paths of the modules in each group.
+def module_groups(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
+    """Return, for each group in ``units``, the paths of its modules. A group is a tuple or list of rules for modules.
 
-    A module in two groups, or inside of another one of its group, is an error.
+    The modules of a group share one gather. A module in two groups, or inside of another one of its group, is an error.
     """
     groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
@@ -79,7 +79,7 @@ def _listed(units: Any) -> list[Any]:
     return list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
 
 
-def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
+def units_by_module(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     """Return for each module path the units that are gathered when the module is called; ``""`` is the root.
 
     Each unit belongs to the innermost chosen module around it. So a chosen module may have no unit of its own.
@@ -90,7 +90,9 @@ def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     return every
 
 
-def entries_of(module: nn.Module, chosen: Mapping[str, nn.Module], names: str | Iterable[str]) -> dict[str, tuple[str, ...]]:
+def methods_by_module(
+    module: nn.Module, chosen: Mapping[str, nn.Module], names: str | Iterable[str]
+) -> dict[str, tuple[str, ...]]:
     """Return for the root and each chosen module the given names that are its methods. A name of no method is an error."""
     modules = {"": module, **chosen}
     found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cache, partial, wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,16 +20,16 @@ from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, refuse_added
-from fsharp.stateful.modules.initial.dtensors import Spec, as_dtensors
+from fsharp.stateful.modules.calls import ModuleCall, ModuleCallState, ParameterSource, refuse_added_parameters
+from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, held_leaves
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
-from fsharp.stateful.modules.values.casts import Cast, cast
+from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
-from fsharp.stateful.runtime.boundary import before_backward, in_backward
+from fsharp.stateful.runtime.boundary import call_before_backward, in_backward
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.torch_compile import skip_frame, uncompiled
 from fsharp.tracebacks import api_boundary, hide_frames
@@ -56,25 +56,27 @@ class Session:
         chosen: Sequence[str],
         state: TrainState,
         scheduler: Scheduler,
-        casts: Mapping[str, Cast],
-        specs: Mapping[str, Spec],
+        casts: Mapping[str, CastDtypes],
+        specs: Mapping[str, DTensorSpec],
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
-        scheduler.keep_main()  # the module shows main copies
+        scheduler.keep_main_on_device()  # the module shows main copies
         self.state = ModuleState(state, scheduler)
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
-        self.calls = ModuleCalls(module, layout, chosen, specs, self.paused)
+        self.calls = ModuleCallState(module, layout, chosen, specs, self.paused)
         means = MeanGradients(self.parameters, specs, scheduler)
         self.step = ModuleStep(self.state, means, scheduler, self.paused)
         self._trained = {
             unit.path_in_tree(leaf) for unit in layout.units for g in unit.trainable_groups for leaf in unit.leaves_of_group(g)
         }
         self.is_unsharded = self.is_averaged = False
-        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.of(params, comm)), "evaluation")
+        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.from_tree(params, comm)), "evaluation")
 
     @uncompiled
-    def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(
+        self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs."""
         if self.is_unsharded:
             raise ScheduleError(
@@ -82,29 +84,29 @@ class Session:
             )
         dtypes = self.casts.get(path)
         if dtypes is not None:
-            args, kwargs = cast((args, kwargs), dtypes.inputs)
+            args, kwargs = cast_tensors((args, kwargs), dtypes.inputs)
         call = ModuleCall(self.calls, module, path, fn, args, kwargs)
         run = partial(self._run, call)
         source, step = self.calls.source, self.step
         if source is None and in_backward() and step.params is not None:  # a checkpointed module computes again
-            source = ParameterSource.of(step.params, self.scheduler)
+            source = ParameterSource.from_tree(step.params, self.scheduler)
         if source is None and step.params is None:
-            step.recover()
+            step.reopen_scheduler()
         if source is not None:
             out = run(source)
         elif not torch.is_grad_enabled():
-            step.follow_writes()
+            step.propagate_writes()
             out = self._evaluation(run, self.state.train_state.params)
         elif step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
-            step.follow_writes()
-            out = run(ParameterSource.of(self.state.train_state.params, self.scheduler))
+            step.propagate_writes()
+            out = run(ParameterSource.from_tree(self.state.train_state.params, self.scheduler))
         else:
             self._refuse_to_train()
-            with step.forward() as params:
-                out = run(ParameterSource.of(params, self.scheduler))
+            with step.forward_context() as params:
+                out = run(ParameterSource.from_tree(params, self.scheduler))
                 # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
-                before_backward(tensors_in(out), call.flat, step.on_backward)
-        return out if dtypes is None else cast(out, dtypes.outputs)
+                call_before_backward(tensors_in(out), call.flat, step.on_backward)
+        return out if dtypes is None else cast_tensors(out, dtypes.outputs)
 
     def _refuse_to_train(self) -> None:
         if self.is_averaged:
@@ -121,8 +123,8 @@ class Session:
         """Run a call with the units of its module gathered from ``source``."""
         owner = call.owner
         for entries in owner.entries:
-            entries.check()
-        refuse_added(call.module, call.path)
+            entries.check_not_replaced()
+        refuse_added_parameters(call.module, call.path)
         nodes, ties = list(map(source.nodes.__getitem__, owner.units)), list(map(source.nodes.__getitem__, owner.ties))
         if not nodes:
             call.compute(source, [])
@@ -135,7 +137,7 @@ class Session:
         release = not owner.has_inner
         return call.result_with(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
-    def record_load(self, what: str) -> None:
+    def record_full_load(self, what: Literal["parameters", "optimizer"]) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or ``"optimizer"``. Once both are loaded, labels begin anew.
 
         Values then do not depend on earlier steps, and ranks whose steps differed before an error can go on together.
@@ -149,30 +151,30 @@ class Session:
             with_new_tree_name((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     @property
-    def ranks(self) -> Comm:
+    def parts_comm(self) -> Comm:
         """The Comm for collectives of functions that the user calls with parts."""
-        self.step.recover()
-        return self.scheduler.comparing
+        self.step.reopen_scheduler()
+        return self.scheduler.comm_with_history
 
     @property
-    def settings(self) -> str:
+    def settings_to_compare(self) -> str:
         """The changes of this module so far, such as writes, as lines ``name=value``, which have to be equal on all ranks."""
         return self.scheduler.settings
 
-    def before_write(self) -> None:
+    def wait_before_write(self) -> None:
         """Wait for gathers under way, which read parameters for the next step, or write updated parameters."""
         for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a gather that has failed is over; who computes with the parameters hears of it
                 _ = node.buffers
-        self.scheduler.lanes.join_all("gather")
+        self.scheduler.lanes.join_lanes("gather")
 
-    def note_write(self, part: ShardedTensor, what: str) -> None:
+    def record_write(self, part: ShardedTensor, what: str) -> None:
         """Record that a function has changed a part in place.
 
         For a parameter or a gradient the change is added to later labels.
         """
         memory = part.untyped_storage().data_ptr()
-        gradient, parameter = self.step.means.part(part.path), self.parameters[part.path]
+        gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
             self.step.means.edits.append(f"{what} {part.path}")
         elif parameter.untyped_storage().data_ptr() == memory:
@@ -218,13 +220,13 @@ class Session:
             if isinstance(x, ShardedParameter) and x.owner() is not self:
                 raise ScheduleError(f"{_GRAD}: {x.path!r} is one of another module. Call it for each of the modules.")
         step = self.step
-        step.recover()
+        step.reopen_scheduler()
         if step.has_feedback:
             raise ScheduleError(
                 f"{_GRAD}: its gradients would use up what formats have lost of earlier ones, Precision(feedback=True). Take "
                 "`fn, params = model.functional()`: fs.value_and_grad takes residuals of your own."
             )
-        if step.is_accumulating or step.means.tree is not None or step.is_fed:
+        if step.is_accumulating or step.means.tree is not None or step.has_gradients:
             raise ScheduleError(
                 f"{_GRAD}: other backward passes have left gradients in this step, or were told to. Call it before them, or "
                 "after optimizer.step() or zero_grad()."
@@ -238,52 +240,56 @@ class Session:
                     outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True
                 )
             rest = iter(found[len(sinks) :])
-            result = [step.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
+            result = [step.means.gradient_part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
         for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
             if grad is None and materialize_grads:
                 result[i] = (
-                    ShardedTensor.of(torch.zeros_like(x.local), x) if isinstance(x, ShardedTensor) else torch.zeros_like(x)
+                    ShardedTensor.cut_like(torch.zeros_like(x.local), x)
+                    if isinstance(x, ShardedTensor)
+                    else torch.zeros_like(x)
                 )
             elif grad is None and not allow_unused:
                 name = repr(x.path) if isinstance(x, ShardedTensor) else str(i)
                 raise RuntimeError(f"{_GRAD}: input {name} was not used. Set allow_unused=True if this is what you want.")
         return tuple(result)
 
-    def swapped_in(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def parameters_replaced(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context with other tensors, given by path, in place of all parameters."""
-        return self.calls.reading(self.calls.source, list(self.calls.entries.values()), self._by_unit(by_path))
+        return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
 
-    def adopt(self, state: TrainState) -> None:
+    def adopt_state(self, state: TrainState) -> None:
         """Train another state of the same layout from now on. Raise an error while a step is under way."""
         self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
-        self.state.adopt(state)
-        self.show()
+        self.state.adopt_state(state)
+        self.show_parts()
 
-    def write(self, parts: Mapping[str, torch.Tensor]) -> None:
+    def write_parameters(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements, by path, into parameters, and update parameters at rest. A collective."""
         with torch.no_grad():
             for path, value in parts.items():
                 self.parameters[path].local.view(-1).copy_(value.view(-1))
-        self.state.spread()
+        self.state.copy_to_resting_parameters()
 
-    def show(self) -> None:
+    def show_parts(self) -> None:
         """Put this rank's parts in place of the module's parameters."""
         self.parameters.clear()
-        rank, trained = self.scheduler.rank, units_by_name(self.state.visible())
+        rank, trained = self.scheduler.rank, units_by_name(self.state.optimizer_copies())
         for node in units_of(self.state.train_state.params):
             frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
                 for path, leaf, data in held_leaves(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
                     about |= {"spec": self.calls.specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
-                    self.parameters[path] = ShardedParameter.made(data.detach(), about, requires_grad=each is not frozen)
-        for entries, owned in zip(self.calls.entries.values(), self._by_unit(self.parameters), strict=True):
-            entries.swap(owned)
+                    self.parameters[path] = ShardedParameter.from_attributes(
+                        data.detach(), about, requires_grad=each is not frozen
+                    )
+        for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
+            entries.swap_in(owned)
 
-    def _by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
-        """Return for each unit the values of its leaves, given by path; tied leaves share one."""
+    def _leaf_values_by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
+        """Return for each unit the values of its leaves, given by path. Tied leaves share a value."""
         return [[by_path[path] for path in entries.stored] for entries in self.calls.entries.values()]
 
 
@@ -295,7 +301,7 @@ def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
     )
 
 
-def enter_by(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
+def subclass_to_gather(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
     """Give a module a subclass whose calls, hooks, forward and methods in ``names`` run with the module's units gathered."""
     entries = ("forward", *names)
     own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
@@ -325,7 +331,7 @@ def _entry(base: type[nn.Module], name: str) -> Any:
             return getattr(base, name)(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         try:
             session, path = self.__dict__["_fsharp"]
-            return session.call(self, path, own or partial(getattr(base, name), self), args, kwargs)
+            return session.call_module(self, path, own or partial(getattr(base, name), self), args, kwargs)
         except Exception as error:
             hide_frames(error)
             raise

@@ -24,18 +24,18 @@ from fsharp.functional.layout.precision import Precision, Precisions, check_prec
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.stateful.modules.initial.dtensors import local, specs_of
-from fsharp.stateful.modules.initial.initial import initial_values
+from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
+from fsharp.stateful.modules.initial.initial import initial_parameters
 from fsharp.stateful.modules.module import ShardedModule
-from fsharp.stateful.modules.own_formats import own_formats
+from fsharp.stateful.modules.own_formats import formats_of_tensor_classes
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.selection import Units, chosen_modules, entries_of, grouped, owners
-from fsharp.stateful.modules.session import Session, enter_by
+from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
+from fsharp.stateful.modules.session import Session, subclass_to_gather
 from fsharp.stateful.modules.te_gradients import check_gradients
 from fsharp.stateful.modules.te_scales import keep_scales_as_text, without_history
-from fsharp.stateful.modules.torch_tools.refusals import check_shardable, watch_torch
+from fsharp.stateful.modules.torch_tools.refusals import check_shardable, patch_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_of
-from fsharp.stateful.modules.values.side_outputs import refuse_kept
+from fsharp.stateful.modules.values.side_outputs import refuse_kept_parameters
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
@@ -130,18 +130,18 @@ def shard_module(
                 f"shard_module(): methods of ShardedModule would hide {', '.join(hidden)} of {type(module).__name__}. Rename "
                 "these attributes."
             )
-        refuse_kept(module)
+        refuse_kept_parameters(module)
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}
-        dtypes, own_atoms = own_formats(module, dtypes, atoms, comm)
+        dtypes, own_atoms = formats_of_tensor_classes(module, dtypes, atoms, comm)
         cut = Element() if own_atoms is None else own_atoms
-        specs = specs_of(module, comm)
+        specs = dtensor_specs(module, comm)
         whole: Any = parameter_tree("shard_module()", module)
-        tree = optree.tree_map(local, whole)
+        tree = optree.tree_map(local_tensor, whole)
         chosen = chosen_modules(module, units or ())
-        groups = grouped(module, units or ())
-        entries = entries_of(module, chosen, methods)
+        groups = module_groups(module, units or ())
+        entries = methods_by_module(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
         around = set(prefixes_with_parents(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
@@ -152,24 +152,24 @@ def shard_module(
 
     tree, layout, specs, chosen, groups, entries, casts = check_on_all_ranks("shard_module()", comm, planned)
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
-    start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
+    start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
     with without_history(layout) if sync_from is None else nullcontext():  # histories have the module's own values already
         state = init_state(_NOTHING, start, comm=comm, donate=True)
     del tree, start
     policy = policy or SchedulePolicy()
     if groups:
-        of_module = owners(layout, chosen)
+        of_module = units_by_module(layout, chosen)
         named_groups = [tuple(name for path in group for name in of_module.get(path, ())) for group in groups]
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
     session = Session(module, layout, list(chosen), state, scheduler, casts, specs)
-    watch_torch(ShardedParameter)
+    patch_torch_wrappers(ShardedParameter)
     for parameter in module.parameters():
         parameter.__dict__["_fsharp_replaced"] = True
-    session.show()
+    session.show_parts()
     keep_scales_as_text(module)
     for path in session.calls.owners:
-        enter_by(module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else []))
+        subclass_to_gather(module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else []))
     assert isinstance(module, ShardedModule)
     return module
 

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
-from fsharp.stateful.modules.calls import own_buffers
+from fsharp.stateful.modules.calls import copied_buffers
 from fsharp.stateful.modules.initial.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.session import Session
@@ -26,7 +26,7 @@ from fsharp.stateful.modules.session import Session
 SAME_VALUES = "Load the same values on all ranks."
 
 
-class _Awaiting(ShardedTensor):
+class _LoadPlaceholder(ShardedTensor):
     """Stands for a parameter while torch loads a state dict, and keeps the value that torch would copy into the parameter."""
 
     given: list[torch.Tensor]
@@ -36,7 +36,7 @@ class _Awaiting(ShardedTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], _Awaiting):
+        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], _LoadPlaceholder):
             args[0].given.append(args[1])
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
@@ -67,28 +67,44 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
     for path, value in given.items():
         is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
         values[path] = parts[path].local if is_part else value
-        varying[path] = place.varying + (place.sharded if is_part else ())
+        varying[path] = place.varying_axes + (place.sharded_axes if is_part else ())
     check_same_on_ranks(where, values, comm, remedy=SAME_VALUES, varying=varying)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
-    session.write({path: part.local for path, part in parts.items()})
+    session.write_parameters({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
-        session.record_load("parameters")
+        session.record_full_load("parameters")
     return result
 
 
-def _read(where: str, session: Session, module: nn.Module, load: Callable[[], Any]) -> tuple[Any, ...]:
-    """Return torch's result; by path the values for parameters, and this rank's parts of them; buffers with new values."""
+class _ReadStateDict(NamedTuple):
+    """What torch has read from a state dict.
+
+    Attributes:
+        result: what torch's method returned: missing and unexpected keys.
+        given: the values for parameters, by path.
+        parts: this rank's parts of these values, by path.
+        buffers: pairs of a buffer and its new value.
+    """
+
+    result: Any
+    given: dict[str, torch.Tensor]
+    parts: dict[str, ShardedTensor]
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _read(where: str, session: Session, module: nn.Module, load: Callable[[], Any]) -> _ReadStateDict:
+    """Let torch read a state dict into placeholders, and return the values for parameters and buffers."""
     refuse_dtensors(where, session)
     if session.is_averaged:
         raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
-    session.state.follow_writes()
-    awaiting: dict[str, _Awaiting] = {}
+    session.state.propagate_writes()
+    awaiting: dict[str, _LoadPlaceholder] = {}
     for path, parameter in session.parameters.items():
-        awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_Awaiting)
-        awaiting[path].__dict__.update({**parameter.about, "given": []})
-    with session.swapped_in(awaiting), own_buffers(module) as buffers:
+        awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_LoadPlaceholder)
+        awaiting[path].__dict__.update({**parameter.attributes, "given": []})
+    with session.parameters_replaced(awaiting), copied_buffers(module) as buffers:
         try:
             result = load()
         except RuntimeError as error:  # of names and shapes; torch has looked at all of them
@@ -101,7 +117,8 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
             raise TreeError(f"{where}: {path!r} is tied, and its names have different values. Give all of them the same one.")
         given[path], parameter = each.given[0], session.parameters[path]
         parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
-    return result, given, parts, [(buffer, copy) for buffer, copy in buffers if copy._version]  # else not written to
+    written = [(buffer, copy) for buffer, copy in buffers if copy._version]
+    return _ReadStateDict(result, given, parts, written)
 
 
 def own_part(
@@ -138,7 +155,7 @@ def own_part(
         remedy = "Load what state_dict() gave on the same mesh, strategy and units, or whole tensors, such as those of an "
         remedy += "unsharded module; fs.checkpoint.load() reads what any mesh has saved."
         raise TreeError(problem(where, f"{name!r} {what}.", facts, remedy))
-    return value if isinstance(value, ShardedTensor) else ShardedTensor.of(value.detach().reshape(-1)[first:last], like)
+    return value if isinstance(value, ShardedTensor) else ShardedTensor.cut_like(value.detach().reshape(-1)[first:last], like)
 
 
 def gather_to_rank(
@@ -146,8 +163,8 @@ def gather_to_rank(
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on one rank, or on all. Return whether this rank has them.
 
-    All ranks have the same keys. Other tensors become copies in host memory. ``kind_of`` returns the kind of a value by its
-    key, if dicts have several values of one parameter.
+    All ranks have the same keys. Other tensors become copies in host memory. ``kind_of`` returns the kind of a value, such as
+    ``"exp_avg"``, from its key: it tells several values of one parameter apart.
     """
     dicts = list(dicts)
     held = [(kind_of(key), value) for each in dicts for key, value in each.items() if isinstance(value, ShardedTensor)]
@@ -157,7 +174,7 @@ def gather_to_rank(
         if rank is not None:
             check_rank(where, rank, comm)
         for (_, path), part in parts.items():
-            if own := [axis for axis in part.place.varying if comm.mesh.axis_size(axis) > 1]:
+            if own := [axis for axis in part.place.varying_axes if comm.mesh.axis_size(axis) > 1]:
                 raise TreeError(
                     f"{where}: {path!r} has different values on ranks along {own}, and the result would have those of one rank "
                     "alone. Save by fs.checkpoint.save()."
@@ -168,8 +185,8 @@ def gather_to_rank(
     is_kept = rank is None or comm.rank == rank
     whole: dict[tuple[str, str], torch.Tensor] = {}
     for kind in dict.fromkeys(kind for kind, _ in parts):
-        for part, value in whole_tensors([part for (each, _), part in parts.items() if each == kind], comm):
-            full = value if part.spec is None else part.spec.whole(value).full_tensor()
+        for part, value in gather_whole_tensors([part for (each, _), part in parts.items() if each == kind], comm):
+            full = value if part.spec is None else part.spec.as_dtensor(value).full_tensor()
             if is_kept:
                 whole[kind, part.path] = full.to("cpu", copy=True)
             del value, full  # releases the unit's memory before the next unit is gathered
@@ -183,7 +200,7 @@ def gather_to_rank(
     return is_kept
 
 
-def whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
+def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
     """Yield each part with the tensor that it is a part of; of a DTensor, with this rank's whole local tensor.
 
     Cost: a gather for each unit and place. Memory: the tensors of one unit; yielded tensors are views of them.
@@ -196,7 +213,7 @@ def whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[
         buffers = []
         for group, dtype in dtypes.items():
             buffer = torch.zeros(unit.local_size(group, place), dtype=dtype, device=comm.device)
-            for span in unit.spans(group, place, comm.rank):
+            for span in unit.leaf_spans(group, place, comm.rank):
                 if (held := mine.get(unit.path_in_tree(span.leaf))) is not None:
                     buffer[span.start : span.stop] = held.local.reshape(-1)
             buffers.append(buffer)
@@ -223,7 +240,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
             raise TreeError(
                 f"{where}: rank {comm.rank} passes a state dict too, and that of rank {rank} is to be loaded. Pass None."
             )
-        return _packed(where, given) if comm.rank == rank else b""
+        return _pack_state_dict(where, given) if comm.rank == rank else b""
 
     data = check_on_all_ranks(where, comm, check, lambda _: {"rank": repr(rank)})
     nbytes = int.from_bytes(all_gather_bytes(len(data).to_bytes(8, "little"), comm)[rank], "little")
@@ -239,7 +256,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
         part = like.get(keys[:2])
         if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value
-        return ShardedTensor.of(value.reshape(-1)[slice(*part.run)].clone(), part)
+        return ShardedTensor.cut_like(value.reshape(-1)[slice(*part.run)].clone(), part)
 
     found = torch_pytree.tree_map_with_path(fill, outline, dict(given) if comm.rank == rank else outline)
     if metadata is not None:
@@ -247,7 +264,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
     return found
 
 
-def _packed(where: str, given: Mapping[str, Any]) -> bytes:
+def _pack_state_dict(where: str, given: Mapping[str, Any]) -> bytes:
     """Return as bytes the outline of a state dict, without values of tensors, and torch's metadata on versions of modules."""
 
     def outline(path: Any, value: Any) -> Any:

@@ -91,12 +91,12 @@ def _in_order(layout: Layout, order: Sequence[str]) -> list[str]:
 
 
 def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
-    """Return a trained unit. If ``buffers`` is not None, so many buffers of optimizer state rest in host memory."""
+    """Return a trained unit. ``buffers``: number of its buffers of optimizer state in host memory; None: all on the device."""
     unit = UnitState(name or "(root)", layout[name], trivial=False)
-    unit.train(transport, None)
+    unit.begin_gradient(transport, None)
     if buffers is not None:
         alone = Layout(layout.mesh, (layout[name],), layout.spec)
-        unit.offload(alone.nbytes("main") + buffers * alone.nbytes("optim"))
+        unit.set_offloaded_nbytes(alone.nbytes("main") + buffers * alone.nbytes("optim"))
     return unit
 
 

@@ -205,19 +205,19 @@ def _candidate(
         "arena": 0,
         "activations": round(sum(kept.values())),
     }
-    if _peak(memory, policy) > budget:
-        return Candidate(name, how, math.inf, memory, _peak(memory, policy), 0)
+    if _peak_nbytes(memory, policy) > budget:
+        return Candidate(name, how, math.inf, memory, _peak_nbytes(memory, policy), 0)
     schedule = plan_step(layout, policy, **planned)
     everything = sum(group.used for unit in layout.units for group in unit.groups if group.trainable)
     share = layout.nbytes("optim", torch.uint8) / everything if everything else 0.0
     hardware = replace(hardware, update_s=share * hardware.update_s)
     memory["arena"] = schedule.arena
     sent = sum(call.nbytes * count for call, count in schedule.calls().items())
-    return Candidate(name, how, predict(schedule, hardware).step_s, memory, _peak(memory, policy), sent)
+    return Candidate(name, how, predict(schedule, hardware).step_s, memory, _peak_nbytes(memory, policy), sent)
 
 
-def _peak(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
-    """Return the most bytes at one time.
+def _peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
+    """Return the most bytes of memory that a rank needs at one time.
 
     Offloaded state is on the device only during the update, when there are no activations.
     """

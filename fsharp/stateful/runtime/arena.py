@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.runtime.compiled import Compiled, mismatch
+from fsharp.stateful.runtime.compiled import BoundSchedule, first_mismatch
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.units.registry import UnitRegistry
-from fsharp.stateful.units.unsharded import stamp
+from fsharp.stateful.units.unsharded import buffers_stamp
 
 
 class Arena:
@@ -20,20 +20,20 @@ class Arena:
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy
         self.memory = torch.empty(0, dtype=torch.uint8, device=executor.comm.device)
-        self.tenant: Compiled | None = None
+        self.tenant: BoundSchedule | None = None
 
     @torch.inference_mode(False)  # it outlives an evaluation
-    def bind(self, scheduled: Scheduled, functions: Iterable[Scheduled]) -> Compiled | None:
-        """Make the schedule that a function's next step is expected to follow the tenant, and return it; None if none fits.
+    def bind_next_schedule(self, scheduled: Scheduled, functions: Iterable[Scheduled]) -> BoundSchedule | None:
+        """Make the schedule of a function's next step the tenant, and return it; None if no schedule is expected or fits.
 
         Raises:
             ScheduleError: the user has chosen a schedule by ``follow()``, and it does not fit.
         """
         units, schedule = self._registry.units, scheduled.schedule
         bound = scheduled.programs.bound.get(id(schedule))
-        if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.fits(units)):
+        if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.is_bound_to(units)):
             bound = None
-            why = mismatch(schedule, units, self._policy)
+            why = first_mismatch(schedule, units, self._policy)
             if why and scheduled.programs.pinned is not None:
                 raise ScheduleError(
                     f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "
@@ -41,10 +41,10 @@ class Arena:
                 )
             schedule = None if why else schedule
         if schedule is None:
-            self._evict()
+            self._evict_units()
             return None
         if len(self.memory) < schedule.arena:
-            self._evict()
+            self._evict_units()
             self.memory = torch.empty(schedule.arena, dtype=torch.uint8, device=self.memory.device)
             for each in functions:
                 each.programs.bound.clear()
@@ -52,57 +52,57 @@ class Arena:
                 if unit.gradient is not None:
                     unit.gradient.end_step()
         if bound is None or bound.arena is not self.memory:
-            bound = Compiled(schedule, units, self.memory, self._executor)
+            bound = BoundSchedule(schedule, units, self.memory, self._executor)
             scheduled.programs.bound[id(schedule)] = bound
             self._executor.lanes.drop_events_with(bound, bound.number)
         if self.tenant is not bound:
-            self._evict()
+            self._evict_units()
             self.tenant = bound
         return bound
 
-    def _evict(self) -> None:
+    def _evict_units(self) -> None:
         """Take the memory of the arena away from all units."""
         if self.tenant is not None:
-            self._executor.lanes.join_all("gather", "reduce")
+            self._executor.lanes.join_lanes("gather", "reduce")
             for slot in self.tenant.slots.values():
                 slot.release()
         self.tenant = None
 
-    def abandon(self) -> None:
+    def abandon_gathers(self) -> None:
         """Abandon gathers into the arena that are under way, as they may never end."""
         if self.tenant is not None:
             for slot in self.tenant.slots.values():
-                slot.abandon()
+                slot.abandon_gathers()
 
-    def carry(self, schedule: Compiled) -> None:
-        """Use the units that the previous step has gathered for this one, and gather those that are missing."""
+    def carry_gathered_units(self, schedule: BoundSchedule) -> None:
+        """Use the units that the previous step has gathered for this step, and gather the missing units."""
         for bound in schedule.carried:
-            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members if each.unit is not None]
-            if all(node is None or slot.holds(stamp(node)) for slot, node in slots):
+            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.bucket_members if each.unit is not None]
+            if all(node is None or slot.is_filled_from(buffers_stamp(node)) for slot, node in slots):
                 for slot, _ in slots:
                     slot.begin_step(self._executor.number)
             else:
                 for slot, _ in slots:
                     slot.release()
-                self._executor.run(bound)
+                self._executor.run_op(bound)
 
     def gather_ahead(self, scheduled: Scheduled, recorder: Recorder | None) -> None:
         """At the end of a step, gather the first units of the function's next step."""
         bound = scheduled.programs.bound.get(id(scheduled.schedule))
-        if bound is None or not bound.carried or bound.arena is not self.memory or not bound.fits(self._registry.units):
+        if bound is None or not bound.carried or bound.arena is not self.memory or not bound.is_bound_to(self._registry.units):
             return
         if bound is not self.tenant:
-            self._evict()
+            self._evict_units()
             self.tenant, recorder = bound, None
-        units = [each.unit for op in bound.carried for each in op.members if each.unit is not None]
+        units = [each.unit for op in bound.carried for each in op.bucket_members if each.unit is not None]
         for op in bound.carried:
             if recorder is not None:
-                recorder.run_op(op, self._executor.bind(op))
+                recorder.run_op(op, self._executor.action_of(op))
             else:
-                self._executor.run(op)
+                self._executor.run_op(op)
         for unit in units:
-            bound.slots[unit.key].carry(unit.node)
+            bound.slots[unit.key].carry_to_next_step(unit.node)
         if self._executor.lanes.has_streams:
-            with self._executor.lanes.on("gather", begins=False):
+            with self._executor.lanes.on_lane("gather", begins=False):
                 for x in [x for unit in units if unit.node is not None for x in unit.node.raw_buffers]:
-                    self._executor.lanes.keep(x)  # the state may be replaced before anybody waits for these gathers
+                    self._executor.lanes.record_use(x)  # the state may be replaced before anybody waits for these gathers

@@ -15,7 +15,7 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import is_node_since, is_plain_memory, saved_tensors, tensors_kept_on_ctx, written_to_error
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, stamp
+from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, buffers_stamp
 from fsharp.tracebacks import call_hook, hide_frames
 
 Receive = Callable[[Sequence[torch.Tensor | None]], None]
@@ -40,7 +40,7 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         try:
             if torch.is_grad_enabled():
-                raise double_backward()
+                raise double_backward_error()
             ctx.receive(ctx.use.with_written_gradients(grads))
         except Exception as error:
             hide_frames(error)
@@ -59,7 +59,7 @@ def use_of(leaf: torch.Tensor) -> "UnitUse | None":
     return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _BOUNDARY) else None
 
 
-def double_backward() -> ScheduleError:
+def double_backward_error() -> ScheduleError:
     """Return the error for a double backward: its saved tensors would point at released memory."""
     return ScheduleError(
         "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
@@ -68,7 +68,7 @@ def double_backward() -> ScheduleError:
     )
 
 
-def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[object], None]) -> None:
+def call_before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[object], None]) -> None:
     """Register ``call``, to run with gradients when a backward reaches a node that made one of ``outputs``."""
     mine = set(map(id, inputs))
     for out in outputs:
@@ -125,14 +125,14 @@ class UnitUse:
         assert unit.node is not None
         self.unit, self.number, self.parent, self.copy = unit, number, parent, copy
         self.node: Sharded = unit.node
-        self.seen: Stamp = (copy.filled_from if copy is not None else None) or stamp(unit.node)
+        self.seen: Stamp = (copy.filled_from if copy is not None else None) or buffers_stamp(unit.node)
         self.leaves: list[torch.Tensor] | None = full.leaves()
         self._full: FullUnit | None = full
-        self._versions = full.versions()
+        self._versions = full.version_counters()
         self._written: dict[int, list[torch.Tensor]] = {}
         self.is_opaque = False
 
-    def is_inside(self, other: "UnitUse") -> bool:
+    def is_nested_in(self, other: "UnitUse") -> bool:
         """Return whether this use began inside of ``other``, or is ``other``."""
         use: UnitUse | None = self
         while use is not None and use is not other:
@@ -177,7 +177,7 @@ class UnitUse:
             raise written_to_error(self.unit.key)
         self._full = None
 
-    def pack(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
+    def pack_saved_parameters(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
         """Make autograd keep, in place of saved parameters outside of the arena, a function that rebuilds them in the backward.
 
         Only tensors that were saved on the way to ``out`` are replaced. The function began at autograd's sequence number
@@ -245,7 +245,7 @@ class UsesUnderWay:
         self.held: dict[str, None] = {}
         self.recomputed: dict[str, None] = {}
 
-    def are_in(self, copy: UnshardedBuffer) -> bool:
+    def any_in_buffer(self, copy: UnshardedBuffer) -> bool:
         """Return whether a use that is under way has its parameters in this buffer."""
         return any(use.copy is copy for each in (self.forward, self.backward) for use in each)
 

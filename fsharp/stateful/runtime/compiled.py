@@ -1,4 +1,4 @@
-"""Compiled: a schedule bound to units and to an arena, as the source of a step's ops. The other source is ``Eager``."""
+"""BoundSchedule: a schedule bound to units and to an arena, as the source of a step's ops. The other source is ``EagerOps``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.runtime.executor import BoundOp, Executor, nothing
-from fsharp.stateful.schedule.emit_gradients import last_microbatches
+from fsharp.stateful.runtime.executor import BoundOp, Executor, do_nothing
+from fsharp.stateful.schedule.emit_gradients import microbatches_before_reduce
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
+from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
 from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_positions
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.route import Grads, OutgoingBlock
@@ -21,11 +21,11 @@ from fsharp.stateful.units.unsharded import UnshardedBuffer
 _numbers = count()
 
 
-class Compiled:
+class BoundSchedule:
     """A schedule bound to units and to an ``arena`` of at least ``schedule.arena`` bytes.
 
     Attributes:
-        last_microbatches: numbers of the microbatches whose gradients go to the optimizer's place at once.
+        microbatches_before_reduce: numbers of the microbatches whose gradients go to the optimizer's place at once.
         slots: by unit, the memory of its full parameters.
         places: by unit, the memory of its gradient at rest, from the op that opens it.
         ops: by event, the first op of each bucket, without carried ops.
@@ -40,27 +40,30 @@ class Compiled:
         self.schedule, self.arena = schedule, arena
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
-        self.last_microbatches = last_microbatches(self.events)
+        self.microbatches_before_reduce = microbatches_before_reduce(self.events)
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison
         self.slots = {k: UnshardedBuffer(units[k], comm, where, arena, poison=poison) for k, where in schedule.slots.items()}
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
-        self.places = {name: units[name].trained.route.resting(self._bytes(memory)) for name, memory in self._opens.items()}
+        self.places = {
+            name: units[name].trained_gradient.route.resting_gradient(self._bytes(memory))
+            for name, memory in self._opens.items()
+        }
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
-        for bound in self._bound_ops():
+        for bound in self._bind_buckets():
             self.ops[bound.op.at].append(bound)
         last = self.ops[-1] if self.ops else []
         self.carried = [bound for bound in last if bound.spec.fills == PARAMS]
         self.ops[-1:] = [[bound for bound in last if bound not in self.carried]]
-        self.bind(executor)
+        self.bind_ops(executor)
 
-    def bind(self, executor: Executor) -> None:
+    def bind_ops(self, executor: Executor) -> None:
         """Bind all ops to an executor, and to the executor's present lanes."""
-        self.bound = [[(bound, executor.bind(bound)) for bound in each] for each in self.ops]
-        self.actions = [[action for _, action in each if action is not nothing] for each in self.bound]
+        self.bound = [[(bound, executor.action_of(bound)) for bound in each] for each in self.ops]
+        self.actions = [[action for _, action in each if action is not do_nothing] for each in self.bound]
 
-    def _bound_ops(self) -> Iterator[BoundOp]:
+    def _bind_buckets(self) -> Iterator[BoundOp]:
         """Return the first op of each bucket, bound together with the other ops of the bucket."""
         ops = self.schedule.ops
         runs = issue_positions(ops)
@@ -72,22 +75,22 @@ class Compiled:
 
         def bind(i: int, others: Sequence[BoundOp] = ()) -> BoundOp:
             op, spec, unit = ops[i], ops[i].spec, self.units.get(ops[i].unit)
-            fills = [op.opens, op.memory if spec.fills == spec.memory else None]
+            fills = [op.opens, op.memory if spec.fills == spec.memory_buffer else None]
             joins = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
             after = [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
             # Nothing of the schedule follows it at once.
             known: dict[str, Any] = {"may_wait": self.events[op.at].kind in ("microbatch_end", "reduce")}
-            if spec.memory in (OUTGOING, FINISHING):
+            if spec.memory_buffer in (OUTGOING, FINISHING):
                 assert unit is not None
-                route = unit.trained.route
+                route = unit.trained_gradient.route
                 if spec.frees and known["may_wait"] and op.memory is not None:
-                    late.append((op.memory, unit.trained))
-                if spec.memory == FINISHING and op.unit not in pieces:
+                    late.append((op.memory, unit.trained_gradient))
+                if spec.memory_buffer == FINISHING and op.unit not in pieces:
                     pieces[op.unit] = route.finishing_block(self._bytes(op.memory))
-                if spec.memory == OUTGOING and op.memory is not None and op.unit not in blocks:
+                if spec.memory_buffer == OUTGOING and op.memory is not None and op.unit not in blocks:
                     several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
                     blocks[op.unit] = route.outgoing_block(self._bytes(op.memory), several_uses=several)
-                if spec.memory == FINISHING:
+                if spec.memory_buffer == FINISHING:
                     known["pieces"] = pieces[op.unit]
                 else:
                     known["block"] = blocks[op.unit] if op.memory is not None else None
@@ -103,11 +106,11 @@ class Compiled:
     def _bytes(self, memory: Memory | None) -> torch.Tensor:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
 
-    def fits(self, units: dict[str, UnitState]) -> bool:
+    def is_bound_to(self, units: dict[str, UnitState]) -> bool:
         """Return whether the schedule is still bound to these units."""
         return self.units.items() <= units.items()
 
-    def outside(self, grads: Grads) -> Grads:
+    def gradients_outside_arena(self, grads: Grads) -> Grads:
         """Return gradients of a use, as copies if they are parameters in the arena, which are released first."""
         first, last = self._span
         for grad in grads:
@@ -115,7 +118,7 @@ class Compiled:
                 return [None if grad is None else grad.clone() for grad in grads]
         return grads
 
-    def leave(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
+    def leave_schedule(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
         """Leave this schedule in a step. Backwards use the memory of their forwards, new uses get memory of their own."""
         self.stranded = {}
         for slot in self.slots.values():
@@ -129,14 +132,14 @@ class Compiled:
                     self.stranded[unit.key] = self._opens[unit.key]
 
 
-def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
+def first_mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
     """Return why units cannot follow a schedule: the first fact in the schedule that is wrong; empty if all are right.
 
-    :meth:`~fsharp.stateful.runtime.step.Step.update` compares bytes in host memory, which are known only then. A block may be
-    larger than necessary, as in steps without a schedule; and gradients may rest in the arena, or not, whatever the policy
-    says.
+    :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares bytes in host memory, which are known only then. A block
+    may be larger than necessary, as in steps without a schedule; and gradients may rest in the arena, or not, whatever the
+    policy says.
     """
-    gradients = gradients_of(schedule.program.events)
+    gradients = count_gradients(schedule.program.events)
     for facts in schedule.program.units:
         unit = units.get(facts.name)
         if unit is None:

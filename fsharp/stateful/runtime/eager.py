@@ -1,4 +1,4 @@
-"""Eager: emit ops event by event, for steps without a schedule. No prefetch; one reduction at a time.
+"""EagerOps: emit ops event by event, for steps without a schedule. No prefetch; one reduction at a time.
 
 Each buffer has memory of its own, which is freed with its last reference. The emitted ops are a schedule like any other, with
 addresses that exist in this schedule only.
@@ -12,26 +12,26 @@ from typing import Any
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.runtime.compiled import Compiled
+from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.addresses import ArenaItem, lower_bound
 from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, lives
-from fsharp.stateful.schedule.unplaced import BufferKey, behind
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, buffer_lifetimes
+from fsharp.stateful.schedule.unplaced import BufferKey, follower_specs
 from fsharp.stateful.units.full import aligned
 from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
 from fsharp.stateful.units.route import OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
+from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
 
 _numbers = count()
 Units = Collection[UnitState]
 
 
-class Eager:
+class EagerOps:
     """The source of ops for one step without a schedule, or for the rest of a step that has left its schedule.
 
     Args:
@@ -44,7 +44,11 @@ class Eager:
     """
 
     def __init__(
-        self, executor: Executor, is_in_use: Callable[[UnshardedBuffer], bool], left: Compiled | None = None, left_at: str = ""
+        self,
+        executor: Executor,
+        is_in_use: Callable[[UnshardedBuffer], bool],
+        left: BoundSchedule | None = None,
+        left_at: str = "",
     ) -> None:
         self._executor, self._device, self._left, self.left_at = executor, executor.comm.device, left, left_at
         self._is_in_use = is_in_use
@@ -62,9 +66,9 @@ class Eager:
         for unit in left.units.values() if left is not None else ():  # whose memory may be wanted for something else now
             gradient = unit.gradient
             if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
-                gradient.collect_in(self._block_of(gradient))
+                gradient.collect_in(self._new_block(gradient))
 
-    def foresee(
+    def ops_at_event(
         self, at: int, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Units, *, has_pending: bool
     ) -> Iterator[BoundOp]:
         """Yield the ops at an event, without their followers. Run each op before the next one is requested.
@@ -97,10 +101,10 @@ class Eager:
                         yield from self._reduce(each)
                 yield from self._land()
             case "reduce", _:
-                yield from self.finish(units)
+                yield from self.ops_to_finish(units)
             case "update", _:
                 yield self._emit(ops.UPDATE, None, "update", after=self._last.get("reduce"))
-                yield from self.after_update(units)
+                yield from self.ops_after_update(units)
 
     def with_followers(self, bounds: Iterable[BoundOp]) -> Iterator[BoundOp]:
         """Yield ops, each followed by the ops that its kind has behind it. Run each op before the next one is requested."""
@@ -108,20 +112,20 @@ class Eager:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
             del bound  # and with it the memory that the op has freed
-            for spec in behind(op.spec, op.phase):
-                if spec.is_for(self._facts(unit) if unit is not None else UnitFacts("")):
+            for spec in follower_specs(op.spec, op.phase):
+                if spec.has_ops_for(self._assumed_facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
                     yield from self.with_followers([self._emit(spec, unit, op.phase, use=op.use, after=after)])
 
     def _fill(self, unit: UnitState, phase: Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Yield the ops that fill the parameters; in a backward at the address of the forward."""
         assert unit.node is not None
-        seen = stamp(unit.node)
+        seen = buffers_stamp(unit.node)
         copy = wanted or self.slots.get(unit.key)
-        if copy is None or (wanted is None and self._is_in_use(copy) and not copy.holds(seen)):
+        if copy is None or (wanted is None and self._is_in_use(copy) and not copy.is_filled_from(seen)):
             copy = UnshardedBuffer(unit, self._executor.comm)
         self.slots[unit.key] = copy
-        is_filled = copy.holds(seen)
+        is_filled = copy.is_filled_from(seen)
         if not is_filled:
             if copy.filled_from is not None:
                 yield self._emit(ops.RELEASE, unit, phase, copy=copy)
@@ -158,7 +162,7 @@ class Eager:
         if copy is not None and copy.filled_from is not None and not self._is_in_use(copy):
             yield self._emit(ops.RELEASE, unit, phase, copy=copy)
 
-    def _block_of(self, gradient: GradientBuffer) -> OutgoingBlock:
+    def _new_block(self, gradient: GradientBuffer) -> OutgoingBlock:
         """Return memory for the gradient of a microbatch."""
         nbytes = gradient.route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -166,21 +170,21 @@ class Eager:
 
     def _cast(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
         yield from self._land()
-        is_first = unit.trained.block is None
+        is_first = unit.trained_gradient.block is None
         if is_first:
-            unit.trained.collect_in(self._block_of(unit.trained))
-        yield self._emit(ops.CAST, unit, "backward", use=use, block=unit.trained.block, is_first=is_first)
+            unit.trained_gradient.collect_in(self._new_block(unit.trained_gradient))
+        yield self._emit(ops.CAST, unit, "backward", use=use, block=unit.trained_gradient.block, is_first=is_first)
 
     def _reduce(self, unit: UnitState) -> Iterator[BoundOp]:
         yield from self._land()
-        if unit.trained.route.is_reduced:
-            if ops.ENCODE.is_for(self._facts(unit)):
+        if unit.trained_gradient.route.is_reduced:
+            if ops.ENCODE.has_ops_for(self._assumed_facts(unit)):
                 yield self._emit(ops.ENCODE, unit, "backward")
-            self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=unit.trained.block))
+            self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=unit.trained_gradient.block))
             yield self._under_way[-1]
         else:
-            yield self._accumulate(unit, unit.trained.block, self._last.get("compute"))
-            self._join()
+            yield self._accumulate(unit, unit.trained_gradient.block, self._last.get("compute"))
+            self._join_reductions()
 
     def _land(self) -> Iterator[BoundOp]:
         """Yield the op that adds the last reduction's result. Its memory is freed once autograd's gradients are gone."""
@@ -188,7 +192,7 @@ class Eager:
             began = self._under_way.pop(0)
             assert began.unit is not None
             unit, after = began.unit, began.key[1]
-            if ops.SUM.is_for(self._facts(unit)):
+            if ops.SUM.has_ops_for(self._assumed_facts(unit)):
                 decode = self._emit(ops.SUM, unit, "backward", after=after)
                 after = decode.key[1]
                 yield decode
@@ -196,36 +200,36 @@ class Eager:
             del began
             yield bound
             del bound
-            self._join()
+            self._join_reductions()
 
-    def _join(self) -> None:
+    def _join_reductions(self) -> None:
         """Make compute wait for all reductions so far, before their memory is released."""
         last = self._last["reduce"]
-        self._executor.lanes.join([(self._number, last)])
+        self._executor.lanes.join_ops([(self._number, last)])
         self._joined.add(last)
 
     def _accumulate(self, unit: UnitState, block: OutgoingBlock | None, after: int | None) -> BoundOp:
-        opens = None if unit.trained.num_added else self._place(REST, unit)
+        opens = None if unit.trained_gradient.num_added else self._new_address(REST, unit)
         return self._emit(ops.ACCUMULATE, unit, "backward", after=after, opens=opens, block=block)
 
-    def finish(self, units: Units) -> Iterator[BoundOp]:
+    def ops_to_finish(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that bring gradients to the optimizer's place."""
         for unit in units:
-            route, facts = unit.trained.route, self._facts(unit)
+            route, facts = unit.trained_gradient.route, self._assumed_facts(unit)
             memory = torch.empty(route.finishing_block_nbytes(), dtype=torch.uint8, device=self._device)
-            if ops.ENCODE_REST.is_for(facts):
+            if ops.ENCODE_REST.has_ops_for(facts):
                 yield self._emit(ops.ENCODE_REST, unit, "finish")
             reduce = self._emit(ops.FINISH, unit, "finish", pieces=route.finishing_block(memory))
             yield reduce
             after = reduce.key[1]
-            if ops.FINAL_SUM.is_for(facts):
+            if ops.FINAL_SUM.has_ops_for(facts):
                 decode = self._emit(ops.FINAL_SUM, unit, "finish", after=after)
                 after = decode.key[1]
                 yield decode
             yield self._emit(ops.LAND, unit, "finish", after=after)
-            self._join()
+            self._join_reductions()
 
-    def after_update(self, units: Units) -> Iterator[BoundOp]:
+    def ops_after_update(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that gather updated parameters, and copy the state of updated units to host memory."""
         for unit in [each for each in units if each.key in self._executor.spreading]:
             gather = self._emit(ops.SPREAD, unit, "update")
@@ -244,13 +248,13 @@ class Eager:
         """
         stream, opens = spec.stream, bound.pop("opens", None)
         memory = bound["copy"].where if "copy" in bound else None
-        if memory is None and spec.memory and unit is not None:
-            memory = self._place(spec.memory, unit)
+        if memory is None and spec.memory_buffer and unit is not None:
+            memory = self._new_address(spec.memory_buffer, unit)
         after = self._last.get("compute") if after is None and stream != "compute" else after
         waits_for = {after, *self._joined} if stream == "compute" else {after}
         number, key = len(self.ops), unit.key if unit is not None else ""
-        if spec.memory:
-            waits_for |= {i for i in self._readers.pop((spec.memory, key), ()) if self.ops[i].stream != stream}
+        if spec.memory_buffer:
+            waits_for |= {i for i in self._readers.pop((spec.memory_buffer, key), ()) if self.ops[i].stream != stream}
         for buffer in spec.reads:
             self._readers.setdefault((buffer, key), []).append(number)
         waits = tuple(sorted(i for i in waits_for if i is not None))
@@ -262,20 +266,20 @@ class Eager:
             self._joined = set()
         return BoundOp(op, (self._number, number), to_come, unit, **{"copy": self.slots.get(key), **bound})
 
-    def _place(self, buffer: str, unit: UnitState) -> Memory | None:
+    def _new_address(self, buffer: str, unit: UnitState) -> Memory | None:
         """Return an address for a buffer in the schedule that this step becomes, used by no other buffer; None for 0 bytes."""
         if (buffer, unit.key) not in self._places:
-            nbytes = buffer_nbytes(buffer, self._facts(unit))
+            nbytes = buffer_nbytes(buffer, self._assumed_facts(unit))
             self._places[buffer, unit.key] = Memory(self._top, nbytes) if nbytes else None
             self._top += aligned(nbytes)
         return self._places[buffer, unit.key]
 
-    def _facts(self, unit: UnitState, **known: Any) -> UnitFacts:
+    def _assumed_facts(self, unit: UnitState, **known: Any) -> UnitFacts:
         """Return the facts of a unit as for several uses and several microbatches, whose numbers are unknown yet."""
         row = {"policy": SchedulePolicy(), "trained": True, "updated": True, **known}
         return unit.facts(**row, several_uses=True, several_microbatches=True)
 
-    def schedule(
+    def as_schedule(
         self,
         units: dict[str, UnitState],
         events: tuple[Event, ...],
@@ -286,9 +290,11 @@ class Eager:
     ) -> Schedule:
         """Return the ops emitted in a whole step as a schedule. ``trained`` and ``updated`` are keys of units."""
         order = dict.fromkeys(unit for unit in (*(e.unit for e in events), *(op.unit for op in self.ops)) if unit)
-        facts = (self._facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
-        facts = (replace(each, rest=units[each.name].trained.rest.nbytes) if each.trainable else each for each in facts)
+        facts = (self._assumed_facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
+        facts = (
+            replace(each, rest=units[each.name].trained_gradient.rest.nbytes) if each.trainable else each for each in facts
+        )
         eager = replace(policy, prefetch=0, bucket_nbytes=0, gather_at_start=False, memory_budget=None)
         last = len(self.ops) - 1
-        spans = [ArenaItem(n, ((fill or 0, last if free is None else free),)) for fill, free, n in lives(self.ops)]
+        spans = [ArenaItem(n, ((fill or 0, last if free is None else free),)) for fill, free, n in buffer_lifetimes(self.ops)]
         return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._top, lower_bound(spans))

@@ -1,4 +1,4 @@
-"""Executor: run the ops of a step, from a schedule or from ``Eager``, with the same code.
+"""Executor: run the ops of a step, from a schedule or from ``EagerOps``, with the same code.
 
 The executor uses units, their memory, lanes and the transport; it does not depend on programs and schedulers. For each kind of
 op the table :data:`BIND` has a function. It binds an op to its tensors once, and returns the op's action.
@@ -24,7 +24,7 @@ from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
+from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 Action = Callable[[], None]
@@ -67,7 +67,7 @@ class BoundOp:
         self.after = tuple(dict.fromkeys([*self.after, *(key for each in self.others for key in each.after)]))
 
     @property
-    def members(self) -> "tuple[BoundOp, ...]":
+    def bucket_members(self) -> "tuple[BoundOp, ...]":
         """The ops of the bucket, this op first; only this op if it is in no bucket."""
         return self, *self.others
 
@@ -75,7 +75,7 @@ class BoundOp:
     def gradient(self) -> GradientBuffer:
         """The gradient of the op's unit."""
         assert self.unit is not None
-        return self.unit.trained
+        return self.unit.trained_gradient
 
 
 class Executor:
@@ -103,9 +103,9 @@ class Executor:
         self.transport, self.lanes, self.comm = transport, lanes, comm
         self._own, self._separate_groups, self.is_connected = innermost_comm(own), separate_groups, False
         self.number = 0
-        self.begin("")
+        self.begin_step("")
 
-    def connect(self) -> None:
+    def make_process_groups(self) -> None:
         """Make the process groups, if they are not made yet. Each rank calls this before its first collective."""
         if self.is_connected:
             return
@@ -115,10 +115,10 @@ class Executor:
             if self._separate_groups and not self._own.is_native:
                 self._own.make_own_groups()
         if self.transport.groups is not None:
-            self.transport.groups.make()
+            self.transport.groups.make_groups()
         self.is_connected = True
 
-    def begin(self, step: str) -> None:
+    def begin_step(self, step: str) -> None:
         """Begin a step, with no work of the previous step under way."""
         self.number += 1
         self.step, self.microbatch = step, "microbatch 0"
@@ -130,16 +130,16 @@ class Executor:
         self.host_nbytes = 0
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
-    def set_names(self, *, step: str | None = None, microbatch: str | None = None) -> None:
+    def set_label_names(self, *, step: str | None = None, microbatch: str | None = None) -> None:
         """Set the names of step and microbatch in labels; an empty step means that no step is under way."""
         self.step = self.step if step is None else step
         self.microbatch = self.microbatch if microbatch is None else microbatch
 
-    def receive(self, grads: Grads | None) -> None:
+    def receive_gradients(self, grads: Grads | None) -> None:
         """Keep the gradients of a use whose backward is over, for the ops at its end."""
         self.incoming = grads
 
-    def take(self, moves: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
+    def take_moves(self, moves: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
         """Keep, by unit, the copies from and to host memory and the gathers of updated parameters, for later ops."""
         self.moves, self.taken, self.spreading = dict(moves), tuple(moves), dict(spreading)
 
@@ -147,7 +147,7 @@ class Executor:
         """Run later ops on these lanes. Ops that are bound already keep their lanes."""
         self.lanes = lanes
 
-    def bind(self, bound: BoundOp) -> Action:
+    def action_of(self, bound: BoundOp) -> Action:
         """Return the action of an op: a function without arguments that runs the op. :data:`BIND` has to have one."""
         bind = BIND.get(bound.spec)
         action = bind(self, bound) if callable(bind) else None
@@ -157,10 +157,10 @@ class Executor:
             raise ScheduleError(problem(f"op {bound.op}", f"nothing says what ops of kind {bound.op.kind!r} do.", rows, remedy))
         if bound.joins:
             action = partial(_each, [*(gradient.join for gradient in bound.joins), action])
-        encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.members)
-        return partial(self.telling, action) if encodes else action
+        encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.bucket_members)
+        return partial(self.run_and_report, action) if encodes else action
 
-    def telling(self, action: Action) -> None:
+    def run_and_report(self, action: Action) -> None:
         """Run ``action``, and tell other ranks if a format fails in it."""
         try:
             action()
@@ -177,48 +177,50 @@ class Executor:
         """Return the seconds for which the main thread has waited for collectives so far."""
         return self._own.watch.ranks.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
 
-    def run(self, bound: BoundOp) -> None:
+    def run_op(self, bound: BoundOp) -> None:
         """Look up the action of an op, and run the action."""
-        self.bind(bound)()
+        self.action_of(bound)()
 
-    def on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:
+    def action_on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:
         """Return ``start`` on the lane of an op, after the ops it waits for; with ``begins`` also after all work of compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:
-            with lanes.on(stream, key, after, begins=begins):
+            with lanes.on_lane(stream, key, after, begins=begins):
                 start()
 
         return action if lanes.has_streams else start
 
-    def joining(self, bound: BoundOp, action: Action) -> Action:
+    def action_after_joins(self, bound: BoundOp, action: Action) -> Action:
         """Return ``action`` of compute, after the ops on other lanes for which an op waits."""
         lanes, after = self.lanes, bound.after
 
         def joined() -> None:
-            lanes.join(after)
+            lanes.join_ops(after)
             action()
 
         return joined if after and lanes.has_streams else action
 
-    def label(self, units: Iterable[UnitState], what: str) -> str:
-        """Return the label of a collective of these units, which ranks compare first. ``what`` comes from :func:`described`."""
-        names = dict.fromkeys([unit.label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units])
+    def label_of(self, units: Iterable[UnitState], what: str) -> str:
+        """Return the label of a collective of these units, which ranks compare first. ``what`` comes from :func:`ops_text`."""
+        names = dict.fromkeys(
+            [unit.find_tree_label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units]
+        )
         return self.with_step_prefix(f"{''.join(names)}{what}")
 
     def with_step_prefix(self, what: str) -> str:
         """Return ``what`` with the present step and microbatch as a prefix."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
-    def copy(self, bound: BoundOp) -> None:
+    def begin_state_copies(self, bound: BoundOp) -> None:
         """Begin the copies of a unit's state, and count their bytes."""
-        self.host_nbytes += self.moves.pop(bound.op.unit).run(self.lanes, bound.key)
+        self.host_nbytes += self.moves.pop(bound.op.unit).run_copies(self.lanes, bound.key)
 
-    def drain(self) -> None:
+    def finish_reductions(self) -> None:
         """Finish all reductions that have begun."""
-        self.lanes.join_all("gather", "reduce")
+        self.lanes.join_lanes("gather", "reduce")
         for bound in list(self.reducing.values()):
-            _ending(bound)()
+            _ending_action(bound)()
             bound.gradient.join()
         self.reducing.clear()
 
@@ -228,7 +230,7 @@ def _each(actions: Iterable[Action]) -> None:
         action()
 
 
-def _ending(bound: BoundOp) -> Action:
+def _ending_action(bound: BoundOp) -> Action:
     """Return the action that takes the result of the reduction that an op begins or ends."""
     if bound.spec in (ops.FINISH, ops.LAND):
         return bound.gradient.end_final_reduction
@@ -236,7 +238,7 @@ def _ending(bound: BoundOp) -> Action:
     return partial(bound.gradient.accumulate, bound.block)
 
 
-def described(bounds: Sequence[BoundOp]) -> str:
+def ops_text(bounds: Sequence[BoundOp]) -> str:
     """Return the text for a label: what these ops do, and their units."""
     first, last = bounds[0].op, bounds[-1].op
     which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
@@ -244,13 +246,13 @@ def described(bounds: Sequence[BoundOp]) -> str:
 
 
 def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
-    units = [(each, each.unit, each.copy) for each in bound.members if each.unit is not None and each.copy is not None]
-    as_one, transport, what = len(units) > 1, executor.transport, described(bound.members)
+    units = [(each, each.unit, each.copy) for each in bound.bucket_members if each.unit is not None and each.copy is not None]
+    as_one, transport, what = len(units) > 1, executor.transport, ops_text(bound.bucket_members)
     waits = transport.is_async  # else the stream of gathers is behind what fills a node
 
     def start() -> None:
         if not executor.is_connected:
-            executor.connect()
+            executor.make_process_groups()
         moves: list[Move] = []
         found = [row for row in units if row[1].node is not None]  # other units of the bucket are gathered in their own wait
         for _, unit, copy in found:
@@ -258,15 +260,15 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
             assert node is not None
             if waits and node.lazy is not None:
                 _ = node.buffers
-            moves += copy.fill(node, executor.number)
+            moves += copy.begin_fill(node, executor.number)
         if found:
-            text = what if len(found) == len(units) else described([each for each, _, _ in found])
-            label = executor.label([unit for _, unit, _ in found], text)
+            text = what if len(found) == len(units) else ops_text([each for each, _, _ in found])
+            label = executor.label_of([unit for _, unit, _ in found], text)
             works = gather_along(found[0][2].axes, moves, transport, label=label, as_one=as_one)
             for _, _, copy in found:
                 copy.add_works(works)
 
-    return executor.on_lane(bound, start)
+    return executor.action_on_lane(bound, start)
 
 
 def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
@@ -279,23 +281,25 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
     def gather_now() -> None:
         assert unit.node is not None
         copy.wait()
-        with lanes.on("gather", bound.key, after):
+        with lanes.on_lane("gather", bound.key, after):
             if transport.is_async:
                 _ = unit.node.buffers
-            label = f"{executor.label([unit], described([bound]))} of other values than were gathered"
-            copy.add_works(gather_along(copy.axes, copy.fill(unit.node, executor.number), transport, label=label, as_one=False))
-        lanes.join([bound.key])
+            label = f"{executor.label_of([unit], ops_text([bound]))} of other values than were gathered"
+            copy.add_works(
+                gather_along(copy.axes, copy.begin_fill(unit.node, executor.number), transport, label=label, as_one=False)
+            )
+        lanes.join_ops([bound.key])
 
     def action() -> None:
         assert unit.node is not None
-        seen = stamp(unit.node)
-        if copy.filled_from is None or (copy.is_carried and not copy.holds(seen)):
+        seen = buffers_stamp(unit.node)
+        if copy.filled_from is None or (copy.is_carried and not copy.is_filled_from(seen)):
             gather_now()
         if copy.works:
             copy.wait()
         if after:
-            lanes.join(after)
-        if copy.filled_from != seen or (copy.is_carried and not copy.holds(seen)):
+            lanes.join_ops(after)
+        if copy.filled_from != seen or (copy.is_carried and not copy.is_filled_from(seen)):
             raise ScheduleError(
                 f"the parameters of unit {unit.key!r} were changed in place between being gathered and being used. "
                 "Change them between steps and pass gather_at_start=False, or make new ones."
@@ -312,22 +316,22 @@ def _bind_decode(executor: Executor, bound: BoundOp) -> Action:
         if copy.is_encoded:
             copy.decode()
 
-    return executor.joining(bound, action)
+    return executor.action_after_joins(bound, action)
 
 
 def _bind_release(executor: Executor, bound: BoundOp) -> Action:
     assert bound.copy is not None
-    return executor.joining(bound, bound.copy.release)
+    return executor.action_after_joins(bound, bound.copy.release)
 
 
 def _bind_spread(executor: Executor, bound: BoundOp) -> Action:
     def start() -> None:
         if not executor.is_connected:
-            executor.connect()
-        found = [(each, executor.spreading.pop(each.op.unit, None)) for each in bound.members]
+            executor.make_process_groups()
+        found = [(each, executor.spreading.pop(each.op.unit, None)) for each in bound.bucket_members]
         moving = [(each, spread) for each, spread in found if spread is not None]
         moves = [move for _, spread in moving for move in spread.moves]
-        label = executor.label([spread.unit for _, spread in moving], described([each for each, _ in moving]))
+        label = executor.label_of([spread.unit for _, spread in moving], ops_text([each for each, _ in moving]))
         axes = moving[0][1].axes
         works = gather_along(axes, moves, executor.transport, label=label, as_one=len(moving) > 1)
         for _, spread in moving:
@@ -337,15 +341,15 @@ def _bind_spread(executor: Executor, bound: BoundOp) -> Action:
             spread.wait()  # differences are added on this lane, before later gathers and before reads of parameters
         if executor.lanes.has_streams:
             for source, parts in moves:
-                executor.lanes.keep(source)  # sources and targets: the user may drop the state at any time
-                executor.lanes.keep(parts[0])
+                executor.lanes.record_use(source)  # sources and targets: the user may drop the state at any time
+                executor.lanes.record_use(parts[0])
             for difference in differences:
-                executor.lanes.keep(difference.params)
+                executor.lanes.record_use(difference.params)
 
-    on_lane = executor.on_lane(bound, start)
+    on_lane = executor.action_on_lane(bound, start)
 
     def action() -> None:
-        if any(each.op.unit in executor.spreading for each in bound.members):
+        if any(each.op.unit in executor.spreading for each in bound.bucket_members):
             on_lane()
 
     return action
@@ -373,7 +377,7 @@ def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
         assert executor.incoming is not None
         gradient.cast(executor.incoming, block, first=first)
 
-    return executor.joining(bound, action) if opens or fills else action
+    return executor.action_after_joins(bound, action) if opens or fills else action
 
 
 def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
@@ -383,17 +387,17 @@ def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
         assert gradient.block is not None
         gradient.encode(gradient.route.chains, gradient.block.collected)
 
-    return executor.on_lane(bound, gradient.encode_rest if bound.spec is ops.ENCODE_REST else start)
+    return executor.action_on_lane(bound, gradient.encode_rest if bound.spec is ops.ENCODE_REST else start)
 
 
 def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
-    transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.members]
+    transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.bucket_members]
     as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
-    units, what = [each.unit for each in bound.members if each.unit is not None], described(bound.members)
+    units, what = [each.unit for each in bound.bucket_members if each.unit is not None], ops_text(bound.bucket_members)
 
     def start() -> None:
         if not executor.is_connected:
-            executor.connect()
+            executor.make_process_groups()
         legs: list[ChainInput] = []
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
@@ -404,24 +408,24 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
                 if each.op.opens is not None:
                     gradient.open()
                 legs += gradient.reduce(block, direct=each.op.opens is not None)
-        works = reduce_along(legs, transport, label=executor.label(units, what), as_one=as_one)
+        works = reduce_along(legs, transport, label=executor.label_of(units, what), as_one=as_one)
         for _, gradient, _ in members:
             works = gradient.send(works)
 
-    return executor.on_lane(bound, start)
+    return executor.action_on_lane(bound, start)
 
 
 def _bind_sum(executor: Executor, bound: BoundOp) -> Action:
     if bound.may_wait and executor.transport.is_async:
-        return nothing  # the reader of the sum decodes it
-    return executor.on_lane(bound, bound.gradient.decode, begins=False)
+        return do_nothing  # the reader of the sum decodes it
+    return executor.action_on_lane(bound, bound.gradient.decode, begins=False)
 
 
 def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
-    gradient, end, is_finish = bound.gradient, _ending(bound), bound.spec is ops.LAND
+    gradient, end, is_finish = bound.gradient, _ending_action(bound), bound.spec is ops.LAND
     reduction, opens = (bound.op.unit, ops.FINISH if is_finish else ops.REDUCE), bound.op.opens is not None
     waits_late = bound.may_wait and executor.transport.is_async
-    ended = end if waits_late else executor.on_lane(bound, end, begins=not is_finish and not gradient.route.is_reduced)
+    ended = end if waits_late else executor.action_on_lane(bound, end, begins=not is_finish and not gradient.route.is_reduced)
 
     def action() -> None:
         executor.reducing.pop(reduction, None)
@@ -436,7 +440,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_copy(executor: Executor, bound: BoundOp) -> Action:
-    on_lane = executor.on_lane(bound, partial(executor.copy, bound))
+    on_lane = executor.action_on_lane(bound, partial(executor.begin_state_copies, bound))
 
     def action() -> None:
         move = executor.moves.get(bound.op.unit)
@@ -450,7 +454,7 @@ def _bind_copy(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing: the action of ops whose work is the caller's own code."""
 
 
@@ -459,7 +463,7 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.SPREAD: _bind_spread,
     ops.WAIT: _bind_wait,
     ops.SETTLE: _bind_settle,
-    ops.COMPUTE: lambda executor, bound: nothing,
+    ops.COMPUTE: lambda executor, bound: do_nothing,
     ops.DECODE: _bind_decode,
     ops.RELEASE: _bind_release,
     ops.CAST: _bind_cast,
@@ -472,7 +476,7 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.ACCUMULATE: _bind_accumulate,
     ops.LAND: _bind_accumulate,
     ops.FETCH: _bind_copy,
-    ops.UPDATE: lambda executor, bound: nothing,
+    ops.UPDATE: lambda executor, bound: do_nothing,
     ops.OFFLOAD: _bind_copy,
 }
 """For each kind of op, what binds it."""

@@ -52,14 +52,14 @@ class CapturedStep:
         torch.cuda.synchronize(scheduler.device)
         held, before = optree.tree_leaves(state.params), _addresses(state)
         self._graph = torch.cuda.CUDAGraph()
-        scheduler.lanes.forget()  # a capture waits for nothing outside of it, and nothing outside for its events
+        scheduler.lanes.drop_all_events()  # a capture waits for nothing outside of it, and nothing outside for its events
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
                 if optree.tree_leaves(state.main):
                     state = state._replace(params=_copied_params(state.params, held))
         finally:
-            scheduler.lanes.forget()
+            scheduler.lanes.drop_all_events()
         self._metrics: Metrics = metrics
         if before != _addresses(state):
             raise ScheduleError(

@@ -29,13 +29,13 @@ class Recorder:
         self.trace, self.device, self.has_streams, self._waited_s = trace, device, device.type != "cpu", waited_s
         self.outcomes: list[CollectiveOutcome] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
-        self._base: Mark = self.mark()
+        self._base: Mark = self.mark_time()
         self._rows: list[tuple[BoundOp, bool, Mark, Mark, list[CollectiveOutcome], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
         self._waited_before = 0.0  # until the mark ``_last``
 
-    def mark(self) -> Mark:
+    def mark_time(self) -> Mark:
         """Return a mark of the present time on the current stream."""
         if not self.has_streams:
             return time.perf_counter()
@@ -43,16 +43,16 @@ class Recorder:
         event.record()
         return event
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: drop the measurements of the previous step."""
         self._open.clear()
-        self._start = self._last = self.mark()
+        self._start = self._last = self.mark_time()
         self._waited_before = self._waited_s()
         self._step = len(self.trace.steps)
 
     def run_event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
         """Run the actions of an event's ops, and measure them."""
-        here = self.mark()
+        here = self.mark_time()
         if event.kind.endswith("_end") and event.unit:
             compute, began = self._open.pop((event.kind.removesuffix("_end"), event.use))
             self._add_row(compute, began, here)
@@ -65,20 +65,20 @@ class Recorder:
                 self._add_row(bound, began, here)
             else:
                 self.run_op(bound, action)
-        self._last, self._waited_before = self.mark(), self._waited_s()
+        self._last, self._waited_before = self.mark_time(), self._waited_s()
 
     def run_op(self, bound: BoundOp, action: Action) -> None:
         """Run the action of an op, and measure it."""
         self.outcomes, self.lane_marks = [], []
-        start = self.mark()
+        start = self.mark_time()
         action()
-        stop = self.mark()
+        stop = self.mark_time()
         if bound.spec.cost == "compute":
             self._open[bound.op.phase, bound.op.use] = (bound, stop)
         elif bound.spec.stream != "compute" and not bound.spec.may_wait:
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
-            for each in bound.members:
+            for each in bound.bucket_members:
                 self._add_row(each, start, stop, self.outcomes)
         else:
             self._add_row(bound, start, stop)
@@ -88,9 +88,9 @@ class Recorder:
     ) -> None:
         self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End a step: add its measurements to the trace. Measurements of ops under way are added later."""
-        ended = self.mark()
+        ended = self.mark_time()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)
         self.trace.begin_step(self._seconds(self._start))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
-from fsharp.stateful.runtime.compiled import Compiled
+from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.recorder import Recorder
-from fsharp.stateful.runtime.tracer import Tracer
+from fsharp.stateful.runtime.scheduled_engine import ScheduledEngine
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.verify.verify import verify
@@ -25,7 +25,7 @@ _GIVE_UP_AFTER = 3
 """Calls in a row that have left their schedule; the next ones follow none, until an order comes again."""
 
 
-class Programs:
+class RecordedPrograms:
     """The recorded programs and schedules of one function.
 
     A new program is compiled. After several calls in a row that have left their schedule, a program is compiled only when it
@@ -35,7 +35,7 @@ class Programs:
     Attributes:
         bound: schedules that are bound to the present arena.
         pinned: the schedule that a caller has chosen, up to a call that leaves it.
-        num_recordings: number of calls that did not follow a schedule to the end.
+        num_unscheduled_calls: number of calls that did not follow a schedule to the end.
         num_failed: number of consecutive calls that have left their schedule.
     """
 
@@ -46,8 +46,8 @@ class Programs:
         self._last_two: tuple[Program | None, Program | None] = (None, None)
         self._is_steady = False  # whether the last program is expected to follow itself
         self.pinned: Schedule | None = None
-        self.bound: dict[int, Compiled] = {}
-        self.num_recordings = self.num_failed = 0
+        self.bound: dict[int, BoundSchedule] = {}
+        self.num_unscheduled_calls = self.num_failed = 0
 
     def __len__(self) -> int:
         return len(self._schedules)
@@ -58,8 +58,8 @@ class Programs:
         return [*self._schedules.values(), *([self.pinned] if self.pinned is not None else [])]
 
     @property
-    def expected(self) -> Schedule | None:
-        """The program that the next call is expected to have; None if it cannot be predicted."""
+    def expected_schedule(self) -> Schedule | None:
+        """The schedule of the program that the next call is expected to have; None if there is none, or no expectation."""
         if self.pinned is not None:
             return self.pinned
         last = self._last_two[1]
@@ -70,7 +70,7 @@ class Programs:
             return self._schedules[following]
         return self._schedules.get(last) if last is not None and self.num_failed < _GIVE_UP_AFTER else None
 
-    def pin(self, schedule: Schedule) -> None:
+    def pin_schedule(self, schedule: Schedule) -> None:
         """Follow this schedule from now on."""
         self.pinned = schedule
         self.bound.clear()
@@ -81,9 +81,9 @@ class Programs:
         self.num_failed = 0
 
     def record_unscheduled(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """Record the program of a call without a schedule, or that has ``left`` one. ``compile_`` compiles it, if possible."""
+        """Record the program of a call that had no schedule, or has ``left`` its schedule, and compile it by ``compile_``."""
         self.pinned = None
-        self.num_recordings += 1
+        self.num_unscheduled_calls += 1
         self.num_failed = self.num_failed + 1 if left else self.num_failed
         if program not in self._schedules and (program in self._seen or self.num_failed < _GIVE_UP_AFTER):
             while len(self._schedules) >= _MOST_COMPILED:
@@ -108,7 +108,7 @@ class Programs:
         self._is_steady = self._after.get((program, program)) is program
 
 
-class Status(NamedTuple):
+class CallStatus(NamedTuple):
     """How the last call of a scheduled function went.
 
     Attributes:
@@ -135,34 +135,34 @@ class Scheduled:
         followed_by: returns the scheduled function that was called next after this function's last call; None if there is none.
     """
 
-    def __init__(self, scheduler: Tracer, fn: Callable[..., Any], name: str) -> None:
+    def __init__(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> None:
         self.scheduler, self.fn, self.name = scheduler, fn, name
-        self.programs = Programs()
+        self.programs = RecordedPrograms()
         self.num_calls = 0
         self.recorder: Recorder | None = None
         self._emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
-        self._status = Status("new", "it has not been called", 0, 0)
+        self._status = CallStatus("new", "it has not been called", 0, 0)
         self.followed_by: Callable[[], Scheduled | None] = lambda: None
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The first call records the order of its units; later calls follow a schedule."""
-        return self.scheduler.run(self, args, kwargs)
+        return self.scheduler.call_scheduled(self, args, kwargs)
 
     @property
     def schedule(self) -> Schedule | None:
         """The schedule that the next call is expected to follow; None if there is none."""
-        return self.programs.expected
+        return self.programs.expected_schedule
 
     @property
-    def num_recordings(self) -> int:
+    def num_unscheduled_calls(self) -> int:
         """Number of calls that did not follow a schedule to the end."""
-        return self.programs.num_recordings
+        return self.programs.num_unscheduled_calls
 
-    def status(self) -> Status:
-        """Return how the last call went, and why."""
+    def status(self) -> CallStatus:
+        """Return whether the last call was recorded, or followed or left its schedule, and the reason."""
         return self._status
 
     @api_boundary
@@ -181,7 +181,7 @@ class Scheduled:
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
 
-    def end_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
+    def record_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
         """Keep how a call went, for :meth:`status`, and the ops that it has emitted without a schedule.
 
         A local call is not counted, as a single rank may have made it.
@@ -190,13 +190,13 @@ class Scheduled:
             self.num_calls -= 1
         else:
             self._emitted = emitted
-        self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
+        self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
-    def note_next(self, following: "Scheduled") -> None:
-        """Record the scheduled function that was called next after this one."""
+    def record_next_called(self, following: "Scheduled") -> None:
+        """Record which scheduled function was called next after this function."""
         self.followed_by = weakref.ref(following)
 
-    def recount(self) -> None:
+    def restart_call_count(self) -> None:
         """Restart the count of calls in labels from 0."""
         self.num_calls = 0
 
@@ -208,7 +208,7 @@ class Scheduled:
             ScheduleError: the schedule would use memory or gradients wrongly. If it has unknown units, the next call raises.
         """
         verify(schedule)
-        self.programs.pin(schedule)
+        self.programs.pin_schedule(schedule)
 
     def trace(self) -> Trace:
         """Return a trace that measures every later step that follows the schedule."""
@@ -216,12 +216,12 @@ class Scheduled:
         self.recorder = Recorder(trace, self.scheduler.device, self.scheduler.executor.waited_s)
         return trace
 
-    def sources(self, args: Any) -> dict[str, Sharded]:
+    def nodes_by_unit(self, args: Any) -> dict[str, Sharded]:
         """Return, by unit of the schedule, the node among the arguments, if it is there."""
         self._nodes = units_of(args)
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
-    def locate(self, key: str, node: Sharded) -> None:
+    def record_position(self, key: str, node: Sharded) -> None:
         """Record the position of a unit's node among the arguments."""
         mine = [b.data_ptr() for b in node.raw_buffers]
         for i, each in enumerate(self._nodes):
@@ -229,12 +229,12 @@ class Scheduled:
                 self._positions[key] = i
                 return
 
-    def forget(self) -> None:
+    def drop_tensors(self) -> None:
         """Drop all references to tensors."""
         self._nodes = []
 
 
-class Functions:
+class ScheduledFunctions:
     """The scheduled functions of one scheduler, by weak references."""
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class Functions:
     def __iter__(self) -> Iterator[Scheduled]:
         return iter(self._alive)
 
-    def add(self, scheduler: Tracer, fn: Callable[..., Any], name: str) -> Scheduled:
+    def wrap(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> Scheduled:
         """Return a scheduled function with a unique name. All ranks wrap functions in the same order."""
         self._names[name] += 1
         number = self._names[name]
@@ -253,13 +253,13 @@ class Functions:
         self._alive.add(scheduled)
         return scheduled
 
-    def end_call(self, scheduled: Scheduled) -> None:
-        """Record the function that was called last, also as the next one after the previously called function."""
+    def record_last_called(self, scheduled: Scheduled) -> None:
+        """Record the function that was called last, and that it was called next after the function called before."""
         if (last := self._last()) is not None:
-            last.note_next(scheduled)
+            last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)
 
-    def restart(self) -> None:
+    def reset_after_error(self) -> None:
         """Reset after an error: unbind all schedules, and forget the order of calls."""
         self._last = lambda: None
         for scheduled in self._alive:

@@ -14,17 +14,17 @@ from fsharp.functional.comm.agree import agree, all_gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelledComm, innermost_comm
 from fsharp.functional.comm.settings_digests import SettingsHistory
-from fsharp.functional.comm.tree_names import TreeCounts, tree_counts_of
+from fsharp.functional.comm.tree_names import TreeNameCounters, tree_counts_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.scheduled import Functions, Scheduled
+from fsharp.stateful.runtime.scheduled import Scheduled, ScheduledFunctions
+from fsharp.stateful.runtime.scheduled_engine import HandedOutGradients, ScheduledEngine
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.tracer import HandedOutGradients, Tracer
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Program, gradients_of
+from fsharp.stateful.schedule.program import Program, count_gradients
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.base import ProcessGroups, Transport
 from fsharp.stateful.transport.blocking import BlockingTransport
@@ -43,8 +43,8 @@ class StepUnderWay:
     """The step under way, with its function and its thread.
 
     Attributes:
-        title: the name of the step in labels, without the history.
-        loose: the step outside of all functions, while a backward of it may come.
+        title: the name of the step in labels of collectives, without the digest of earlier steps' settings.
+        loose: the step of calls outside of all scheduled functions, as long as a backward of these calls may come.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class StepUnderWay:
         self.thread = 0
         self.loose = weakref.WeakSet[Step]()
 
-    def begin(self, scheduled: Scheduled, step: Step, title: str) -> None:
+    def begin_step(self, scheduled: Scheduled, step: Step, title: str) -> None:
         """Record that a function's step begins in this thread."""
         self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """Record that no step is under way."""
         self.step = self.scheduled = None
 
@@ -72,7 +72,7 @@ class StepUnderWay:
 
 
 @options_checked
-class Scheduler(DelegatingComm, Tracer):
+class Scheduler(DelegatingComm, ScheduledEngine):
     """A Comm that runs training steps by a schedule: it overlaps gathers and reductions with compute, and keeps all bits.
 
     ``scheduler(step)`` wraps a function that has an argument ``comm``. The first call of the wrapped function records the order
@@ -102,12 +102,12 @@ class Scheduler(DelegatingComm, Tracer):
         self.policy = policy or SchedulePolicy(**options)
         if self.policy.separate_groups is None:
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
-        self._functions, self._history = Functions(), SettingsHistory()
+        self._functions, self._history = ScheduledFunctions(), SettingsHistory()
         self._closed: str | None = None
         self._start(lanes_for(comm.device))
 
     def _start(self, lanes: Lanes) -> None:
-        self.own = _numbered_apart(self.comm)
+        self.own = _with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
@@ -121,21 +121,21 @@ class Scheduler(DelegatingComm, Tracer):
         if self._closed is not None:
             self._closed = None
             self._start(self.lanes)
-            self._functions.restart()
+            self._functions.reset_after_error()
 
     def use_lanes(self, lanes: Lanes) -> None:
         """Run all later ops on these lanes."""
         self.executor.use_lanes(lanes)
         for scheduled in self._functions:
             for compiled in scheduled.programs.bound.values():
-                compiled.bind(self.executor)
+                compiled.bind_ops(self.executor)
 
     def report_failure(self, error: Exception, where: str) -> None:
         """Tell other ranks that this rank has failed: all further collectives of this scheduler raise an error."""
         self.executor.report_failure(error, where)
 
     @property
-    def tree_counts(self) -> TreeCounts | None:
+    def tree_counts(self) -> TreeNameCounters | None:
         """Counters of tree names of the wrapped Comm."""
         return tree_counts_of(self.comm)
 
@@ -145,20 +145,20 @@ class Scheduler(DelegatingComm, Tracer):
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Pass a collective of the caller on, unscheduled. If the scheduler is closed, raise an error."""
         self._refuse()
-        self.executor.connect()
+        self.executor.make_process_groups()
         return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
 
     def add_settings(self, text: str) -> None:
         """Add settings to the labels of all later collectives, so that ranks with other settings are found."""
         self._history.add_settings(text)
         if self._now.step is not None:
-            self.executor.set_names(step=f"{self._now.title}{self._of_history}")
+            self.executor.set_label_names(step=f"{self._now.title}{self._of_history}")
 
     def reset_history(self) -> None:
         """Remove earlier steps and settings from labels, after all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for scheduled in self._functions:
-            scheduled.recount()
+            scheduled.restart_call_count()
 
     @property
     def settings(self) -> str:
@@ -166,7 +166,7 @@ class Scheduler(DelegatingComm, Tracer):
         return self._history.text
 
     @property
-    def comparing(self) -> Comm:
+    def comm_with_history(self) -> Comm:
         """Return this Comm with the history in its labels, for collectives outside of steps that combine parts of all ranks."""
         return self if self._now.step is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
 
@@ -181,61 +181,61 @@ class Scheduler(DelegatingComm, Tracer):
 
     def wrap(self, fn: Callable[..., Any], name: str) -> Scheduled:
         """Return ``scheduler(fn)`` under a name for labels of collectives. The second function of a name gets a number."""
-        return self._functions.add(self, fn, name)
+        return self._functions.wrap(self, fn, name)
 
-    def run(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_scheduled(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scheduled function. Inside of another scheduled function the call is part of that function's step."""
         if self._now.step is not None:
             self._now.check_thread()
             return scheduled.fn(*args, comm=self, **kwargs)
-        step = self.open(scheduled, (args, kwargs))
-        with self.guard(step):
+        step = self.open_step(scheduled, (args, kwargs))
+        with self.closed_on_error(step):
             result = scheduled.fn(*args, comm=self, **kwargs)
-            self.close(step)
+            self.close_step(step)
         return result
 
-    def open(self, scheduled: Scheduled, inputs: Any) -> Step:
-        """Begin a step of a scheduled function. All calls until :meth:`close` are part of the step."""
-        with self.guard():
+    def open_step(self, scheduled: Scheduled, inputs: Any) -> Step:
+        """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
+        with self.closed_on_error():
             self._refuse()
             self._history.begin_step()
             title = f"{scheduled.begin_call()} after {self.num_updates} updates"
-            self.executor.begin(f"{title}{self._of_history}")
+            self.executor.begin_step(f"{title}{self._of_history}")
             self.registry.begin_step()
-            for key, node in scheduled.sources(inputs).items():
+            for key, node in scheduled.nodes_by_unit(inputs).items():
                 self.registry.bind_if_free(key, node)
-            schedule = self.arena.bind(scheduled, self._functions)
+            schedule = self.arena.bind_next_schedule(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
             step = Step(self.executor, schedule, self.units, recorder)
-            self._now.begin(scheduled, step, title)
-            self.lanes.tell(recorder)
+            self._now.begin_step(scheduled, step, title)
+            self.lanes.set_recorder(recorder)
             observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # a new list for each op
             self.transport.observe_collectives(observer)
             if recorder is not None:
-                recorder.begin()
+                recorder.begin_step()
             if schedule is not None:
-                self.arena.carry(schedule)
+                self.arena.carry_gathered_units(schedule)
         return step
 
-    def close(self, step: Step) -> None:
+    def close_step(self, step: Step) -> None:
         """End the step, and record its program."""
-        step.end()
+        step.end_step()
         self._end(step)
         if step.recorder is not None and step.eager is None:
-            step.recorder.end()
+            step.recorder.end_step()
         self._leave()
 
     @contextmanager
-    def guard(self, step: Step | None = None) -> Iterator[None]:
+    def closed_on_error(self, step: Step | None = None) -> Iterator[None]:
         """Return a context: an error in it closes the scheduler on all ranks, if a step is under way or about to begin."""
         try:
             yield
         except BaseException as error:
             if step is None or self._now.step is step:
-                self.shut(error)
+                self.close_after_error(error)
             raise
 
-    def shut(self, error: BaseException) -> None:
+    def close_after_error(self, error: BaseException) -> None:
         """Close the scheduler after an error: end the step under way, free its memory, and send the error to other ranks."""
         if self._closed is not None:
             return
@@ -244,10 +244,10 @@ class Scheduler(DelegatingComm, Tracer):
         if self._now.step is not None:
             self._now.step.abandon()
         for unit in self.units.values():
-            unit.release()
+            unit.drop_references()
             if unit.gradient is not None:
                 unit.gradient.abandon(self._refuse)
-        self.arena.abandon()
+        self.arena.abandon_gathers()
         self._leave()
 
     @api_boundary
@@ -270,12 +270,12 @@ class Scheduler(DelegatingComm, Tracer):
             raise ScheduleError(f"{why}\nMake a new one: fs.Scheduler(comm) of the same Comm works.")
 
     def _leave(self) -> None:
-        self._now.end()
+        self._now.end_step()
         self._handed_out = HandedOutGradients()
-        self.registry.unbind()
-        self.executor.set_names(step="")
+        self.registry.unbind_nodes()
+        self.executor.set_label_names(step="")
         for scheduled in self._functions:
-            scheduled.forget()
+            scheduled.drop_tensors()
 
     def _end(self, step: Step) -> None:
         scheduled = self._now.scheduled
@@ -285,12 +285,12 @@ class Scheduler(DelegatingComm, Tracer):
                 unit.gradient.copy_out()
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_begin_step()
-            scheduled.end_call("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
+            scheduled.record_call("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
             return
-        self._functions.end_call(scheduled)
+        self._functions.record_last_called(scheduled)
         if step.eager is None and step.schedule is not None:
             scheduled.programs.record_followed(step.schedule.schedule.program)
-            scheduled.end_call("planned", "it has followed its schedule to the end")
+            scheduled.record_call("planned", "it has followed its schedule to the end")
             if scheduled.followed_by() in (None, scheduled):  # the next step of other functions may begin with any unit
                 self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
         else:
@@ -300,7 +300,7 @@ class Scheduler(DelegatingComm, Tracer):
         """Record the program of a step that did not follow a schedule to the end."""
         trained, updated = dict(step.trained), dict(step.updated)
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
-        gradients = gradients_of(step.events)
+        gradients = count_gradients(step.events)
         units, several = [], step.num_microbatches > 1
         for k in order:
             known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}
@@ -312,21 +312,21 @@ class Scheduler(DelegatingComm, Tracer):
         assert step.eager is not None
         if not was_planned:
             emitted = partial(
-                step.eager.schedule, dict(self.units), program.events, self.policy, trained=trained, updated=updated
+                step.eager.as_schedule, dict(self.units), program.events, self.policy, trained=trained, updated=updated
             )
         why = f"its schedule did not have {step.eager.left_at} next" if was_planned else "no schedule was expected to fit"
         if held:
             why = f"parameters of units {held} are held beyond their use, for which no schedule has room"
-        scheduled.end_call("left" if was_planned else "recorded", why, emitted)
+        scheduled.record_call("left" if was_planned else "recorded", why, emitted)
         schedules = [schedule for each in self._functions for schedule in each.programs.schedules]  # of all units in use
-        self.registry.prune({facts.name for schedule in schedules for facts in schedule.program.units})
+        self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
 
     def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
         """Return the schedule of a program, after a comparison between ranks.
 
         None if some rank holds parameters beyond their use, as a schedule reuses their memory.
         """
-        self.executor.connect()
+        self.executor.make_process_groups()
         if b"1" in all_gather_bytes(b"1" if is_held else b"0", self.own):
             return None
         schedule = compile_schedule(program, self.policy, has_streams=self.device.type != "cpu")
@@ -338,26 +338,26 @@ class Scheduler(DelegatingComm, Tracer):
 
     def unit_of(self, node: Sharded) -> UnitState:
         """Return the unit of a node."""
-        unit = self.registry.find(node)
+        unit = self.registry.find_unit(node)
         if unit is None:
-            unit = self.registry.add(node)
+            unit = self.registry.bind_or_make_unit(node)
             if self._now.scheduled is not None:
-                self._now.scheduled.locate(unit.key, node)
+                self._now.scheduled.record_position(unit.key, node)
         if unit.node is None or (node.lazy is not None and is_pending(node)):
-            unit.bind(node)
+            unit.bind_node(node)
         return unit
 
-    def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
-        """Record that the parameters of a unit were replaced by other ones."""
-        self.registry.enter(unit, new, instead=old)
+    def record_replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
+        """Record that the node ``new`` replaces ``old`` as the parameters of a unit."""
+        self.registry.bind_node(unit, new, instead=old)
 
-    def current(self) -> Step:
+    def current_step(self) -> Step:
         """Return the step of the present function; outside of functions, a step without schedule and recording."""
         now = self._now
         step = now.step or next(iter(now.loose), None)
         if step is None:
             self._refuse()
-            self.registry.unbind()
+            self.registry.unbind_nodes()
             step = Step(self.executor, None, self.units)
             now.loose.add(step)
         elif now.step is not None and threading.get_ident() != now.thread:
@@ -365,11 +365,11 @@ class Scheduler(DelegatingComm, Tracer):
         return step
 
 
-def _numbered_apart(comm: Comm) -> Comm:
+def _with_own_numbering(comm: Comm) -> Comm:
     """Return a Comm of the same ranks with its own numbering of collectives."""
     if isinstance(comm, CountingComm):
         other = copy.copy(comm)  # which counts into the same counter
-        other.inner = _numbered_apart(comm.inner)
+        other.inner = _with_own_numbering(comm.inner)
         return other
     return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
 

@@ -1,7 +1,7 @@
 """Step: one call of a function under a scheduler, as a sequence of events such as the forward of a unit.
 
 A source of ops turns each event into ops, and the executor runs the ops. If an event is not in the schedule, the step goes on
-without the schedule, with the source ``Eager``.
+without the schedule, with the source ``EagerOps``.
 """
 
 import weakref
@@ -12,9 +12,9 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, differentiable, double_backward, in_backward
-from fsharp.stateful.runtime.compiled import Compiled
-from fsharp.stateful.runtime.eager import Eager
+from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, differentiable, double_backward_error, in_backward
+from fsharp.stateful.runtime.compiled import BoundSchedule
+from fsharp.stateful.runtime.eager import EagerOps
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.program import Event, EventKind
@@ -23,7 +23,7 @@ from fsharp.stateful.units.gradient import GradientPhase
 from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
+from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 
@@ -39,13 +39,13 @@ class Step:
     """
 
     def __init__(
-        self, executor: Executor, schedule: Compiled | None, units: dict[str, UnitState], recorder: Recorder | None = None
+        self, executor: Executor, schedule: BoundSchedule | None, units: dict[str, UnitState], recorder: Recorder | None = None
     ) -> None:
         self.executor, self.schedule, self.units, self.recorder = executor, schedule, units, recorder
         self._on_backward: Callable[[], None] | None = None
         self.events: list[Event] = []
         self.uses = UsesUnderWay()
-        self.eager: Eager | None = Eager(executor, is_in_use=self.uses.are_in) if schedule is None else None
+        self.eager: EagerOps | None = EagerOps(executor, is_in_use=self.uses.any_in_buffer) if schedule is None else None
         self.trained, self.updated = dict[str, None](), dict[str, None]()
         self.num_microbatches, self.is_over = 0, False
 
@@ -80,34 +80,34 @@ class Step:
                 return
         event = Event(*found)
         self.events.append(event)
-        self.leave(event)
+        self.leave_schedule(event)
         assert self.eager is not None
         has_pending = unit is not None and self.uses.pending.get(unit.key, 0) > 0
-        self._run(self.eager.foresee(at, event, unit, copy, units, has_pending=has_pending))
+        self._run(self.eager.ops_at_event(at, event, unit, copy, units, has_pending=has_pending))
 
     def _run(self, bounds: Iterable[BoundOp]) -> None:
-        """Run ops of the source ``Eager`` and their followers, each before the next one is emitted."""
+        """Run ops of the source ``EagerOps`` and their followers, each before the next one is emitted."""
         assert self.eager is not None
         for bound in self.eager.with_followers(bounds):
-            self.executor.run(bound)
+            self.executor.run_op(bound)
             del bound  # the memory that it has freed is wanted for the next one
 
-    def leave(self, event: Event | None = None) -> None:
-        """Leave the schedule, if there is one: finish the work under way, and use the source ``Eager`` from now on."""
+    def leave_schedule(self, event: Event | None = None) -> None:
+        """Leave the schedule, if there is one: finish the work under way, and use the source ``EagerOps`` from now on."""
         if self.eager is not None:
             return
         assert self.schedule is not None
         after = f"what came after {self.events[-1]}" if self.events else "its end"
-        self.executor.drain()
-        self.schedule.leave(self.uses.are_in)
+        self.executor.finish_reductions()
+        self.schedule.leave_schedule(self.uses.any_in_buffer)
         left_at = after if event is None else str(event)
-        self.eager = Eager(self.executor, is_in_use=self.uses.are_in, left=self.schedule, left_at=left_at)
+        self.eager = EagerOps(self.executor, is_in_use=self.uses.any_in_buffer, left=self.schedule, left_at=left_at)
 
-    def enter(self, node: Sharded, unit: UnitState) -> UnitUse:
+    def begin_use(self, node: Sharded, unit: UnitState) -> UnitUse:
         """Begin a use, and return it once its unit is gathered."""
         uses = self.uses
         if uses.backward and not in_backward():
-            self._retire(None)
+            self._end_passed_backwards(None)
         parent = uses.forward[-1] if uses.forward else uses.backward[-1] if uses.backward else None
         number = next(uses.numbers)
         self._event("forward", unit, number)
@@ -120,7 +120,7 @@ class Step:
         else:
             if unit.node is not None:
                 _ = unit.node.buffers
-            full = unit.at_rest()
+            full = unit.full_at_rest()
         assert full is not None
         use = UnitUse(unit, number, parent, copy, full)
         uses.forward.append(use)
@@ -130,7 +130,7 @@ class Step:
             assert leaves is not None
             uses.pending[unit.key] = uses.pending.get(unit.key, 0) + 1
             uses.awaited.add(weakref.ref(use, uses.awaited.discard))
-            graph = differentiable(use, partial(self._gradient, use), [leaves[i] for i in chosen], *sinks)
+            graph = differentiable(use, partial(self._end_backward, use), [leaves[i] for i in chosen], *sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
         return use
@@ -140,7 +140,7 @@ class Step:
         use = next((use for use in reversed(self.uses.backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None
-        return use.copy.full if use.copy is not None else use.unit.at_rest()
+        return use.copy.full if use.copy is not None else use.unit.full_at_rest()
 
     def filled_buffer(self, use: UnitUse) -> UnshardedBuffer:
         """Return the buffer of a use, whose backward needs it, filled."""
@@ -153,10 +153,10 @@ class Step:
             self._open(use)
         return use.copy
 
-    def exit(self, use: UnitUse) -> None:
+    def end_forward(self, use: UnitUse) -> None:
         """End the forward part of a use."""
         uses = self.uses
-        while uses.backward and uses.backward[-1].is_inside(use):  # of a backward that the function has called itself
+        while uses.backward and uses.backward[-1].is_nested_in(use):  # of a backward that the function has called itself
             self._close(uses.backward[-1], None)
         popped = uses.forward.pop()
         assert popped is use
@@ -167,11 +167,11 @@ class Step:
             # In a backward a checkpoint has them, which computes again for a backward of the same unit that is to come.
             (uses.recomputed if in_backward() else uses.held)[use.unit.key] = None
 
-    def enter_backward(self, uses: Sequence[UnitUse], grads: object = None) -> None:
+    def begin_backwards(self, uses: Sequence[UnitUse], grads: object = None) -> None:
         """Begin the backwards of uses: a backward has reached the results of the function that used these units."""
         gathered = [use.unit.key for use in uses if use.copy is not None] if self.is_over or torch.is_grad_enabled() else []
         if gathered and torch.is_grad_enabled():
-            raise double_backward()
+            raise double_backward_error()
         if self.is_over and not gathered:
             return
         if self.is_over or self._on_backward is not None:
@@ -193,11 +193,11 @@ class Step:
         if use.parent is not None and use.parent not in uses.forward:
             self._open(use.parent)  # its output may be this one's own, so that a backward comes here first
         if uses.backward:
-            self._retire(use)
+            self._end_passed_backwards(use)
         uses.recomputed.pop(use.unit.key, None)
         if use.unit.node is None:
-            use.unit.bind(use.node)
-        if use.unit.node is not None and stamp(use.unit.node) != use.seen:
+            use.unit.bind_node(use.node)
+        if use.unit.node is not None and buffers_stamp(use.unit.node) != use.seen:
             raise ScheduleError(
                 f"the parameters of unit {use.unit.key!r} were changed, or replaced by others, between their use in a forward "
                 "and its backward. Call the backward before they are; or, in functions, pass comm=scheduler.comm."
@@ -205,13 +205,13 @@ class Step:
         self._event("backward", use.unit, use.number, copy=use.copy)
         uses.backward.append(use)
 
-    def _retire(self, next_use: UnitUse | None) -> None:
+    def _end_passed_backwards(self, next_use: UnitUse | None) -> None:
         """End the backwards of uses that autograd has passed on its way to ``next_use``."""
         backward = self.uses.backward
-        while backward and (next_use is None or not next_use.is_inside(backward[-1])):
+        while backward and (next_use is None or not next_use.is_nested_in(backward[-1])):
             self._close(backward[-1], None)
 
-    def _gradient(self, use: UnitUse, grads: Grads) -> None:
+    def _end_backward(self, use: UnitUse, grads: Grads) -> None:
         """End the backward of a use, with the gradients of its leaves."""
         if self.is_over or self._on_backward is not None:
             self._enter_backward([use.unit.key])
@@ -228,21 +228,21 @@ class Step:
     def _close(self, use: UnitUse, grads: Grads | None) -> None:
         self.uses.backward.pop()
         if grads is not None and self.eager is None and self.schedule is not None:
-            grads = self.schedule.outside(grads)
-        self.executor.receive(grads)
+            grads = self.schedule.gradients_outside_arena(grads)
+        self.executor.receive_gradients(grads)
         self._event("backward_end", use.unit, use.number, bare=grads is None, copy=use.copy)
-        self.executor.receive(None)
+        self.executor.receive_gradients(None)
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Begin a backward pass. ``is_last``: it is the last one before gradients are reduced for the optimizer."""
         number = self.num_microbatches
-        if not is_last and self.schedule is not None and number in self.schedule.last_microbatches:
-            self.leave()  # it would reduce them now
-        self.executor.set_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
+        if not is_last and self.schedule is not None and number in self.schedule.microbatches_before_reduce:
+            self.leave_schedule()  # it would reduce them now
+        self.executor.set_label_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
         """End a backward pass. ``direct``: gradients that came through ``gather()`` in the loss, flat and at rest."""
-        self._retire(None)
+        self._end_passed_backwards(None)
         self.uses.end_recomputation()
         found = []
         for unit, grads in direct:
@@ -251,13 +251,13 @@ class Step:
                     found.append((unit, grads))
                     break
         if found:
-            self.leave()
+            self.leave_schedule()
         self._event("microbatch_end", units=self.units.values())
         for unit, grads in found:
             if unit.gradient is not None:
                 unit.gradient.add_flat(grads)
         self.num_microbatches += 1
-        self.executor.set_names(microbatch=f"microbatch {self.num_microbatches}")
+        self.executor.set_label_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:
@@ -265,78 +265,78 @@ class Step:
         if self.executor.reducing:
             reducing = {key for key, _ in self.executor.reducing}
             if any(unit.key in reducing for unit in units):
-                self.leave()
+                self.leave_schedule()
         schedule, transport = self.schedule if self.eager is None else None, self.executor.transport
         for unit in units:
-            unit.train(transport, None if schedule is None else schedule.places.get(unit.key))
+            unit.begin_gradient(transport, None if schedule is None else schedule.places.get(unit.key))
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
-    def move(self) -> None:
+    def record_unscheduled_reduction(self) -> None:
         """Record a reduction outside of the schedule, which all ranks make."""
-        self._retire(None)
+        self._end_passed_backwards(None)
         self._event("move")
 
-    def reduce(self, units: Sequence[UnitState], *, wait: bool) -> None:
+    def reduce_to_optimizer(self, units: Sequence[UnitState], *, wait: bool) -> None:
         """Reduce gradients to the optimizer's place. Without ``wait``, reading the gradients waits for them."""
-        self._retire(None)
+        self._end_passed_backwards(None)
         unfinished = [unit for unit in units if _is_unfinished(unit)]
         self._event("reduce", units=unfinished)
         unfinished = [unit for unit in unfinished if _is_unfinished(unit)]
         if unfinished:
-            self.leave()
+            self.leave_schedule()
         if self.eager is not None:
-            self._run(self.eager.finish(unfinished))
+            self._run(self.eager.ops_to_finish(unfinished))
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.join()
-        self.executor.lanes.join_all("reduce")
+        self.executor.lanes.join_lanes("reduce")
 
-    def fetch(self, moves: Mapping[str, HostCopies]) -> None:
+    def fetch_state(self, moves: Mapping[str, HostCopies]) -> None:
         """Copy the optimizer state of units to the device."""
-        self._retire(None)
-        self.executor.take(moves)
+        self._end_passed_backwards(None)
+        self.executor.take_moves(moves)
         for key in moves:
             self._event("fetch", self.units[key])
-        self.executor.lanes.join(self.executor.fetched[-1:])  # earlier ops of the lane are over then
+        self.executor.lanes.join_ops(self.executor.fetched[-1:])  # earlier ops of the lane are over then
 
-    def update(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
+    def gather_updates(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
         """After an update, gather updated parameters to their place, and copy offloaded state to host memory."""
-        self._retire(None)
+        self._end_passed_backwards(None)
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step
         nbytes = dict.fromkeys(self.executor.taken, 0) | {key: move.nbytes for key, move in moves.items()}
-        self.executor.take(moves, {each.unit.key: each for each in update_gathers if each.moves})
+        self.executor.take_moves(moves, {each.unit.key: each for each in update_gathers if each.moves})
         for key in nbytes:
-            self.units[key].offload(nbytes[key])
+            self.units[key].set_offloaded_nbytes(nbytes[key])
         if self.eager is None and self.schedule is not None:
             expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
-                self.leave()
+                self.leave_schedule()
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
         self._event("update", units=units)
         if self.executor.spreading or self.executor.moves:  # of units that the schedule does not know of
-            self.leave()
+            self.leave_schedule()
             assert self.eager is not None
-            self._run(self.eager.after_update(units))
+            self._run(self.eager.ops_after_update(units))
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End the step after its function has returned: finish the work under way."""
-        self._retire(None)
+        self._end_passed_backwards(None)
         self.uses.end_recomputation()
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()
         if self.schedule is not None and len(self.events) < len(self.schedule.events):
-            self.leave()
+            self.leave_schedule()
         self.abandon()
 
     def abandon(self) -> None:
         """End the step, and abandon work under way. A later backward of this step raises an error."""
         self.is_over = True
 
-    def tell_of_backwards(self, call: Callable[[], None]) -> None:
+    def call_on_backward(self, call: Callable[[], None]) -> None:
         """Call ``call``, which may raise an error, when a backward reaches a use."""
         self._on_backward = call
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, tee
 from operator import add
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 _NEAR = 48  # spans that begin while a buffer is live: of those that meet more, stacks are made
 # Arenas to try, by how much they are larger than the bound.
@@ -69,10 +69,17 @@ def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -
     if not items:
         return []
     least = lower_bound(items)
-    return None if within is not None and least > within else _Packing(items).place(least, within)
+    return None if within is not None and least > within else _ArenaPacking(items).place_items(least, within)
 
 
-class _Packing:
+class _SearchResult(NamedTuple):
+    """The first byte of each item, or none; and the number of items that were placed on the way."""
+
+    places: list[int]
+    num_placed: int
+
+
+class _ArenaPacking:
     """A placement: two stacks of long-lived items, and a search for places of all other items between the stacks.
 
     Attributes:
@@ -109,19 +116,19 @@ class _Packing:
         self.neighbours = _neighbours(items, self.short)
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
-    def place(self, least: int, within: int | None) -> list[int] | None:
+    def place_items(self, least: int, within: int | None) -> list[int] | None:
         """Return the first byte of each item, in an arena of at least ``least`` and at most ``within`` bytes.
 
         Return None if the search finds no such arena within its limit of tries. Without ``within`` there always is one.
         """
         stacks = max(map(add, self.low, self.high))
-        least = max(least, stacks, _clique(self.items, self.short, self.neighbours))
+        least = max(least, stacks, _clique_nbytes(self.items, self.short, self.neighbours))
         orders = _orders(self.items, self.short, self.neighbours)  # made as they are needed: mostly the first will do
         if within is not None:
             if least > within:
                 return None
             target, limit = within // self.grain * self.grain, _PATIENCE + 3 * len(self.short) // 2
-            found = (self._search(order, _FITS[0], target=target, limit=limit)[0] for order in orders)
+            found = (self._search_places(order, _FITS[0], target=target, limit=limit).places for order in orders)
             return next(filter(None, found), None)
         total = max(sum(item.nbytes for item in self.items), least)
         for slack in _SLACKS:
@@ -133,14 +140,14 @@ class _Packing:
                     if budget <= 0:
                         break
                     limit = min(_PATIENCE + 3 * len(self.short) // 2, budget)
-                    starts, placed = self._search(order, fit, target=target, limit=limit)
+                    starts, placed = self._search_places(order, fit, target=target, limit=limit)
                     budget -= placed
                     if starts:
                         return starts
         return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
-    def _search(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> tuple[list[int], int]:
-        """Search places for all items below ``target``. Return the places, or none, and the number of items tried.
+    def _search_places(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> "_SearchResult":
+        """Search places for all items below ``target``, and give up after ``limit`` items.
 
         At a dead end the latest choice is taken back first.
         """
@@ -151,7 +158,7 @@ class _Packing:
         for i, at in self.stacked.items():
             starts[i] = at if i in self.is_low else target - at - items[i].nbytes
         if not order:
-            return starts, 0
+            return _SearchResult(starts, 0)
 
         def places(i: int) -> list[int]:
             """Return both ends of each gap that is large enough. The last one is tried first."""
@@ -171,12 +178,12 @@ class _Packing:
             while open_ and not open_[-1]:
                 open_.pop()
             if not open_:
-                return [], placed
+                return _SearchResult([], placed)
             starts[order[len(open_) - 1]] = open_[-1].pop()
             if len(open_) == len(order):
-                return starts, placed
+                return _SearchResult(starts, placed)
             open_.append(places(order[len(open_)]))
-        return [], limit
+        return _SearchResult([], limit)
 
 
 def _largest_height(stack: Sequence[int], item: ArenaItem) -> int:
@@ -184,7 +191,7 @@ def _largest_height(stack: Sequence[int], item: ArenaItem) -> int:
     return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
 
-def _clique(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
+def _clique_nbytes(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
     """Return a lower bound: bytes of buffers of which any two are live together at some time, so that they share no byte."""
     near = {i: set(neighbours[i]) for i in which}
     load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in which}
@@ -265,15 +272,15 @@ class ByteRanges(Generic[T]):
         self._stops: list[int] = []
         self._values: list[T] = []
 
-    def over(self, start: int, stop: int) -> Iterator[T]:
+    def values_over(self, start: int, stop: int) -> Iterator[T]:
         """Yield the values of the runs that share a byte with ``start`` to ``stop``."""
         yield from self._values[self._slice(start, stop)]
 
-    def put(self, start: int, stop: int, value: T) -> None:
+    def set_value(self, start: int, stop: int, value: T) -> None:
         """Set the value of these bytes."""
         self._replace(start, stop, [(start, stop, value)])
 
-    def clear(self, start: int, stop: int) -> None:
+    def remove_values(self, start: int, stop: int) -> None:
         """Remove the value of these bytes."""
         self._replace(start, stop, [])
 

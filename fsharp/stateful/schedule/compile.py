@@ -8,11 +8,11 @@ from itertools import accumulate, chain
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, lower_bound
-from fsharp.stateful.schedule.emit import Buckets, emitted
+from fsharp.stateful.schedule.emit import BundlesByKind, emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import FINISHES, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.residency import returns
+from fsharp.stateful.schedule.residency import uses_by_backward
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
 from fsharp.type_checks import options_checked
@@ -55,12 +55,12 @@ Placed = tuple[list[Op], int, int]
 
 def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_late: bool) -> Placed:
     """Return ops, arena and lower bound. Units stay resident until their backward as far as the policy says."""
-    buckets = Buckets(program, policy)
-    first, *later = returns(program, buckets.gathers)
+    buckets = BundlesByKind(program, policy)
+    first, *later = uses_by_backward(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []
-    emit = partial(emitted, program, policy, buckets, finishes=finishes, sum_late=sum_late)
+    emit = partial(emit_ops, program, policy, buckets, finishes=finishes, sum_late=sum_late)
     unplaced = emit(kept)
-    best = place(unplaced, program)
+    best = place_buffers(unplaced, program)
     assert best is not None, "there is room without a limit"
     if policy.release != "room" or any(later) or not first:
         # With more microbatches gradients are there already when the next one begins, and a unit has one address in all.
@@ -69,7 +69,7 @@ def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_l
     # Uses nest: the use whose backward comes first had the last forward.
     number = bisect_right(range(1, len(first) + 1), most, key=lambda n: _bound(emit(first[:n]), program))
     while number > 0:
-        found = place(emit(first[:number]), program, within=best[1])
+        found = place_buffers(emit(first[:number]), program, within=best[1])
         if found is not None:
             return found
         number, fewer = number - fewer, 2 * fewer
@@ -88,7 +88,7 @@ def _bound(unplaced: Sequence[UnplacedOp], program: Program) -> int:
     return lower_bound(list(_items(unplaced, program).values()))
 
 
-def _live(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
+def _live_nbytes(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
     """Return the number of live bytes at each op."""
     change = [0] * (len(unplaced) + 1)
     for item in items.values():
@@ -98,7 +98,7 @@ def _live(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
     return list(accumulate(change))
 
 
-def place(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | None = None) -> Placed | None:
+def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | None = None) -> Placed | None:
     """Give each buffer an address, and each op the ops it waits for. Return None if more than ``within`` bytes are needed."""
     position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marks is None)}
     if _open_early(unplaced, items := _items(unplaced, program)):
@@ -118,18 +118,18 @@ def place(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | Non
             for filled in (memory if op.fills else None, opens):
                 if filled:
                     # Ops on one stream end in order: the last that freed any of these bytes stands for all of them.
-                    after |= set(dict(sorted(freed.over(filled.start, filled.stop))).values())
+                    after |= set(dict(sorted(freed.values_over(filled.start, filled.stop))).values())
             kind, stream = op.spec.kind, op.spec.stream
             ops.append(Op(kind, op.unit, op.phase, op.at, op.use, stream, memory, tuple(sorted(after)), op.bucket, opens))
         if op.buffer and op.frees:
             last, memory = op.marks or op, where[op.buffer]
-            freed.put(memory.start, memory.stop, (last.spec.stream, position[id(last)]))
+            freed.set_value(memory.start, memory.stop, (last.spec.stream, position[id(last)]))
     return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
 
 
 def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
     """Let reductions write results to the memory of gradients at rest where this takes no more memory. It saves a copy."""
-    live = _live(unplaced, dict(items))
+    live = _live_nbytes(unplaced, dict(items))
     bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
     found = False
     for i, op in enumerate(unplaced):
@@ -138,8 +138,8 @@ def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaI
         start, nbytes = position[id(op.reduction)], items[op.opens].nbytes
         if max(live[start:i]) + nbytes <= bound:
             live[start:i] = [each + nbytes for each in live[start:i]]
-            op.reduction.open(op.opens)
-            op.open(None)
+            op.reduction.open_resting_gradient(op.opens)
+            op.open_resting_gradient(None)
             found = True
     return found
 

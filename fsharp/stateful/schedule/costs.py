@@ -18,7 +18,7 @@ _MOST_NBYTES = 2_000_000  # two latencies: of 1 ms at 1 GB/s, as over gloo, and 
 _BUCKETS = 4  # into which all that is sent is cut at least
 
 
-def bucket_limit(sent: Iterable[int]) -> int:
+def bucket_limit_nbytes(sent: Iterable[int]) -> int:
     """Return the most bytes that a rank sends in one bucket, from the bytes of each unit. See [Note: buckets pay]."""
     return min(_MOST_NBYTES, sum(sent) // _BUCKETS)
 
@@ -29,7 +29,7 @@ Bundles = Mapping[str, Bundle]
 """The bundle of each unit."""
 
 
-def bundles(
+def group_into_bundles(
     order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int, groups: Mapping[str, int] = {}
 ) -> Bundles:
     """Group neighbouring units into bundles: units of one channel, for which a rank sends at most ``most`` bytes.

@@ -2,17 +2,17 @@
 
 from collections.abc import Collection, Iterable
 
-from fsharp.stateful.schedule.costs import Bundles, bucket_limit, bundles
-from fsharp.stateful.schedule.emit_gradients import GradientOps, last_microbatches
+from fsharp.stateful.schedule.costs import Bundles, bucket_limit_nbytes, group_into_bundles
+from fsharp.stateful.schedule.emit_gradients import GradientOps, microbatches_before_reduce
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINISH, GATHER, REDUCE, SPREAD, OpSpec
 from fsharp.stateful.schedule.policy import FINISHES, SchedulePolicy
-from fsharp.stateful.schedule.program import Program, gradients_of
-from fsharp.stateful.schedule.schedule import channel
+from fsharp.stateful.schedule.program import Program, count_gradients
+from fsharp.stateful.schedule.schedule import coalescing_key
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
-class Buckets:
+class BundlesByKind:
     """The bundles of units that move as one, for each kind of data: parameters, gradients, sums, updated parameters."""
 
     def __init__(self, program: Program, policy: SchedulePolicy) -> None:
@@ -30,15 +30,15 @@ class Buckets:
         sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
         most = self._policy.bucket_nbytes
         if most is None:
-            most = bucket_limit(sent.values())
+            most = bucket_limit_nbytes(sent.values())
         groups = {unit: i for i, group in enumerate(self._policy.together) for unit in group}
-        return bundles(order, sent, {unit: channel(spec, facts[unit]) for unit in order}, most, groups)
+        return group_into_bundles(order, sent, {unit: coalescing_key(spec, facts[unit]) for unit in order}, most, groups)
 
 
-def emitted(
+def emit_ops(
     program: Program,
     policy: SchedulePolicy,
-    buckets: Buckets,
+    buckets: BundlesByKind,
     kept: Collection[int] = (),
     *,
     finishes: int = FINISHES,
@@ -48,34 +48,34 @@ def emitted(
     ops, microbatch = OpList(program), 0
     parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.spreads, kept)
     gradients = GradientOps(ops, buckets.reduces, buckets.finishes, finishes, sum_late=sum_late)
-    casts, last = gradients_of(program.events), last_microbatches(program.events)
+    casts, last = count_gradients(program.events), microbatches_before_reduce(program.events)
     gradients.begin_microbatch(casts[0], is_last=0 in last)
     for i, event in enumerate(program.events):
         match event.kind:
             case "forward" | "backward":
-                parameters.move(i, event.kind)
-                parameters.use(event, i)
+                parameters.emit_moves(i, event.kind)
+                parameters.emit_use(event, i)
             case "forward_end":
-                parameters.move(i, "forward")
+                parameters.emit_moves(i, "forward")
             case "backward_end":
-                parameters.release(i, "backward")  # first, so that the gradient may go where the parameters were
-                gradients.cast(event, i)
-                parameters.gather(i, "backward")
+                parameters.emit_releases(i, "backward")  # first, so that the gradient may go where the parameters were
+                gradients.emit_cast(event, i)
+                parameters.emit_gathers(i, "backward")
             case "microbatch_end":
                 gradients.end_microbatch(i)
-                parameters.move(i, "backward")
+                parameters.emit_moves(i, "backward")
                 microbatch += 1
                 gradients.begin_microbatch(casts[microbatch], is_last=microbatch in last)
             case "reduce":
-                parameters.move(i, "backward")
-                gradients.end(i)
+                parameters.emit_moves(i, "backward")
+                gradients.end_gradients(i)
             case "fetch":
-                parameters.move(i, "backward")
-                parameters.fetch(event.unit, i)
+                parameters.emit_moves(i, "backward")
+                parameters.emit_fetch(event.unit, i)
             case "update":
-                parameters.update(i, is_last=i == len(program.events) - 1)
+                parameters.emit_update(i, is_last=i == len(program.events) - 1)
             case "move":
-                parameters.move(i, "backward")
+                parameters.emit_moves(i, "backward")
     return ops.ops
 
 

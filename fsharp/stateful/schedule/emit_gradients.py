@@ -52,9 +52,9 @@ class GradientOps:
         """
         self._due, self._to_come, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
-        self._unfinished = {unit: True for unit, each in facts if FINISH.is_for(each) and each.trainable}
+        self._unfinished = {unit: True for unit, each in facts if FINISH.has_ops_for(each) and each.trainable}
 
-    def cast(self, event: Event, i: int) -> None:
+    def emit_cast(self, event: Event, i: int) -> None:
         """Emit the op that casts a unit's gradient into memory to send, where a backward of the unit ends.
 
         Units that are reduced together are reduced once all of their gradients have been cast.
@@ -65,8 +65,10 @@ class GradientOps:
         bundle = [each for each in self._reduces[unit] if self._due[each]]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bundle):
             self._make_room(i, REDUCE)  # till then the bundle before may be on its way
-        opens = None if has_memory else self._open(unit)
-        self._casts[unit] = self._ops.add(CAST, unit, "backward", i, use=event.use, is_first=is_first, opens=opens)
+        opens = None if has_memory else self._open_resting_gradient(unit)
+        self._casts[unit] = self._ops.add_with_followers(
+            CAST, unit, "backward", i, use=event.use, is_first_user=is_first, opens=opens
+        )
         self._to_come[unit] -= 1
         if not any(self._to_come[each] for each in bundle):
             self._reduce(bundle, i)
@@ -74,31 +76,31 @@ class GradientOps:
     def end_microbatch(self, i: int) -> None:
         """End a microbatch: reduce all gradients that are left, to where they rest or to the optimizer's place."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
-            self._land(i)
+            self._end_oldest_reductions(i)
         for unit in [unit for unit, is_waiting in self._unfinished.items() if is_waiting]:
-            self._finish(unit, i)
+            self._mark_ready(unit, i)
 
-    def end(self, i: int) -> None:
+    def end_gradients(self, i: int) -> None:
         """Bring all gradients to the optimizer's place."""
         while self._under_way:
-            self._land(i)
+            self._end_oldest_reductions(i)
 
     def _reduce(self, units: list[str], i: int) -> None:
         casts = self._casts
         facts = self._ops.facts[units[0]]
-        if REDUCE.is_for(facts):
+        if REDUCE.has_ops_for(facts):
             self._make_room(i, REDUCE)
-            after = self._encode(ENCODE, units, i, {unit: (casts[unit],) for unit in units})
-            self._launch(self._ops.add_as_one(REDUCE, units, "backward", i, after=after))
+            after = self._emit_encodes(ENCODE, units, i, {unit: (casts[unit],) for unit in units})
+            self._launch(self._ops.add_bucket(REDUCE, units, "backward", i, after=after))
             return
         [unit] = units
         self._fed[unit] = casts[unit]
-        if ACCUMULATE.is_for(facts):
-            opens = self._open(unit)
-            self._fed[unit] = self._ops.add(ACCUMULATE, unit, "backward", i, after=(casts[unit],), opens=opens)
-        self._finish(unit, i)
+        if ACCUMULATE.has_ops_for(facts):
+            opens = self._open_resting_gradient(unit)
+            self._fed[unit] = self._ops.add_with_followers(ACCUMULATE, unit, "backward", i, after=(casts[unit],), opens=opens)
+        self._mark_ready(unit, i)
 
-    def _finish(self, unit: str, i: int) -> None:
+    def _mark_ready(self, unit: str, i: int) -> None:
         """Record that a unit's gradient is ready to be reduced for the optimizer.
 
         Send its bundle once all units of the bundle are ready.
@@ -110,18 +112,18 @@ class GradientOps:
         if any(self._unfinished[each] for each in units):
             return
         self._make_room(i, FINISH)
-        after = self._encode(ENCODE_REST, units, i, {unit: (self._fed[unit],) for unit in units if unit in self._fed})
-        self._launch(self._ops.add_as_one(FINISH, units, "finish", i, after=after))
+        after = self._emit_encodes(ENCODE_REST, units, i, {unit: (self._fed[unit],) for unit in units if unit in self._fed})
+        self._launch(self._ops.add_bucket(FINISH, units, "finish", i, after=after))
 
-    def _encode(self, spec: OpSpec, units: Sequence[str], i: int, after: dict[str, After]) -> dict[str, After]:
+    def _emit_encodes(self, spec: OpSpec, units: Sequence[str], i: int, after: dict[str, After]) -> dict[str, After]:
         """Encode the gradients of units that travel encoded. Return the ops that their reductions come after."""
         [phase] = spec.phases
         for unit in units:
-            if spec.is_for(self._ops.facts[unit]):
-                after |= {unit: (self._ops.add(spec, unit, phase, i, after=after.get(unit, ())),)}
+            if spec.has_ops_for(self._ops.facts[unit]):
+                after |= {unit: (self._ops.add_with_followers(spec, unit, phase, i, after=after.get(unit, ())),)}
         return after
 
-    def _open(self, unit: str) -> BufferKey | None:
+    def _open_resting_gradient(self, unit: str) -> BufferKey | None:
         """Return the buffer of a unit's gradient at rest, for the first op that writes there."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
@@ -134,21 +136,21 @@ class GradientOps:
             return
         for op in ops:
             if op.spec is REDUCE:
-                op.open(self._open(op.unit))
+                op.open_resting_gradient(self._open_resting_gradient(op.unit))
         sums = self._add_up(ops, ops[0].at, is_last=False)
         self._under_way.append(sums)
         self._finish_sums(sums)
 
     def _make_room(self, i: int, spec: OpSpec) -> None:
         while sum(ops[0].phase in spec.phases for ops in self._under_way) >= self._most[spec]:
-            self._land(i)
+            self._end_oldest_reductions(i)
 
-    def _land(self, i: int) -> None:
+    def _end_oldest_reductions(self, i: int) -> None:
         """End the oldest reductions: add their results, and free their memory."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, LAND):
             for op in ops:
-                self._ops.mark(op, i)
+                self._ops.reserve_until(op, i)
         else:
             self._finish_sums(self._add_up(ops, i, is_last=True))
 
@@ -158,11 +160,11 @@ class GradientOps:
         for op in ops:
             decode, spec = (SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_SUM, LAND)
             arrived = op
-            if decode.is_for(self._ops.facts[op.unit]):
-                arrived = self._ops.add(decode, op.unit, op.phase, i, after=(op,))
-            added = self._ops.add(spec, op.unit, op.phase, i, after=(arrived,), is_last=is_last)
+            if decode.has_ops_for(self._ops.facts[op.unit]):
+                arrived = self._ops.add_with_followers(decode, op.unit, op.phase, i, after=(op,))
+            added = self._ops.add_with_followers(spec, op.unit, op.phase, i, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
-                added.open(self._open(op.unit), reduction=op)
+                added.open_resting_gradient(self._open_resting_gradient(op.unit), reduction=op)
             self._fed[op.unit] = added
             sums.append(added)
         return sums
@@ -170,11 +172,11 @@ class GradientOps:
     def _finish_sums(self, sums: Sequence[UnplacedOp]) -> None:
         for op in sums:
             if op.spec is ACCUMULATE:
-                self._finish(op.unit, op.at)
+                self._mark_ready(op.unit, op.at)
 
 
-def last_microbatches(events: Sequence[Event]) -> set[int]:
-    """Return the microbatches at whose end gradients go to the optimizer's place: the last one before each ``reduce``."""
+def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:
+    """Return the last microbatch before each ``reduce`` event: at its end gradients go to the optimizer's place."""
     number, result = 0, set()
     for event in events:
         if event.kind == "microbatch_end":

@@ -6,7 +6,7 @@ from fsharp.stateful.schedule.costs import Bundle, Bundles
 from fsharp.stateful.schedule.ops import COMPUTE, FETCH, GATHER, OFFLOAD, RELEASE, SETTLE, SPREAD, UPDATE, WAIT, Phase
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program
-from fsharp.stateful.schedule.residency import first_wanted, residency
+from fsharp.stateful.schedule.residency import bundles_before_step, plan_residency
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
@@ -23,8 +23,8 @@ class ParameterOps:
         events = program.events
         self._ops, self._spreads = ops, spreads
         self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
-        first = first_wanted(program, policy, gathers) if self._carries else ()
-        self._changes, self._carried = residency(program, policy, gathers, kept, first)
+        first = bundles_before_step(program, policy, gathers) if self._carries else ()
+        self._changes, self._carried = plan_residency(program, policy, gathers, kept, first)
         self._gathers: dict[str, UnplacedOp] = {}  # gathers of resident units, by unit
         self._ready: set[str] = set()  # units that are waited for
         self._arriving: list[UnplacedOp] = []  # waits for what the step before has gathered
@@ -32,77 +32,77 @@ class ParameterOps:
         self._fetched: list[UnplacedOp] = []  # for the next update
         self._settled: set[str] = set()  # units whose updated parameters are waited for
 
-    def move(self, i: int, phase: Phase) -> None:
+    def emit_moves(self, i: int, phase: Phase) -> None:
         """Release and gather units so that the residency is as planned from an event on."""
-        self.release(i, phase)
-        self.gather(i, phase)
+        self.emit_releases(i, phase)
+        self.emit_gathers(i, phase)
 
-    def release(self, i: int, phase: Phase) -> None:
+    def emit_releases(self, i: int, phase: Phase) -> None:
         """Emit the ops that release parameters at event ``i``, as the plan of residency says."""
         for unit in (unit for bundle in self._changes[i].released for unit in bundle):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
-            self._ops.add(RELEASE, unit, phase, i, after=after)
+            self._ops.add_with_followers(RELEASE, unit, phase, i, after=after)
             self._ready.discard(unit)
 
-    def gather(self, i: int, phase: Phase) -> None:
+    def emit_gathers(self, i: int, phase: Phase) -> None:
         """Gather the units that the plan gathers at an event."""
         self._gather(self._changes[i].gathered, phase, i, self._updated)
 
     def _gather(self, bundles: Iterable[Bundle], phase: Phase, i: int, after: tuple[UnplacedOp, ...]) -> None:
         for units in bundles:
-            ops = self._ops.add_as_one(GATHER, units, phase, i, after=dict.fromkeys(units, after))
+            ops = self._ops.add_bucket(GATHER, units, phase, i, after=dict.fromkeys(units, after))
             self._gathers |= zip(units, ops, strict=True)
 
-    def use(self, event: Event, i: int) -> None:
+    def emit_use(self, event: Event, i: int) -> None:
         """Emit the wait for the unit of an event, and the unit's compute op."""
         unit, facts = event.unit, self._ops.facts[event.unit]
         phase: Phase = "forward" if event.kind == "forward" else "backward"
-        if SETTLE.is_for(facts) and self._carries and unit not in self._settled:
-            self._settle(unit, i)
-        if WAIT.is_for(facts) and unit not in self._ready:
+        if SETTLE.has_ops_for(facts) and self._carries and unit not in self._settled:
+            self._emit_settles(unit, i)
+        if WAIT.has_ops_for(facts) and unit not in self._ready:
             self._ready.add(unit)
-            op = self._ops.add(WAIT, unit, phase, i)
+            op = self._ops.add_with_followers(WAIT, unit, phase, i)
             if unit in self._gathers:
-                op.run_after(self._gathers[unit])
+                op.set_after(self._gathers[unit])
             else:
                 self._arriving.append(op)
-        self._ops.add(COMPUTE, unit, phase, i, use=event.use)
+        self._ops.add_with_followers(COMPUTE, unit, phase, i, use=event.use)
 
-    def _settle(self, unit: str, i: int) -> None:
+    def _emit_settles(self, unit: str, i: int) -> None:
         """Emit the waits for the gathers of the previous step's update."""
         self._settled.add(unit)
-        self._arriving.append(self._ops.add(SETTLE, unit, "update", i))
+        self._arriving.append(self._ops.add_with_followers(SETTLE, unit, "update", i))
 
-    def fetch(self, unit: str, i: int) -> None:
+    def emit_fetch(self, unit: str, i: int) -> None:
         """Emit the copy of a unit's state to the device."""
-        self._fetched.append(self._ops.add(FETCH, unit, "update", i, after=self._ops.last("compute")))
+        self._fetched.append(self._ops.add_with_followers(FETCH, unit, "update", i, after=self._ops.last_on_stream("compute")))
 
-    def update(self, i: int, *, is_last: bool) -> None:
+    def emit_update(self, i: int, *, is_last: bool) -> None:
         """Emit the update, and the gathers of updated parameters.
 
         At the end of a step (``is_last``) the waits for these gathers are left to the next step. Then the next step's first
         units are gathered.
         """
-        self.release(i, "update")
-        reduced, facts = self._ops.last("reduce"), self._ops.facts
+        self.emit_releases(i, "update")
+        reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
         if self._carries:
-            for unit in [name for name, each in facts.items() if SETTLE.is_for(each) and name not in self._settled]:
-                self._settle(unit, i)
-        update = self._ops.add(UPDATE, "", "update", i, after=(*reduced, *self._fetched))
+            for unit in [name for name, each in facts.items() if SETTLE.has_ops_for(each) and name not in self._settled]:
+                self._emit_settles(unit, i)
+        update = self._ops.add_with_followers(UPDATE, "", "update", i, after=(*reduced, *self._fetched))
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}
         for members in dict.fromkeys(self._spreads.values()):
-            units = [unit for unit in members if SPREAD.is_for(facts[unit])]
-            ops = self._ops.add_as_one(SPREAD, units, "update", i, after=dict.fromkeys(units, (update,)))
+            units = [unit for unit in members if SPREAD.has_ops_for(facts[unit])]
+            ops = self._ops.add_bucket(SPREAD, units, "update", i, after=dict.fromkeys(units, (update,)))
             sent |= zip(units, ops, strict=True)
         for fetch in self._fetched:
-            self._ops.add(OFFLOAD, fetch.unit, "update", i, after=(update,))
+            self._ops.add_with_followers(OFFLOAD, fetch.unit, "update", i, after=(update,))
         self._fetched = []
         if not (is_last and self._carries):
             for unit, op in sent.items():
-                self._ops.add(SETTLE, unit, "update", i, after=(op,))
+                self._ops.add_with_followers(SETTLE, unit, "update", i, after=(op,))
             return
         self._gather(self._carried, "forward", i, (update,))
         for wait in self._arriving:
-            wait.run_after((sent if wait.spec is SETTLE else self._gathers)[wait.unit])
+            wait.set_after((sent if wait.spec is SETTLE else self._gathers)[wait.unit])

@@ -28,7 +28,7 @@ is encoded or decoded inside of another op has no op of its own; field ``codes``
 What the optimizer step encodes is part of ``update``, whose time is measured as a whole.
 
 [Note: a new kind]
-A new kind is a record here, given to :func:`declare`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
+A new kind is a record here, given to :func:`declare_op`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
 A record with ``behind`` is emitted behind each op of that kind; for any other one the emitter has to say when. Whatever
 changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step come last in a
 step, so behind these there may be nothing: ``behind="gather"`` takes ``SchedulePolicy(gather_at_start=False)``.
@@ -146,7 +146,7 @@ class OpSpec:
         leaders = [each for each in OPS.values() if each.kind == self.behind]
         return not any(event in ABOUT_NO_UNIT for event in self.events) and all(each.has_unit for each in leaders)
 
-    def is_for(self, facts: UnitFacts) -> bool:
+    def has_ops_for(self, facts: UnitFacts) -> bool:
         """Return whether a unit has ops of this kind."""
         return not self.when or any(getattr(facts, name) for name in self.when)
 
@@ -155,23 +155,23 @@ class OpSpec:
         return getattr(facts, self.calls) if self.calls else ()
 
     def coded_nbytes(self, facts: UnitFacts) -> int:
-        """Return the encoded bytes that such an op of a unit encodes or decodes."""
+        """Return the encoded bytes that an op of this kind encodes or decodes, for a unit."""
         return getattr(facts, self.codes) if self.codes else 0
 
     @property
     @cache  # noqa: B019  # records are there as long as the process
-    def memory(self) -> str:
+    def memory_buffer(self) -> str:
         """The kind of buffer in ``memory`` of an op of this kind; empty if the op has no memory."""
         used = (each for each in (self.frees, self.changes, self.fills) if each)
         return next((each for each in used if BUFFERS[each].fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
         """Return the bytes of ``memory`` of a unit's op of this kind."""
-        return buffer_nbytes(self.memory, facts) if self.memory else 0
+        return buffer_nbytes(self.memory_buffer, facts) if self.memory_buffer else 0
 
-    def puts_into(self, facts: UnitFacts) -> str:
+    def filled_buffer(self, facts: UnitFacts) -> str:
         """Return the buffer that a unit's op of this kind fills. Without memory for it, this is the gradient at rest."""
-        return REST if self.opens and self.fills == self.memory and not self.nbytes(facts) else self.fills
+        return REST if self.opens and self.fills == self.memory_buffer and not self.nbytes(facts) else self.fills
 
 
 def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
@@ -235,29 +235,29 @@ OPS: dict[tuple[str, Phase], OpSpec] = {}
 """By kind and phase, all there are."""
 
 
-def kinds(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
-    """Return the kinds of ops with a record for which ``chosen`` is true, in the order of declaration."""
+def kinds_where(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
+    """Return the kinds of ops with an OpSpec for which ``chosen`` returns True, in the order of declaration."""
     return tuple(dict.fromkeys(spec.kind for spec in OPS.values() if chosen(spec)))
 
 
 def expected_phases(kind: str) -> str:
     """Return text for an error: the phases in which a kind has ops, or the advice to declare the kind."""
     phases = [phase for each, phase in OPS if each == kind]
-    return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare()` the OpSpec of {kind!r} first"
+    return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare_op()` the OpSpec of {kind!r} first"
 
 
-def declare(spec: OpSpec) -> None:
+def declare_op(spec: OpSpec) -> None:
     """Declare a new kind of ops, or new phases of a kind. See [Note: a new kind].
 
     Raises:
         ScheduleError: a field has an impossible value, or the kind has a record for one of these phases already.
     """
     if why := wrong_field(spec) or _unknown_name(spec):
-        raise ScheduleError(f"declare(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
+        raise ScheduleError(f"declare_op(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
     for phase in spec.phases:
         if (spec.kind, phase) in OPS:
             what = f"there are ops of kind {spec.kind!r} in phase {phase!r} already."
-            raise ScheduleError(f"declare(): {what} Give the OpSpec another kind, or other phases.")
+            raise ScheduleError(f"declare_op(): {what} Give the OpSpec another kind, or other phases.")
     OPS.update({(spec.kind, phase): spec for phase in spec.phases})
 
 
@@ -267,7 +267,7 @@ def _unknown_name(spec: OpSpec) -> str:
         if not getattr(spec, field):
             return f"{field} is {getattr(spec, field)!r}, expected one that is not empty"
     facts = {each.name: each.type for each in fields(UnitFacts)}
-    leaders = [kind for kind in kinds() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
+    leaders = [kind for kind in kinds_where() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
     known: dict[str, Sequence[str]] = {"when": [*facts], "behind": leaders}
     known["calls"] = [name for name in facts if facts[name] == tuple[Call, ...]]
     known["codes"] = [name for name in facts if facts[name] is int]
@@ -286,4 +286,4 @@ for _spec in (
     *(CAST, ENCODE, REDUCE, SUM, ACCUMULATE, ENCODE_REST, FINISH, FINAL_SUM, LAND),
     *(FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE),
 ):
-    declare(_spec)
+    declare_op(_spec)

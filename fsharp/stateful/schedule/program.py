@@ -101,7 +101,7 @@ class Event(NamedTuple):
         return f"{self.kind} {self.unit}".rstrip()
 
 
-def gradients_of(events: Sequence[Event]) -> list[Counter[str]]:
+def count_gradients(events: Sequence[Event]) -> list[Counter[str]]:
     """Return the number of gradients of each unit, for each microbatch and for the events after the last microbatch."""
     result = [Counter[str]()]
     for event in events:
@@ -170,7 +170,7 @@ class Program:
         if open_:
             raise ScheduleError(f"Program(): {open_[-1][1]!r} is never left.")
 
-    def spans(self) -> Iterator[tuple[str, int, int]]:
+    def use_spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield ``(unit, first event, last event)`` of each use, of forwards and of backwards, in order of the first events."""
         ends: dict[tuple[str, int], list[int]] = {}
         for i, event in enumerate(self.events):

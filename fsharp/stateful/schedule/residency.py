@@ -17,10 +17,22 @@ class ResidencyChange(NamedTuple):
     gathered: tuple[Bundle, ...]
 
 
-def residency(
+class Residency(NamedTuple):
+    """The plan of which bundles are resident when.
+
+    Attributes:
+        changes: for each event, the bundles to release and to gather.
+        carried: the bundles from the step before that the first event needs.
+    """
+
+    changes: list[ResidencyChange]
+    carried: tuple[Bundle, ...]
+
+
+def plan_residency(
     program: Program, policy: SchedulePolicy, bundles: Bundles, kept: Collection[int], carried: Sequence[Bundle]
-) -> tuple[list[ResidencyChange], tuple[Bundle, ...]]:
-    """Return for each event the bundles to release and to gather, and the bundles of ``carried`` that the first event needs.
+) -> Residency:
+    """Return the plan of which bundles are resident when.
 
     Bundles in use are always resident. So are the next ``policy.prefetch`` different bundles that the program uses before its
     parameters are updated. There is room for these and for one bundle in use. If no bundle in use is gathered, a resident
@@ -32,7 +44,7 @@ def residency(
     events = program.events
     in_use, staying = _in_use(events, bundles), _staying_bundles(events, bundles, frozenset(kept))
     wanted = _wanted_bundles(events, policy, bundles, in_use, staying)
-    after = _after(events, wanted)
+    after = _needed_next(events, wanted)
     held: dict[Bundle, None] = {}
     near: tuple[Bundle, ...] = ()  # bundles in use or ahead, at the event before
     updated: tuple[Bundle, ...] = ()  # bundles that stay, and that an update has released: to be gathered again
@@ -61,7 +73,7 @@ def residency(
         held.update(dict.fromkeys(gathered))
         result.append(ResidencyChange(tuple(dict.fromkeys(released)), gathered))
         near = here
-    return result, tuple(carried) if events else ()
+    return Residency(result, tuple(carried) if events else ())
 
 
 def _staying_bundles(
@@ -110,7 +122,7 @@ def _wanted_bundles(
     return wanted
 
 
-def _after(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | None]) -> list[tuple[Bundle, ...]]:
+def _needed_next(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | None]) -> list[tuple[Bundle, ...]]:
     """Return for each event the bundles that the next beginning of a use needs; none if an update comes before it."""
     after: list[tuple[Bundle, ...]] = []
     following: tuple[Bundle, ...] = ()
@@ -121,13 +133,13 @@ def _after(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | None])
     return after
 
 
-def first_wanted(program: Program, policy: SchedulePolicy, bundles: Bundles) -> tuple[Bundle, ...]:
+def bundles_before_step(program: Program, policy: SchedulePolicy, bundles: Bundles) -> tuple[Bundle, ...]:
     """Return the bundles that a step needs first: those to gather before it begins."""
     order = dict.fromkeys(bundles[e.unit] for e in program.events if e.kind in _STARTS and e.unit in bundles)
     return tuple(order)[: max(policy.prefetch, 1)]
 
 
-def returns(program: Program, bundles: Bundles) -> list[list[int]]:
+def uses_by_backward(program: Program, bundles: Bundles) -> list[list[int]]:
     """Return for each microbatch the uses of gathered units whose backward is in it, in order of the backwards."""
     result: list[list[int]] = [[]]
     for event in program.events:
@@ -151,7 +163,10 @@ def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[Bundle, ...
 
 
 def _upcoming_bundles(events: Sequence[Event], bundles: Bundles, most: int) -> list[tuple[Bundle, ...]]:
-    """Return the first ``most`` different bundles that are entered after each event and before the next update."""
+    """Return for each event the next ``most`` different bundles that have a use after the event and before the next update.
+
+    A bundle is units that are gathered together.
+    """
     result: list[tuple[Bundle, ...]] = []
     ahead: tuple[Bundle, ...] = ()
     for event in reversed(events):

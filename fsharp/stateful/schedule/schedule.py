@@ -12,11 +12,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases, kinds
+from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases, kinds_where
 from fsharp.stateful.schedule.policy import DebugPolicy, SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.tracebacks import api_boundary
@@ -53,7 +53,7 @@ class Op:
     """One op of a schedule, such as the gather of a unit.
 
     Attributes:
-        kind: kind of the op: one of :func:`~fsharp.stateful.schedule.ops.kinds`.
+        kind: kind of the op: one of :func:`~fsharp.stateful.schedule.ops.kinds_where`.
         unit: unit of the op; empty for an op without a unit.
         phase: part of the step: ``forward``, ``backward``, ``finish`` (reductions once a step) or ``update``.
         use: number of the unit's use; -1 for an op without a use.
@@ -114,14 +114,14 @@ class Schedule:
     def __post_init__(self) -> None:
         if why := wrong_field(self):
             raise ScheduleError(f"Schedule(): {why}.")
-        known = kinds()
+        known = kinds_where()
         for i, op in enumerate(self.ops):
             for row in (op, op.memory, op.opens):
                 if row is not None and (why := wrong_field(row)):
                     raise ScheduleError(f"Schedule(): op {i}: {why}.")
             if op.kind not in known:
                 what = f"kind is {op.kind!r}, expected {' or '.join(map(repr, known))}"
-                raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare()` first.")
+                raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare_op()` first.")
 
     def calls(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
@@ -184,7 +184,7 @@ class Schedule:
 
 
 def issue_positions(ops: Sequence[Op]) -> list[range]:
-    """Return groups of positions of ops that are issued as one: the ops of a bucket together, each other op alone."""
+    """Return groups of positions of ops that are issued as one: the ops of a bucket, or an op that is in no bucket."""
     found: list[range] = []
     for i, op in enumerate(ops):
         if i and op.bucket != -1 and (op.kind, op.bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
@@ -199,23 +199,31 @@ def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
     return [tuple(ops[i] for i in run) for run in issue_positions(ops)]
 
 
-def lives(ops: Sequence[Op]) -> Iterator[tuple[int | None, int | None, int]]:
-    """Yield ``(filling op, freeing op, bytes)`` for each live span of a buffer; None stands for an op of another step."""
+class BufferLifetime(NamedTuple):
+    """A live span of a buffer: the ops that fill and free it, by position, None for an op of another step; and its bytes."""
+
+    fill: int | None
+    free: int | None
+    nbytes: int
+
+
+def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
+    """Yield each live span of each buffer."""
     live: dict[tuple[str, str], tuple[int, int]] = {}
     for i, op in enumerate(ops):
         if op.opens is not None:
-            yield i, None, op.opens.nbytes
+            yield BufferLifetime(i, None, op.opens.nbytes)
         if op.memory is None:
             continue
         spec = op.spec
-        buffer = spec.memory, op.unit
-        if spec.frees != spec.memory:
+        buffer = spec.memory_buffer, op.unit
+        if spec.frees != spec.memory_buffer:
             live.setdefault(buffer, (i, op.memory.nbytes))
         else:
             fill, nbytes = live.pop(buffer, (None, op.memory.nbytes))
-            yield fill, i, nbytes
+            yield BufferLifetime(fill, i, nbytes)
     for fill, nbytes in live.values():
-        yield fill, None, nbytes
+        yield BufferLifetime(fill, None, nbytes)
 
 
 def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
@@ -226,10 +234,12 @@ def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[C
     (Call(op='all_gather', axis='dp', nbytes=64),)
     """
     calls = [call for op in issued for call in op.spec.collectives(facts[op.unit])]
-    return tuple(calls) if len(issued) == 1 else tuple(Call(*link, nbytes) for link, nbytes in sent_over(calls).items())
+    return (
+        tuple(calls) if len(issued) == 1 else tuple(Call(*link, nbytes) for link, nbytes in sent_nbytes_by_axis(calls).items())
+    )
 
 
-def sent_over(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
+def sent_nbytes_by_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
     """Return the bytes that collectives send, by kind of collective and mesh axis."""
     sent: Counter[tuple[str, str]] = Counter()
     for call in calls:
@@ -237,7 +247,7 @@ def sent_over(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
     return sent
 
 
-def channel(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
+def coalescing_key(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
     """Return the coalescing key of an op: dtypes, collectives and axes, equal for ops of one bucket. None: no bucket."""
     stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
     return (facts.wire, *stages) if stages and facts.wire is not None else None

@@ -44,11 +44,11 @@ class UnplacedOp:
     reduction: "UnplacedOp | None" = None
     marks: "UnplacedOp | None" = None
 
-    def run_after(self, *ops: "UnplacedOp") -> None:
+    def set_after(self, *ops: "UnplacedOp") -> None:
         """Replace the ops for which this op waits."""
         self.after = ops
 
-    def open(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
+    def open_resting_gradient(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
         """Make this op the first to write a gradient at rest; ``buffer=None`` undoes that."""
         self.opens, self.reduction = buffer, reduction
 
@@ -59,21 +59,29 @@ class OpList:
     def __init__(self, program: Program) -> None:
         self.facts = program.facts
         self.ops: list[UnplacedOp] = []
-        self._numbers, self._behind = count(), cache(behind)
+        self._numbers, self._behind = count(), cache(follower_specs)
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # since the buffer's last change
 
-    def add(
-        self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
+    def add_with_followers(
+        self,
+        spec: OpSpec,
+        unit: str,
+        phase: Phase,
+        at: int,
+        *,
+        is_first_user: bool = True,
+        is_last_user: bool = True,
+        **fields: Any,
     ) -> UnplacedOp:
         """Add an op, and the ops that its kind has behind it.
 
         An op whose kind fills a buffer is its first user, unless told otherwise; an op whose kind frees a buffer is its last.
         """
-        op = self._write(spec, unit, phase, at, is_first=is_first, is_last=is_last, **fields)
+        op = self._write(spec, unit, phase, at, is_first=is_first_user, is_last=is_last_user, **fields)
         self._write_behind(op)
         return op
 
-    def add_as_one(
+    def add_bucket(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
         """Add an op for each unit, in one bucket, and the ops that their kind has behind it."""
@@ -88,12 +96,12 @@ class OpList:
     ) -> UnplacedOp:
         facts = self.facts[unit]
         if spec.nbytes(facts):
-            readers = self._readers.pop((spec.memory, unit), ())
+            readers = self._readers.pop((spec.memory_buffer, unit), ())
             fields["after"] = (*fields.get("after", ()), *[each for each in readers if each.spec.stream != spec.stream])
-            fields["buffer"] = spec.memory, unit
-            fields["fills"] = is_first and spec.fills == spec.memory
-            fields["frees"] = is_last and spec.frees == spec.memory
-        elif spec.puts_into(facts) == REST:
+            fields["buffer"] = spec.memory_buffer, unit
+            fields["fills"] = is_first and spec.fills == spec.memory_buffer
+            fields["frees"] = is_last and spec.frees == spec.memory_buffer
+        elif spec.filled_buffer(facts) == REST:
             fields["after"] = (*fields.get("after", ()), *self._readers.pop((REST, unit), ()))
         op = UnplacedOp(spec, unit, phase, at, **fields)
         for buffer in spec.reads:
@@ -103,18 +111,20 @@ class OpList:
 
     def _write_behind(self, op: UnplacedOp) -> None:
         for spec in self._behind(op.spec, op.phase):
-            if spec.is_for(self.facts[op.unit]):
-                self.add(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
+            if spec.has_ops_for(self.facts[op.unit]):
+                self.add_with_followers(
+                    spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,)
+                )
 
-    def mark(self, op: UnplacedOp, at: int) -> None:
+    def reserve_until(self, op: UnplacedOp, at: int) -> None:
         """Reserve the buffer of an op until here, though the op is the last to use it."""
         self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marks=op))
 
-    def last(self, stream: Stream) -> tuple[UnplacedOp, ...]:
+    def last_on_stream(self, stream: Stream) -> tuple[UnplacedOp, ...]:
         """Return the last op on a stream, if there is one."""
         return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marks is None), ())
 
 
-def behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
+def follower_specs(spec: OpSpec, phase: Phase) -> list[OpSpec]:
     """Return the kinds of ops that are emitted after each op of a kind in a phase."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

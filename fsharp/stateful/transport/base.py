@@ -30,8 +30,9 @@ class Work:
     """A collective under way. Several threads may wait for it: the first completes it.
 
     Args:
-        then: function that waits for the collective and completes it; its result is that of the Work, unless there is one.
-        result: the result, if it is known before.
+        then: function that waits for the collective and completes it. What it returns is the result of the Work, unless
+            ``result`` is given.
+        result: the result, if it is known before the collective is done.
     """
 
     __slots__ = ("_lock", "_result", "_then")
@@ -65,7 +66,7 @@ class Summand(NamedTuple):
     scratch: torch.Tensor
 
     @property
-    def place(self) -> torch.Tensor:
+    def required_out(self) -> torch.Tensor:
         """``out``, which an all_reduce requires."""
         assert self.out is not None, "an all_reduce needs a place for its result"
         return self.out
@@ -74,7 +75,7 @@ class Summand(NamedTuple):
 class Transport(ABC):
     """Asynchronous collectives along an axis. Results have the bits of the :class:`~fsharp.Comm` from which it is made.
 
-    Several buffers of one dtype in one call are one collective: packed, unless :meth:`packs` returns False.
+    Several buffers of one dtype in one call are one collective: packed, unless :meth:`should_pack` returns False.
     """
 
     is_async = False
@@ -86,7 +87,7 @@ class Transport(ABC):
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
         self._count("all_gather", axis, sum([x.nbytes for x in xs]))
-        if len(xs) == 1 or not self.packs("all_gather", xs, 1):
+        if len(xs) == 1 or not self.should_pack("all_gather", xs, 1):
             return self.gather_each(xs, outs, axis, label)
         sizes = [x.numel() for x in xs]
         n = outs[0].numel() // sizes[0]
@@ -106,7 +107,7 @@ class Transport(ABC):
         xs = [each.x for each in summands]
         if self.counters:
             self._count("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
-        if len(xs) == 1 or not self.packs("reduce_scatter", xs, n):
+        if len(xs) == 1 or not self.should_pack("reduce_scatter", xs, n):
             return self.reduce_scatter_each(summands, axis, dtype, label)
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
         summed = packed.new_empty(len(packed) // n, dtype=dtype)
@@ -124,13 +125,13 @@ class Transport(ABC):
             A Work for each summand. Once it is done, ``x`` and ``scratch`` are free; its result is a second Work, which
             completes ``out``.
         """
-        xs, outs = [each.x for each in summands], [each.place for each in summands]
+        xs, outs = [each.x for each in summands], [each.required_out for each in summands]
         sizes = [-(-x.numel() // n) * n for x in xs]
         wire, wide = xs[0].dtype, outs[0].dtype
         # With a wire of its own it is two collectives.
         for op, dtype in [("all_reduce", wire)] if wire == wide else [("reduce_scatter", wire), ("all_gather", wide)]:
             self._count(op, axis, sum(sizes) // n * dtype.itemsize)
-        if len(xs) == 1 or not self.packs("all_reduce", xs, n):
+        if len(xs) == 1 or not self.should_pack("all_reduce", xs, n):
             return self.all_reduce_each(summands, axis, label)
         packed = xs[0].new_zeros(sum(sizes))
         summed = outs[0].new_empty(len(packed))
@@ -139,7 +140,7 @@ class Transport(ABC):
         [work] = self.all_reduce_each([self._packed("all_reduce", axis, packed, summed)], axis, label)
         return [self._after(work, lambda tail: self._after(tail, lambda _: _copy(outs, there)))] * len(xs)
 
-    def packs(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
+    def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether several buffers, each sent in ``n`` parts, are packed; the same answer on all ranks."""
         return True
 
@@ -153,7 +154,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Run :meth:`all_reduce` without packing. ``out`` shares no memory with ``x``."""
+        """Run :meth:`all_reduce` without packing. The ``out`` of a summand shares no memory with its ``x``."""
 
     @abstractmethod
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
@@ -173,7 +174,7 @@ class Transport(ABC):
     ) -> list[Work]:
         """Run :meth:`reduce_scatter` as one exchange of encoded parts. The first wait decodes and adds the parts that arrive.
 
-        ``stored`` are the buffers from :func:`encoded_parts`. ``out`` has a full part; without ``out`` the sum replaces the
+        ``stored`` are the buffers from :func:`encode_parts`. ``out`` has a full part; without ``out`` the sum replaces the
         first part of ``x``. Each sum is set to zero in its ``gaps``. Errors of the format have the buffer's facts.
         """
         xs = [each.x for each in summands]
@@ -202,13 +203,13 @@ class Transport(ABC):
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._after(self.gather(xs, rooms, axis, label), lambda _: _copy(outs, parts))
 
-    def _along(self, axis: str) -> tuple[int, int]:
+    def _size_and_coord(self, axis: str) -> tuple[int, int]:
         """Return the number of ranks along an axis, and this rank's coordinate."""
         return self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
 
     def _count(self, op: str, axis: str, nbytes: int) -> None:
         for each in self.counters:
-            each.count(op, axis, nbytes)
+            each.count_call(op, axis, nbytes)
 
     def _packed(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
         nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
@@ -228,7 +229,7 @@ class Transport(ABC):
         """Call ``on_collective`` with each later collective that runs in a thread of its own; None ends that."""
 
 
-def encoded_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts: Facts) -> torch.Tensor:
+def encode_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts: Facts) -> torch.Tensor:
     """Return a buffer encoded in ``n`` rows, one for each receiver, in whole blocks of ``wire``. The last ones are padded.
 
     Args:
@@ -266,7 +267,7 @@ class ProcessGroups:
         self.comm, self.separate = comm, separate
         self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
 
-    def make(self) -> None:
+    def make_groups(self) -> None:
         """Make the groups along all axes. All ranks have to call this; a rank that is alone waits up to the limit."""
         if self.separate:
             self.comm.watch.aborts.append(WeakMethod(self.abort))

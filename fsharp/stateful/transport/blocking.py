@@ -23,7 +23,7 @@ class BlockingTransport(Transport):
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum over the Comm."""
-        x, out = summands[0].x, summands[0].place
+        x, out = summands[0].x, summands[0].required_out
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))
             return [Work(result=Work())]

@@ -46,48 +46,50 @@ class GlooTransport(Transport):
         """Call ``on_collective`` with each later collective; None ends that."""
         self._on_collective = on_collective
 
-    def packs(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
+    def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether parts of buffers are too small for messages of their own."""
         return op == "all_reduce" or sum([x.nbytes for x in xs]) < _WORTH_A_MESSAGE * n * len(xs)
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather by messages straight into ``outs``."""
-        n, mine = self._along(axis)
+        n, mine = self._size_and_coord(axis)
         rows = [list(out.view(n, -1)) for out in outs]
         for x, row in zip(xs, rows, strict=True):
             if x.data_ptr() != row[mine].data_ptr():
                 row[mine].copy_(x)
-        return self._swap("gather", [[row[mine]] * n for row in rows], rows, mine, self._begin(label, "all_gather", xs, axis))
+        return self._exchange_parts(
+            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin(label, "all_gather", xs, axis)
+        )
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
         """Sum by messages. Without ``out`` the sum replaces this rank's part, if the part has the dtype of the sum."""
-        n, mine = self._along(axis)
+        n, mine = self._size_and_coord(axis)
         rows, outs = [list(each.x.view(n, -1)) for each in summands], []
         for each, row in zip(summands, rows, strict=True):
             out = row[mine] if each.out is None else each.out
             outs.append(out if each.out is not None or out.dtype == dtype else torch.empty_like(out, dtype=dtype))
         messages = self._begin(label, "reduce_scatter", [each.x for each in summands], axis)
-        work = self._reduce(rows, outs, mine, summands, messages)
+        work = self._sum_over_ranks(rows, outs, mine, summands, messages)
         return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Reduce each rank's part, then gather the parts; the last parts may be shorter."""
-        x, out = summands[0].x, summands[0].place
+        x, out = summands[0].x, summands[0].required_out
         first = self._begin(label, "all_reduce", [x], axis)
-        n, mine = self._along(axis)
+        n, mine = self._size_and_coord(axis)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
         second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
         sums = CollectiveOutcome(second.call)
-        share = partial(self._swap, "share", [[results[mine]] * n], [results], mine, second, sums)
-        return [self._reduce([parts], [results[mine]], mine, summands, first, share, sums)]
+        share = partial(self._exchange_parts, "share", [[results[mine]] * n], [results], mine, second, sums)
+        return [self._sum_over_ranks([parts], [results[mine]], mine, summands, first, share, sums)]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts by messages, straight into ``out``."""
-        n, mine = self._along(axis)
+        n, mine = self._size_and_coord(axis)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
-        return self._swap("reduce", [parts], [results], mine, self._begin(label, "all_to_all", [x], axis))
+        return self._exchange_parts("reduce", [parts], [results], mine, self._begin(label, "all_to_all", [x], axis))
 
     def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> GroupMessages:
         """Tell other ranks which collective this rank begins now. Return the messages of the collective."""
@@ -95,21 +97,24 @@ class GlooTransport(Transport):
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.messages(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
 
-    def _swap(
+    def _exchange_parts(
         self, kind: str, send: Rows, receive: Rows, mine: int, messages: GroupMessages, outcome: CollectiveOutcome | None = None
     ) -> Work:
-        """Send other ranks their parts of each row in ``send``; receive each other rank's part into the rows of ``receive``."""
+        """Send to every other rank its part of each row in ``send``, and receive its parts into the rows of ``receive``.
+
+        ``mine`` is this rank's coordinate along the axis. ``kind`` names the worker that waits for the messages.
+        """
 
         def post() -> list[Any]:
             posted = []
-            for to, source in _partners(mine, len(send[0])):
+            for to, source in _exchange_rounds(mine, len(send[0])):
                 posted += [messages.receive(row[source], source) for row in receive if row[source].numel()]
                 posted += [messages.send(row[to], to) for row in send if row[to].numel()]
             return posted
 
         return self._post_and_finish(kind, post, messages.wait, outcome or CollectiveOutcome(messages.call))
 
-    def _reduce(
+    def _sum_over_ranks(
         self,
         rows: Rows,
         outs: Sequence[torch.Tensor],
@@ -121,7 +126,7 @@ class GlooTransport(Transport):
     ) -> Work:
         """Sum this rank's part of each row over ranks, into the row's ``out``. Then call ``then``, which begins ``second``."""
         n = len(rows[0])
-        partners = list(_partners(mine, n))
+        partners = list(_exchange_rounds(mine, n))
         pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
         chunks = [
             chunk for x, out in pairs for chunk in zip(_split_into_chunks(x), _split_into_chunks(out, like=x), strict=True)
@@ -148,7 +153,7 @@ class GlooTransport(Transport):
                 messages.wait(received[k])
                 summands = [rooms[k % num_rooms][i][: len(chunk)] for i in order]
                 summands.insert(mine, chunk)
-                add(summands, result)
+                add_summands(summands, result)
                 if k + num_rooms < len(chunks):
                     received.append(receive(k + num_rooms))
             messages.wait(sent)
@@ -187,13 +192,13 @@ def _split_into_chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Seq
     return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
 
 
-def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:
+def _exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
     """Yield ``(receiver, sender)``: in each round the rank to send to, and the rank to receive from."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
 
 
-def add(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def add_summands(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Write ``((s0 + s1) + s2) + ...`` to ``out``, in its dtype. ``out`` may be one of the summands."""
     if summands[0].dtype == out.dtype and len(summands) == 2:
         torch.add(summands[0], summands[1], out=out)

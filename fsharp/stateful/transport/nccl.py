@@ -24,7 +24,7 @@ class NcclTransport(Transport):
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
         """Sum by the backend, and cast sums to ``dtype``."""
         x, out = summands[0].x, summands[0].out
-        n, mine = self._along(axis)
+        n, mine = self._size_and_coord(axis)
         part = x.view(n, -1)[mine]
         target = out if out is not None and out.dtype == x.dtype else part
         _reduce_scatter(target, x, group=self.groups("reduce", axis))
@@ -34,7 +34,7 @@ class NcclTransport(Transport):
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum by the backend, and cast sums to the dtype of ``out``."""
-        x, out = summands[0].x, summands[0].place
+        x, out = summands[0].x, summands[0].required_out
         target = out if out.dtype == x.dtype else summands[0].scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))
         if target is not out:

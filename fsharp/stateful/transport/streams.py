@@ -17,7 +17,7 @@ class LaneRecorder(Protocol):
 
     lane_marks: list[tuple[Any, Any]]
 
-    def mark(self) -> Any:
+    def mark_time(self) -> Any:
         """Return a mark of the present time on the current stream."""
 
 
@@ -27,45 +27,47 @@ class Lanes:
     _recorder: "LaneRecorder | None" = None
     has_streams = False
 
-    def tell(self, recorder: "LaneRecorder | None") -> None:
+    def set_recorder(self, recorder: "LaneRecorder | None") -> None:
         """Tell a recorder when later ops run on lanes; None ends that."""
         self._recorder = recorder
 
-    def current(self) -> Hashable:
+    def current_stream(self) -> Hashable:
         """Return the current stream of the caller."""
         return None
 
-    def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
+    def on_lane(
+        self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True
+    ) -> AbstractContextManager:
         """Run an op on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after other ops.
 
         With ``begins`` the op also waits for all work of compute so far.
         """
         return _HERE
 
-    def join(self, after: Sequence[Key]) -> None:
+    def join_ops(self, after: Sequence[Key]) -> None:
         """Make compute wait for ops on other lanes."""
 
-    def join_all(self, *names: str) -> None:
+    def join_lanes(self, *names: str) -> None:
         """Make compute wait for all work on the lanes of these names."""
 
-    def synchronize(self, op: Key) -> None:
+    def synchronize_op(self, op: Key) -> None:
         """Block the host until an op is over."""
 
-    def keep(self, x: torch.Tensor) -> None:
+    def record_use(self, x: torch.Tensor) -> None:
         """Keep the memory of a freed tensor until all present work of this lane is over (``record_stream``)."""
 
     def drop_events_with(self, plan: Any, number: int) -> None:
         """Drop the events of a plan's ops, whose keys begin with ``number``, once ``plan`` is garbage-collected."""
 
-    def forget(self) -> None:
-        """Drop all events of lanes: their work is over, or belongs to a captured graph."""
+    def drop_all_events(self) -> None:
+        """Drop all events of lanes. Call this method only if their work is over, or belongs to a captured graph."""
 
 
 class DeviceLanes(Lanes):
     """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for them.
 
     Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
-    state, while a lane works on it: :meth:`keep` makes the allocator wait for the lane before it reuses such memory.
+    state, while a lane works on it: :meth:`record_use` makes the allocator wait for the lane before it reuses such memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,12 +78,12 @@ class DeviceLanes(Lanes):
 
     has_streams = True
 
-    def current(self) -> Hashable:
+    def current_stream(self) -> Hashable:
         """Return the device's current stream."""
         return torch.accelerator.current_stream(self.device)
 
     @contextmanager
-    def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
+    def on_lane(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
         """Run an op on the lane's stream, after the given ops, and with ``begins`` after all work of compute so far."""
         if name not in self.streams:
             # Collectives go first: their kernels are small, and would queue behind kernels of compute.
@@ -91,28 +93,28 @@ class DeviceLanes(Lanes):
             stream.wait_stream(torch.accelerator.current_stream(self.device))
         self._given.add(name)
         with stream:
-            self.join(after)
-            start = self._recorder.mark() if self._recorder is not None else None
+            self.join_ops(after)
+            start = self._recorder.mark_time() if self._recorder is not None else None
             yield
             if self._recorder is not None:
-                self._recorder.lane_marks.append((start, self._recorder.mark()))
+                self._recorder.lane_marks.append((start, self._recorder.mark_time()))
             if op is not None:
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 
-    def join(self, after: Sequence[Key]) -> None:
+    def join_ops(self, after: Sequence[Key]) -> None:
         """Make the current stream wait for the events of these ops."""
         for number, i in after:
             event = self._events.get(number, {}).get(i)
             if event is not None:
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
-    def join_all(self, *names: str) -> None:
+    def join_lanes(self, *names: str) -> None:
         """Make the current stream wait for all lanes with work. Lanes without work may not become part of a capture."""
         for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
-    def synchronize(self, op: Key) -> None:
+    def synchronize_op(self, op: Key) -> None:
         """Wait for the event of an op. If its plan is gone, wait for everything that lanes were given."""
         event = self._events.get(op[0], {}).get(op[1])
         for each in self.streams.values() if event is None else [event]:
@@ -122,12 +124,12 @@ class DeviceLanes(Lanes):
         """Drop the events of plan ``number`` once ``plan`` is garbage-collected: each eager step makes a new plan."""
         weakref.finalize(plan, self._events.pop, number, None).atexit = False
 
-    def forget(self) -> None:
+    def drop_all_events(self) -> None:
         """Drop all events, and the names of lanes that had work."""
         self._events.clear()
         self._given.clear()
 
-    def keep(self, x: torch.Tensor) -> None:
+    def record_use(self, x: torch.Tensor) -> None:
         """Call ``record_stream`` for device memory. The allocator of pinned memory tracks copies by itself."""
         if x.device.type != "cpu":
             x.record_stream(torch.accelerator.current_stream(self.device))

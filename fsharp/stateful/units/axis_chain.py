@@ -12,7 +12,7 @@ from fsharp.functional.formats.format import Carried, Format
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_reduce_group
-from fsharp.stateful.transport.base import Summand, Transport, Work, encoded_parts
+from fsharp.stateful.transport.base import Summand, Transport, Work, encode_parts
 from fsharp.stateful.units.full import Pieces
 
 
@@ -127,7 +127,7 @@ class AxisChain:
             return None
         _, axis, n = self.stages[stage]
         facts = partial(self.unit.error_facts, self.group, axis)
-        return encoded_parts(x, n, self.dtypes.wire_format_along(axis), residuals.get(axis, Carried()), facts)
+        return encode_parts(x, n, self.dtypes.wire_format_along(axis), residuals.get(axis, Carried()), facts)
 
 
 def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
@@ -198,7 +198,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:
-            last = [transport.gather_padded(xs, [each.place for each in summands], axis, n, label)] * len(xs)
+            last = [transport.gather_padded(xs, [each.required_out for each in summands], axis, n, label)] * len(xs)
         if not is_last:
             for work in last:
                 rest = work.wait()

@@ -10,7 +10,7 @@ alias of the slot's memory that has a version counter of its own.
 from collections.abc import Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -18,7 +18,14 @@ import torch
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import LeafClass, LeafPart
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.units.handed_out import HandedOut
+from fsharp.stateful.units.handed_out import HandedOutLeaf
+
+
+class LeavesAndGaps(NamedTuple):
+    """Leaves as views of flat buffers, and the parts of the buffers that belong to no leaf."""
+
+    leaves: list[torch.Tensor]
+    gaps: list[torch.Tensor]
 
 
 class LeafTable:
@@ -37,7 +44,7 @@ class LeafTable:
         self.position = {leaf.path: i for i, leaf in enumerate(self.stored)}
         self._is_untied = len(self.stored) == len(unit.leaves)
 
-    def tree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, "Stored"]) -> Any:
+    def build_subtree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, "Stored"]) -> Any:
         """Return the unit's subtree, from the tensors of its ``own`` stored leaves and those of each unit of the call.
 
         Raises:
@@ -48,11 +55,11 @@ class LeafTable:
         by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in leaves.items()}
         return self.unit.build_subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
 
-    def leaves(self, own: list[torch.Tensor], leaves: Mapping[str, "Stored"]) -> list[torch.Tensor]:
-        """Return the leaves of :meth:`tree`."""
-        return own if self._is_untied else optree.tree_leaves(self.tree(own, leaves))
+    def leaves_of_call(self, own: list[torch.Tensor], leaves: Mapping[str, "Stored"]) -> list[torch.Tensor]:
+        """Return the leaves of :meth:`build_subtree`."""
+        return own if self._is_untied else optree.tree_leaves(self.build_subtree(own, leaves))
 
-    def views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
+    def leaf_views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
         """Return leaves as views of full flat buffers, which are given by group and have to be contiguous."""
         for flat in flats.values():
             if not flat.is_contiguous():
@@ -62,10 +69,10 @@ class LeafTable:
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
 
-    def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndGaps":
         """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
         gaps = [flat[gap] for group, flat in flats.items() for gap in self.unit.gaps(group, 0, len(flat))]
-        return self.views(flats, [self.stored[i] for i in self.trainable]), gaps
+        return LeavesAndGaps(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), gaps)
 
 
 Stored = tuple[LeafTable, Sequence[torch.Tensor]]
@@ -102,38 +109,38 @@ class FullUnit:
         for g, cls in unit.leaf_classes.items():
             form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
             if len(flats[g]):
-                planes = carve(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
+                planes = carve_tensors(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
             else:
                 planes = [unit.sent_part(g, stored[g]).view(form.planes[0].dtype)]
-            for path, part in unit.whole_leaves(g, planes, unit.scales(g, stored[g])).items():
+            for path, part in unit.whole_leaves(g, planes, unit.scales_in(g, stored[g])).items():
                 classed[self.index.position[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
         plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in unit.leaf_classes}
         self._aliases = tuple(plain.values())  # of a version counter each, which all leaves of the group share
-        self._leaves = tuple(self.index.views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
-        self._handed_out: list[HandedOut] = []
+        self._leaves = tuple(self.index.leaf_views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
+        self._handed_out: list[HandedOutLeaf] = []
         self._version = 0
 
     def decode(self, rank: int) -> None:
-        """Decode what this rank has gathered of groups whose format is not plain, to where functions use it."""
+        """Decode the gathered groups that have a format, into the memory from which functions read parameters."""
         unit = self.index.unit
         for g, flat, data in zip(unit.all_groups, self.flats, self.stored, strict=True):
             if g not in unit.leaf_classes and data is not flat:
-                flat.copy_(unit.decode_stored(g, data, unit.scales(g, data), unit.strategy.full, rank, flat.dtype))
+                flat.copy_(unit.decode_stored(g, data, unit.scales_in(g, data), unit.strategy.full, rank, flat.dtype))
             elif g in unit.leaf_classes and len(flat):
                 num_parts, start = unit.groups[g].num_parts, 0
                 rows = unit.sent_part(g, data).view(num_parts, -1)
                 for column in unit.groups[g].dtypes.stored_format.columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
-        self.attach()
+        self.attach_memory()
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the stored leaves, as new aliases in each call."""
         found = list(map(torch.Tensor.detach, self._leaves))
         for position in self._classed:
-            found.insert(position, self.hand_out(position))
+            found.insert(position, self.hand_out_leaf(position))
         return found
 
     @property
@@ -143,76 +150,76 @@ class FullUnit:
         return (scales or self.flats)[0].untyped_storage()
 
     @torch.inference_mode(False)  # what inference makes may not be emptied later
-    def hand_out(self, position: int) -> torch.Tensor:
+    def hand_out_leaf(self, position: int) -> torch.Tensor:
         """Return a new tensor for the stored leaf at a position, in the leaf's own tensor class."""
         cls, part = self._classed[position]
         tensor = cls.make(part)
-        self._handed_out.append(HandedOut(tensor, part.path, cls, self.storage.data_ptr()))
+        self._handed_out.append(HandedOutLeaf(tensor, part.path, cls, self.storage.data_ptr()))
         return tensor
 
     def register_alias(self, tensor: torch.Tensor) -> None:
-        """Register another alias of a leaf, so that :meth:`withdraw` takes the memory from it as well, once."""
+        """Register another alias of a leaf, so that :meth:`withdraw_memory` takes the memory from it as well, once."""
         if any(each.is_of(tensor) for each in self._handed_out):
             return
         plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
         paths = {leaf.data_ptr(): path for leaf, path in zip(self._leaves, plain, strict=True)}
         path = paths.get(tensor.data_ptr(), self.index.unit.name)
-        self._handed_out.append(HandedOut(tensor, path, None, self.storage.data_ptr()))
+        self._handed_out.append(HandedOutLeaf(tensor, path, None, self.storage.data_ptr()))
 
     def has_handed_out(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a handed-out leaf with a tensor class of its own, or an alias of such a leaf."""
-        return self.has_classes and any(each.is_inside(tensor) for each in self._handed_out)
+        return self.has_classes and any(each.owns_memory_of(tensor) for each in self._handed_out)
 
-    def withdraw(self) -> list[HandedOut]:
+    def withdraw_memory(self) -> list[HandedOutLeaf]:
         """Take the memory from all handed-out leaves, and return the leaves that callers still hold."""
         alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
         for each in alive:
-            each.empty()
+            each.take_memory()
         return alive
 
-    def take_over(self, handed_out: list[HandedOut]) -> None:
+    def take_over_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
         """Give memory to leaves that were handed out for the same values at another address."""
         self._handed_out = handed_out
         for each in handed_out:
-            each.give(self.storage)
+            each.give_memory(self.storage)
 
-    def versions(self) -> list[int]:
+    def version_counters(self) -> list[int]:
         """Return version counters: of each plain group's leaves, then of handed-out leaves with a tensor class of their own."""
         found = list(map(_version_of, self._aliases))
         return [*found, *(each.version for each in self._handed_out)] if self._classed else found
 
     def is_written_since(self, versions: list[int]) -> bool:
         """Return whether leaves were written to since they had these versions."""
-        now = self.versions()
+        now = self.version_counters()
         return now != versions and any(a != b and -1 not in (a, b) for a, b in zip(now, versions, strict=False))
 
     def set_version(self, version: int) -> None:
         """Set the version counter of all handed-out leaves. Autograd refuses leaves that it saved at another version.
 
         Leaves with a tensor class of their own have no version that autograd checks. So their memory is taken from them and
-        from their aliases. :meth:`attach` gives the memory back to leaves of the same version.
+        from their aliases. :meth:`attach_memory` gives the memory back to leaves of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
             return
-        alive = self.withdraw()
+        alive = self.withdraw_memory()
         if version in (RELEASED, self._version):
             self._handed_out = alive
         else:
             self._version = version
 
-    def attach(self) -> None:
+    def attach_memory(self) -> None:
         """Give the filled memory back to leaves with a tensor class of their own."""
         for each in self._handed_out:
-            each.give(self.storage)
-            each.derive()
+            each.give_memory(self.storage)
+            each.recompute_derived()
 
 
 Pieces = Sequence[tuple[int, torch.dtype]]
 """Flat tensors one behind the other in a run of memory: the elements and dtype of each."""
 
 
-def carve(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
+def carve_tensors(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
     """Return flat tensors, one after another in a run of bytes, each on an aligned boundary."""
     result, start = [], 0
     for numel, dtype in pieces:
@@ -231,7 +238,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def nbytes_of(pieces: Pieces) -> int:
+def pieces_nbytes(pieces: Pieces) -> int:
     """Return the bytes of memory for the pieces, each on an aligned boundary."""
     return sum(aligned(numel * dtype.itemsize) for numel, dtype in pieces)
 
@@ -263,7 +270,7 @@ def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 def full_nbytes(unit: UnitLayout) -> int:
     """Return the bytes of a unit's full parameters, stored and decoded, each group on an aligned boundary."""
-    return nbytes_of([*full_sizes(unit), *stored_sizes(unit)])
+    return pieces_nbytes([*full_sizes(unit), *stored_sizes(unit)])
 
 
 def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:

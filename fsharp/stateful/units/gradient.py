@@ -51,7 +51,7 @@ class GradientBuffer:
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
-        self._own = self.rest = self.route.resting()
+        self._own = self.rest = self.route.resting_gradient()
         self.final = RestingGradient(self.route.buffer_sizes(unit.strategy.optim), device) if self.route.is_finished else None
         self.phase = GradientPhase.NONE
         self.num_added = self.found = 0
@@ -165,7 +165,7 @@ class GradientBuffer:
         if block is None:
             self._enter_phase(GradientPhase.RESTING)
             first = not self.num_added
-            leaves, gaps = self.rest.leaves(self.route.index, self.route.unit.trainable_groups)
+            leaves, gaps = self.rest.trained_leaves(self.route.index, self.route.unit.trainable_groups)
             self.num_added += 1
         else:
             self._enter_phase(GradientPhase.COLLECTING)

@@ -10,7 +10,7 @@ from fsharp.functional.formats.format import LeafClass
 from fsharp.functional.release import inner_tensors
 
 
-class HandedOut:
+class HandedOutLeaf:
     """A leaf, or an alias, that loses its memory at a release and gets it back when the unit is gathered again.
 
     Args:
@@ -37,47 +37,47 @@ class HandedOut:
         return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether this is the HandedOut of a tensor."""
+        """Return whether this is the HandedOutLeaf of a tensor."""
         return self._tensor() is tensor
 
-    def is_inside(self, tensor: torch.Tensor) -> bool:
+    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is the leaf or an alias, without other tensors in the leaf's memory."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
         here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._place]
         return bool(here) and all(id(x) in mine for x in here)
 
     @torch.no_grad()
-    def empty(self) -> None:
+    def take_memory(self) -> None:
         """Take the memory from the leaf."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.forget(tensor)
         for ref, *_ in self._inner:
             if (inner := ref()) is not None:
                 inner.set_()
-                inner.__class__, inner.path = _Released, self._path
+                inner.__class__, inner.path = _ReleasedTensor, self._path
 
     @torch.no_grad()
-    def give(self, storage: torch.UntypedStorage) -> None:
+    def give_memory(self, storage: torch.UntypedStorage) -> None:
         """Give the leaf memory at the same position in a storage, which may be filled later."""
         for ref, *where in self._inner:
             if (inner := ref()) is not None:
                 inner.__class__ = torch.Tensor
                 inner.set_(storage, *where)
 
-    def derive(self) -> None:
+    def recompute_derived(self) -> None:
         """Recompute what a tensor subclass derives from its values for the backward, after the leaf's memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.derive(tensor)
 
 
-class _Released(torch.Tensor):
+class _ReleasedTensor(torch.Tensor):
     """Stands for an inner tensor of a leaf whose memory is released: any function of it raises an error."""
 
     path: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        path = next((x.__dict__["path"] for x in args if isinstance(x, _Released)), "of a unit")
+        path = next((x.__dict__["path"] for x in args if isinstance(x, _ReleasedTensor)), "of a unit")
         raise TreeError(
             f"parameter {path!r} is used where its memory is released, outside of its unit's forward and that forward's "
             "backward. Return it from the forward, or keep w.dequantize()."

@@ -5,7 +5,7 @@ forwards and backwards can use after the update. On a CPU too, tensors that rest
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,20 +35,20 @@ class HostCopies:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._began: Key | None = None
 
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Add the copy of a tensor to its target, unless the tensor is the target."""
         self.nbytes += source.nbytes
         if target is not source:
             self.copies.append((target, source))
 
-    def run(self, lanes: Lanes, op: Key) -> int:
+    def run_copies(self, lanes: Lanes, op: Key) -> int:
         """Copy all tensors on the current lane, as op ``op``, and return the number of bytes."""
         nbytes = 0
         for target, source in self.copies:
             target.copy_(source, non_blocking=True)
             nbytes += source.nbytes
             for x in (target, source):
-                lanes.keep(x)
+                lanes.record_use(x)
         self.copies.clear()
         self.lanes, self._began = lanes, op
         return nbytes
@@ -56,7 +56,14 @@ class HostCopies:
     def wait(self) -> None:
         """Block the host until all tensors are copied."""
         if self._began is not None:
-            self.lanes.synchronize(self._began)
+            self.lanes.synchronize_op(self._began)
+
+
+class MovedState(NamedTuple):
+    """A state in other memory, and by unit the copies that fill this memory."""
+
+    tree: Any
+    copies: Mapping[str, HostCopies]
 
 
 class Offload:
@@ -72,8 +79,8 @@ class Offload:
         self._keys, self._grads, self._lanes, self._device, self._donate = keys, grads, lanes, device, donate
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, HostCopies]]:
-        """Return the state as on the device, or in host memory; and by unit the copies that fill it.
+    def move_state(self, tree: Any, params: Any, *, to_host: bool) -> "MovedState":
+        """Return the state as on the device, or in host memory, and the copies that fill it.
 
         Tensors that share memory with ``params`` (after an update: with the new parameters) are not copied, as this would free
         nothing.
@@ -92,14 +99,14 @@ class Offload:
                 move = moves.setdefault(self._keys[node.name], HostCopies(self._lanes))
                 if id(x) not in moved:
                     moved[id(x)] = self._on_host(x) if to_host else self._on_device(x, is_ours=is_ours)
-                    move.add(moved[id(x)], x)
+                    move.add_copy(moved[id(x)], x)
                 buffers[i] = moved[id(x)]
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node
             held = HostBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
             return node.with_buffers(held, scale=node.scale)
 
-        return map_units(one, tree), moves
+        return MovedState(map_units(one, tree), moves)
 
     def _on_device(self, x: torch.Tensor, *, is_ours: bool) -> torch.Tensor:
         if is_ours and self._donate:

@@ -27,8 +27,8 @@ class FutureBuffers(LazyBuffers):
                 if self._arrive is not None:
                     self._arrive()
                     self._arrive = None
-        if self._gathered_on is not None and (stream := self._gathered_on.current()) not in self._joined:
-            self._gathered_on.join_all("gather")
+        if self._gathered_on is not None and (stream := self._gathered_on.current_stream()) not in self._joined:
+            self._gathered_on.join_lanes("gather")
             self._joined.add(stream)
         return self.raw
 

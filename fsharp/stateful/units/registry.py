@@ -30,11 +30,11 @@ class UnitRegistry:
         for unit in self.units.values():
             unit.begin_step()
 
-    def unbind(self) -> None:
+    def unbind_nodes(self) -> None:
         """Unbind all units from their nodes, for calls outside of a step, which do not use a schedule's memory."""
         self._by_memory.clear()
         for unit in self.units.values():
-            unit.unbind()
+            unit.unbind_node()
 
     def bind_if_free(self, key: str, node: Sharded) -> None:
         """Bind a node to the unit with the key ``key``, if the unit exists and the node has no unit yet."""
@@ -42,30 +42,30 @@ class UnitRegistry:
         if known is None or (node.unit is not known.layout and node.unit != known.layout):
             return
         if self._by_memory.setdefault(_memory_key(node), known) is known:
-            known.bind(node)
+            known.bind_node(node)
 
-    def enter(self, unit: UnitState, node: Sharded, *, instead: Sharded | None = None) -> None:
+    def bind_node(self, unit: UnitState, node: Sharded, *, instead: Sharded | None = None) -> None:
         """Bind a node to a unit. The node ``instead`` is unbound, and gets another unit when it is used again."""
         if instead is not None:
             self._by_memory.pop(_memory_key(instead), None)
         self._by_memory[_memory_key(node)] = unit
-        unit.bind(node)
+        unit.bind_node(node)
 
-    def find(self, node: Sharded) -> UnitState | None:
+    def find_unit(self, node: Sharded) -> UnitState | None:
         """Return the unit of a node in this step; None if it has no unit yet."""
         return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # as _memory_key, without a call
 
-    def add(self, node: Sharded) -> UnitState:
+    def bind_or_make_unit(self, node: Sharded) -> UnitState:
         """Bind a node to a unit of an earlier step, or to a new unit, and return the unit."""
         name, taken = node.name or "(root)", {unit.key for unit in self._by_memory.values()}
         keys = (f"{name}#{number}" if number else name for number in count())
         key = next(k for k in keys if k not in taken and (k not in self.units or self.units[k].layout == node.unit))
         if key not in self.units:
             self.units[key] = UnitState(key, node.unit, trivial=self.trivial)
-        self.enter(self.units[key], node)
+        self.bind_node(self.units[key], node)
         return self.units[key]
 
-    def prune(self, used: Container[str]) -> None:
+    def remove_unused(self, used: Container[str]) -> None:
         """Remove units that belong neither to ``used`` nor to this step."""
         now = {unit.key for unit in self._by_memory.values()}
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}

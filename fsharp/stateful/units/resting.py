@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.units.full import LeafTable, Pieces, carve, nbytes_of
+from fsharp.stateful.units.full import LeafTable, LeavesAndGaps, Pieces, carve_tensors, pieces_nbytes
 
 
 class RestingGradient:
@@ -22,7 +22,7 @@ class RestingGradient:
     """
 
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
-        self.sizes, self.nbytes, self.device, self._memory = sizes, nbytes_of(sizes), device, window
+        self.sizes, self.nbytes, self.device, self._memory = sizes, pieces_nbytes(sizes), device, window
         self.in_arena = window is not None
         self.release()
 
@@ -34,7 +34,7 @@ class RestingGradient:
         self.handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
         self._storage: Any = None  # the storage of the views; None if it is empty
         self._alone = 0
-        self._leaves: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._leaves: LeavesAndGaps | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -43,10 +43,10 @@ class RestingGradient:
             with torch.inference_mode(False):
                 if self._memory is None:
                     self._memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
-                self._tensors = carve(self._memory, self.sizes)
+                self._tensors = carve_tensors(self._memory, self.sizes)
         return self._tensors
 
-    def leaves(self, index: LeafTable, groups: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def trained_leaves(self, index: LeafTable, groups: Sequence[int]) -> LeavesAndGaps:
         """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
         if self._leaves is None:
             self._leaves = index.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
@@ -58,7 +58,7 @@ class RestingGradient:
             with torch.inference_mode(False):
                 _ = self.tensors
                 assert self._memory is not None
-                self._views = carve(storage_over(self._memory) if self.nbytes else self._memory, self.sizes)
+                self._views = carve_tensors(storage_over(self._memory) if self.nbytes else self._memory, self.sizes)
             self._storage = next((tensor.untyped_storage() for tensor in self._views if len(tensor)), None)
             self._alone = self._holders()
         tensors = []

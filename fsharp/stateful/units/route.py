@@ -9,7 +9,7 @@ from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective, Stages
-from fsharp.stateful.units.full import Pieces, carve, leaf_table, nbytes_of
+from fsharp.stateful.units.full import Pieces, carve_tensors, leaf_table, pieces_nbytes
 from fsharp.stateful.units.resting import RestingGradient
 
 Grads = Sequence[torch.Tensor | None]
@@ -60,7 +60,7 @@ class GradientRoute:
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
-    def resting(self, window: torch.Tensor | None = None) -> RestingGradient:
+    def resting_gradient(self, window: torch.Tensor | None = None) -> RestingGradient:
         """Return the buffers of the gradient at rest: in these bytes of the arena, or in memory of its own."""
         return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, window)
 
@@ -68,7 +68,7 @@ class GradientRoute:
         """Return the bytes of the block of a microbatch; 0 if leaves are added to the gradient at rest directly."""
         if not self.is_reduced and not (several_uses and several_microbatches):
             return 0
-        return sum(nbytes_of(self._outgoing_pieces(chain, several_uses)) for chain in self.chains)
+        return sum(pieces_nbytes(self._outgoing_pieces(chain, several_uses)) for chain in self.chains)
 
     def _outgoing_pieces(self, chain: AxisChain, several_uses: bool) -> Pieces:
         """Return the buffers of one group that are collected, sent, used as scratch, and received."""
@@ -80,7 +80,7 @@ class GradientRoute:
 
     def finishing_block_nbytes(self) -> int:
         """Bytes of the block for the reduction to the optimizer's place."""
-        return sum(map(nbytes_of, self._finishing_pieces()))
+        return sum(map(pieces_nbytes, self._finishing_pieces()))
 
     def _finishing_pieces(self) -> list[Pieces]:
         """Return, for each group, the buffer to send and the memory that its reduction works in, as sizes and dtypes."""
@@ -108,16 +108,26 @@ class GradientRoute:
 
 def _carved(memory: torch.Tensor, rows: Sequence[Pieces]) -> list[list[torch.Tensor]]:
     """Return the tensors of each row, one row behind the other in a run of bytes."""
-    tensors = iter(carve(memory, [piece for row in rows for piece in row]))
+    tensors = iter(carve_tensors(memory, [piece for row in rows for piece in row]))
     return [[next(tensors) for _ in row] for row in rows]
 
 
-def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[Stages, Stages]:
-    """Return the collectives after each microbatch, and the collectives once a step."""
+class _GradientStages(NamedTuple):
+    """The collectives that reduce a gradient after each microbatch, and once a step."""
+
+    each_microbatch: Stages
+    once_a_step: Stages
+
+
+def _stages(unit: UnitLayout, *, trivial: bool) -> _GradientStages:
+    """Return the collectives that reduce a unit's gradient after each microbatch, and those that reduce it once a step.
+
+    ``trivial``: whether axes of one rank count.
+    """
     strategy = unit.strategy
     full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
     sizes = {a: unit.mesh.axis_size(a) for a in strategy.order if trivial or unit.mesh.axis_size(a) > 1}
     each = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
     once = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
     once += [AxisCollective("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
-    return each, once
+    return _GradientStages(each, once)

@@ -100,18 +100,18 @@ class UnitState:
             finish_decoded=finished.after,
         )
 
-    def bind(self, node: Sharded) -> None:
+    def bind_node(self, node: Sharded) -> None:
         """Make a node the unit's parameters from now on."""
         self.node, self.tree_label = node, None
 
-    def label(self, comm: Comm) -> str:
+    def find_tree_label(self, comm: Comm) -> str:
         """Return the name of the tree of the unit's parameters, with which labels of their gathers begin."""
         if self.tree_label is None:
             self.tree_label = "" if self.node is None else label_prefix(self.node, comm)
         return self.tree_label
 
     @torch.inference_mode(False)  # kept leaves will be trained, too
-    def at_rest(self) -> FullUnit:
+    def full_at_rest(self) -> FullUnit:
         """Return the parameters of a unit that rests in full."""
         assert self.node is not None
         buffers = self.node.raw_buffers
@@ -130,8 +130,8 @@ class UnitState:
         return self._at_rest[1]
 
     @property
-    def trained(self) -> GradientBuffer:
-        """The gradient of a unit that has one."""
+    def trained_gradient(self) -> GradientBuffer:
+        """The gradient of a trained unit. An assertion fails for a frozen unit."""
         assert self.gradient is not None
         return self.gradient
 
@@ -141,7 +141,7 @@ class UnitState:
         if self.gradient is not None:
             self.gradient.begin_step()
 
-    def train(self, transport: Transport, place: RestingGradient | None) -> None:
+    def begin_gradient(self, transport: Transport, place: RestingGradient | None) -> None:
         """Begin a new gradient, if the unit is trained."""
         if not self.layout.trainable_groups:
             return
@@ -150,15 +150,15 @@ class UnitState:
             self.gradient = GradientBuffer(self.layout, transport, device, trivial=self.trivial)
         self.gradient.renew(place)
 
-    def offload(self, nbytes: int) -> None:
+    def set_offloaded_nbytes(self, nbytes: int) -> None:
         """Set how many bytes of the unit's state an update copies to host memory."""
         self.host_nbytes = nbytes
 
-    def unbind(self) -> None:
+    def unbind_node(self) -> None:
         """Drop the reference to the node."""
         self.node = self.tree_label = None
 
-    def release(self) -> None:
+    def drop_references(self) -> None:
         """Drop the references to the node, and to tensors of parameters at rest."""
         self.node = self.tree_label = self._at_rest = None
 

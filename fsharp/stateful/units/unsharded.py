@@ -11,8 +11,8 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import Move
-from fsharp.stateful.units.full import RELEASED, FullUnit, carve, full_nbytes, full_sizes, nested_parts, stored_sizes
-from fsharp.stateful.units.handed_out import HandedOut
+from fsharp.stateful.units.full import RELEASED, FullUnit, carve_tensors, full_nbytes, full_sizes, nested_parts, stored_sizes
+from fsharp.stateful.units.handed_out import HandedOutLeaf
 from fsharp.stateful.units.unit_state import UnitState
 
 Stamp = list[tuple[int, int]]
@@ -21,7 +21,7 @@ _VERSIONS_A_FILL = 1024
 """Distance of version counters between fills from other values or in other steps; a write to a leaf adds one."""
 
 
-def stamp(node: Sharded) -> Stamp:
+def buffers_stamp(node: Sharded) -> Stamp:
     """Return the identities and version counters of a node's buffers."""
     found = []
     for b in node.raw_buffers:  # no comprehension, which is a call of Python
@@ -64,12 +64,12 @@ class UnshardedBuffer:
         self._sources: list[StorageWeakRef] = []
         self._last_filled_from: Stamp | None = None
         self._version = 0  # of its leaves while it is filled
-        self._withdrawn: list[HandedOut] = []  # leaves whose memory of its own was released
+        self._withdrawn: list[HandedOutLeaf] = []  # leaves whose memory of its own was released
         self._step = 0  # in which it was filled last
 
     def _make(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
-        flats = carve(memory, [*sizes, *stored_sizes(layout)])
+        flats = carve_tensors(memory, [*sizes, *stored_sizes(layout)])
         encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
@@ -92,12 +92,12 @@ class UnshardedBuffer:
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
 
-    def fill(self, node: Sharded, step: int) -> list[Move]:
+    def begin_fill(self, node: Sharded, step: int) -> list[Move]:
         """Return the gathers that fill the buffer from a node, in the step of this number. From now on it counts as filled."""
         if self.where is None:
             with torch.inference_mode(False):
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))
-        full, self.filled_from = self.full, stamp(node)
+        full, self.filled_from = self.full, buffers_stamp(node)
         assert full is not None
         self._sources, self.is_carried, self.is_held = [], False, False
         if self.filled_from != self._last_filled_from or step != self._step:  # tensors saved for other values are refused
@@ -106,12 +106,12 @@ class UnshardedBuffer:
         elif self.where is not None:
             full.set_version(self._version)
         if self.where is None:
-            full.take_over(self._withdrawn)
+            full.take_over_leaves(self._withdrawn)
         self.is_encoded = self._layout.has_formats
         moves: list[Move] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if self._layout.scales_size(group):
-                self._layout.scales(group, full.stored[group]).copy_(self._layout.scales(group, x.detach()))
+                self._layout.scales_in(group, full.stored[group]).copy_(self._layout.scales_in(group, x.detach()))
                 x = self._layout.sent_part(group, x)
             if x.numel():
                 moves.append((x.detach(), outs))
@@ -127,11 +127,11 @@ class UnshardedBuffer:
             work.wait()
         self.works.clear()
 
-    def holds(self, seen: Stamp) -> bool:
+    def is_filled_from(self, seen: Stamp) -> bool:
         """Return whether the buffer is filled, or being filled, from the tensors with the stamp ``seen``."""
         return self.filled_from == seen and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
-    def carry(self, node: Sharded | None) -> None:
+    def carry_to_next_step(self, node: Sharded | None) -> None:
         """Keep the buffer filled for the next step. Its source tensors may be freed, and their addresses reused."""
         if node is not None:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
@@ -146,7 +146,7 @@ class UnshardedBuffer:
         assert self.memory is not None
         assert self.full is not None
         if self.where is None:
-            self._withdrawn = self.full.withdraw()
+            self._withdrawn = self.full.withdraw_memory()
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs = None, None, []
             self.is_held = not _is_unreferenced(storage)
@@ -155,7 +155,7 @@ class UnshardedBuffer:
             if self._poison:
                 self.memory.fill_(0xFF)  # NaN in every floating dtype
 
-    def abandon(self) -> None:
+    def abandon_gathers(self) -> None:
         """Abandon gathers into the buffer that are under way: they may never end. The buffer counts as released."""
         self.works.clear()
         self.filled_from = None
@@ -164,7 +164,7 @@ class UnshardedBuffer:
 
 
 def _is_unreferenced(storage: StorageWeakRef) -> bool:
-    """Return whether no reference to a storage is left. A thread that ends a collective may hold one for a short while."""
+    """Return whether no reference to a storage is left. Wait for a thread that ends a collective to drop its reference."""
     for _ in range(5):
         if storage.expired():
             return True

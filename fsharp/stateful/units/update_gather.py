@@ -15,7 +15,7 @@ from fsharp.stateful.units.full import nested_parts
 from fsharp.stateful.units.unit_state import UnitState
 
 
-class Difference(NamedTuple):
+class EncodedDifference(NamedTuple):
     """An encoded difference that is being gathered: its group, the parameters to which it is added, and its memory."""
 
     group: int
@@ -42,7 +42,7 @@ class UpdateGather:
         self.axes = unit.update_axes
         self.works: list[Work] = []
         self.moves: list[Move] = []
-        self.differences: list[Difference] = []
+        self.differences: list[EncodedDifference] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
         for group, before in zip(old.groups, old.raw_buffers, strict=True):
@@ -57,7 +57,7 @@ class UpdateGather:
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
             if old.unit.scales_size(group):
-                old.unit.scales(group, buffer).copy_(old.unit.scales(group, part))
+                old.unit.scales_in(group, buffer).copy_(old.unit.scales_in(group, part))
             room = old.unit.sent_part(group, buffer.detach())
             if room.numel():
                 self.moves.append((old.unit.sent_part(group, part), nested_parts(room, old.unit, self.axes, rank)))
@@ -67,7 +67,7 @@ class UpdateGather:
         if part.numel():
             encoded = part.new_empty(len(part) * math.prod(map(old.unit.mesh.axis_size, self.axes)))
             self.moves.append((part, nested_parts(encoded, old.unit, self.axes, self.rank)))
-            self.differences.append(Difference(group, params, encoded))
+            self.differences.append(EncodedDifference(group, params, encoded))
 
     def add_works(self, works: Sequence[Work]) -> None:
         """Add Works of the gathers, for which :meth:`wait` waits."""

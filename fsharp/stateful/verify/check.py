@@ -1,6 +1,7 @@
 """Check: one pass of :func:`~fsharp.stateful.verify.verify.verify` over all ops; HappensBefore: the order of ops in time."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, STREAMS, OpSpec
@@ -10,11 +11,23 @@ UNDO = "Undo the edit, or compile the program again."
 _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
 
+class _Clocks(NamedTuple):
+    """Vector clocks of ops.
+
+    Attributes:
+        over: for each op, the last op of each stream that is over when the op ends.
+        last_awaited_gather: the last gather for which the compute stream waits in the step.
+    """
+
+    over: list[list[int]]
+    last_awaited_gather: int
+
+
 class HappensBefore:
     """The happens-before relation of ops, by vector clocks. Positions of ops of the previous step are negative.
 
-    Ops of one bucket count as one op: it starts when all ops that any of them waits for are over, and an op that waits for one
-        of them waits for all.
+    Ops of one bucket count as one op. This op starts when all ops that any of them waits for are over. An op that waits for one
+    of them waits for all.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
@@ -23,16 +36,14 @@ class HappensBefore:
         self._streams = [STREAMS.index(op.stream) for op in ops]
         runs = issue_positions(ops)
         self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
-        _, waited = self._run(-1)
-        self._over, _ = self._run(next((i for i in self.trailing_gathers() if i + len(ops) > waited), 0) - 1)
+        waited = self._compute_clocks(-1).last_awaited_gather
+        first_pending = next((i for i in self.trailing_gathers() if i + len(ops) > waited), 0)
+        self._over = self._compute_clocks(first_pending - 1).over
 
-    def _run(self, landed: int) -> tuple[list[list[int]], int]:
-        """Return for each op the last op of each stream that is over when the op ends, and the last gather awaited by compute.
-
-        ``landed`` is the last gather of the previous step that is over when this step starts.
-        """
+    def _compute_clocks(self, last_landed_gather: int) -> _Clocks:
+        """Compute the clocks of all ops. ``last_landed_gather`` of the previous step is over when this step starts."""
         num, over = len(self.ops), list[list[int]]()
-        on = [[landed if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
+        on = [[last_landed_gather if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
         on[_GATHER][_GATHER] = -1
         for i in range(num):
             mine = self._streams[i]
@@ -50,9 +61,9 @@ class HappensBefore:
             clock[mine] = self._ends[i]
             over.append(clock)
             on[mine] = clock
-        return over, on[_COMPUTE][_GATHER]
+        return _Clocks(over, on[_COMPUTE][_GATHER])
 
-    def before(self, i: int, j: int) -> bool:
+    def is_before(self, i: int, j: int) -> bool:
         """Return whether op ``i``, of this or the previous step, is over when op ``j`` starts."""
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
@@ -60,7 +71,7 @@ class HappensBefore:
         """Return the gathers of the previous step after its last update, as negative positions."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
-    def carried(self) -> dict[str, int]:
+    def carried_gathers(self) -> dict[str, int]:
         """Return, by unit, the gather of the previous step whose full parameters this step uses."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
@@ -71,7 +82,7 @@ class HappensBefore:
         return found
 
 
-def refusal(i: int, op: Op, what: str, expected: str, remedy: str = UNDO) -> ScheduleError:
+def op_error(i: int, op: Op, what: str, expected: str, remedy: str = UNDO) -> ScheduleError:
     """Return an error about one op."""
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
@@ -88,15 +99,15 @@ class Check:
         """Check the next op, whose record is ``spec``, against all earlier ops."""
         raise NotImplementedError
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Check the conditions that hold after the last op."""
 
-    def position(self, i: int) -> int:
+    def schedule_position(self, i: int) -> int:
         """Return the position of an op in the schedule; ops of the previous step have negative numbers."""
         return i % len(self.order.ops)
 
     def unordered_error(self, i: int, op: Op, what: str, j: int) -> ScheduleError:
         """Return the error for an op that has to come after op ``j``, but is not ordered."""
-        j = self.position(j)
+        j = self.schedule_position(j)
         what = f"{what} op {j}, {self.order.ops[j]}: nothing orders it after that."
-        return refusal(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")
+        return op_error(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")

@@ -3,7 +3,7 @@
 from fsharp.stateful.schedule.ops import BUFFERS, OPS, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey
-from fsharp.stateful.verify.check import Check, HappensBefore, refusal
+from fsharp.stateful.verify.check import Check, HappensBefore, op_error
 
 
 class DerivedCheck(Check):
@@ -16,31 +16,31 @@ class DerivedCheck(Check):
         self.filled: dict[BufferKey, int] = {}  # the op that has filled a buffer
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow which buffers that are made of others are filled."""
+        """Record which derived buffers are filled. Raise an error if an op reads a derived buffer that is not up to date."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if each in self.made_of]:
-            if any(maker.is_for(facts) for maker in self.makers[buffer]):
+            if any(maker.has_ops_for(facts) for maker in self.makers[buffer]):
                 self._read(i, op, buffer)
         if spec.fills in self.made_of:
-            if not spec.is_for(facts):
-                raise refusal(i, op, "is of a unit that has none.", f"{op.kind} of units whose format is not plain")
+            if not spec.has_ops_for(facts):
+                raise op_error(i, op, "is of a unit that has none.", f"{op.kind} of units whose format is not plain")
             if (spec.fills, op.unit) in self.filled:
                 at = self.filled[spec.fills, op.unit]
-                raise refusal(i, op, f"happens twice: op {at} has done it.", "one", "Drop one.")
+                raise op_error(i, op, f"happens twice: op {at} has done it.", "one", "Drop one.")
             self.filled[spec.fills, op.unit] = i
-        gone = {spec.changes, spec.frees, spec.fills, spec.puts_into(facts)} - {""}
+        gone = {spec.changes, spec.frees, spec.fills, spec.filled_buffer(facts)} - {""}
         for buffer in [name for name, source in self.made_of.items() if source in gone]:
             self.filled.pop((buffer, op.unit), None)
 
     def _read(self, i: int, op: Op, buffer: str) -> None:
         words, maker, is_passed = BUFFERS[buffer].words, self.makers[buffer][0].kind, BUFFERS[buffer].is_passed
         if (buffer, op.unit) not in self.filled:
-            raise refusal(i, op, f"nothing has filled the {words} that it reads.", f"{maker} {op.unit} before it")
+            raise op_error(i, op, f"nothing has filled the {words} that it reads.", f"{maker} {op.unit} before it")
         at = self.filled.pop((buffer, op.unit)) if is_passed else self.filled[buffer, op.unit]
-        if not self.order.before(at, i):
+        if not self.order.is_before(at, i):
             raise self.unordered_error(i, op, f"may read the {words} before the end of", at)
         if is_passed and self.order.ops[at].at != op.at:
             what = f"reads the {words}, which op {at} fills at another event."
-            raise refusal(
+            raise op_error(
                 i, op, what, f"event {self.order.ops[at].at}", f"Issue both at one event: the {words} is kept nowhere."
             )

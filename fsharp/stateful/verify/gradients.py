@@ -7,7 +7,7 @@ from itertools import product
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import FINAL, FINISHING, OPS, OUTGOING, REST, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import Check, HappensBefore, refusal
+from fsharp.stateful.verify.check import Check, HappensBefore, op_error
 
 
 class GradientCheck(Check):
@@ -39,7 +39,7 @@ class GradientCheck(Check):
         self.last = -1  # op of the reduce stream
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow each gradient from the end of its use's backward to the optimizer's place."""
+        """Record where each gradient is, from its backward to the optimizer's place. Raise an error for an op out of order."""
         if spec.fills == OUTGOING:
             self._cast(i, op)
         elif any(spec in takers for takers in self.takers.values()):
@@ -47,7 +47,7 @@ class GradientCheck(Check):
             self.last = i
         elif REST in spec.reads:
             self._read_rest(i, op)
-        elif FINAL in spec.reads and self.last >= 0 and not self.order.before(self.last, i):
+        elif FINAL in spec.reads and self.last >= 0 and not self.order.is_before(self.last, i):
             raise self.unordered_error(i, op, "may run before the end of", self.last)
 
     def _key(self, op: Op) -> tuple[str, int]:
@@ -60,14 +60,14 @@ class GradientCheck(Check):
             there = [at for at, use in due.items() if use == op.use]
             if not there:
                 what = f"casts a gradient that use {op.use} does not have in this microbatch."
-                raise refusal(i, op, what, f"uses {sorted(due.values())}")
+                raise op_error(i, op, what, f"uses {sorted(due.values())}")
             what = f"is issued at event {op.at}, and its gradient is there at the end of the use's backward alone."
-            raise refusal(i, op, what, f"event {there[0]}")
+            raise op_error(i, op, what, f"event {there[0]}")
         if op.at in self.cast.setdefault(key, set()):
-            raise refusal(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
+            raise op_error(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
         self.cast[key].add(op.at)
         self._write(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
-        if any(spec.is_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
+        if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
             self.waiting[op.unit] = i
 
     def _write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
@@ -77,9 +77,9 @@ class GradientCheck(Check):
             if done in self.done:
                 at = self.done[done]
                 what = f"comes after op {at}, {self.order.ops[at]}, which it should be part of."
-                raise refusal(i, op, what, f"a position before {at}", f"Move it before op {at}.")
+                raise op_error(i, op, what, f"a position before {at}", f"Move it before op {at}.")
         reader = self.read.get(op.unit)
-        if reader is not None and op.spec.puts_into(self.facts[op.unit]) == REST and not self.order.before(reader, i):
+        if reader is not None and op.spec.filled_buffer(self.facts[op.unit]) == REST and not self.order.is_before(reader, i):
             raise self.unordered_error(i, op, "changes what may still be read by", reader)
         self.written[op.unit] = i
 
@@ -87,12 +87,12 @@ class GradientCheck(Check):
         key = self._key(op)
         mine = (spec, *key)
         if mine in self.done:
-            raise refusal(i, op, f"happens twice: op {self.done[mine]} has done it.", "one for each gradient", "Drop one.")
-        if missing := self._missing(op, spec, key):
-            raise refusal(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
+            raise op_error(i, op, f"happens twice: op {self.done[mine]} has done it.", "one for each gradient", "Drop one.")
+        if missing := self._missing_text(op, spec, key):
+            raise op_error(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
         reduced = [self.done[each, *key] for each in self._reductions(spec) if (each, *key) in self.done]
         source = reduced[0] if reduced else self.written.get(op.unit, -1)
-        if source >= 0 and not self.order.before(source, i):
+        if source >= 0 and not self.order.is_before(source, i):
             raise self.unordered_error(i, op, "may start before the end of", source)
         self.done[mine] = i
         if REST in spec.reads:
@@ -103,7 +103,7 @@ class GradientCheck(Check):
 
     def _read_rest(self, i: int, op: Op) -> None:
         written = self.written.get(op.unit, -1)
-        if written >= 0 and not self.order.before(written, i):
+        if written >= 0 and not self.order.is_before(written, i):
             raise self.unordered_error(i, op, "may start before the end of", written)
         self.read[op.unit] = i
 
@@ -111,18 +111,18 @@ class GradientCheck(Check):
         """Return the ops that compute the sum in the buffer that an op of ``spec`` frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
-    def _missing(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return text about an error of an op that takes a gradient away; empty if there is no error."""
+    def _missing_text(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
+        """Return an error text if ``op`` sends or frees a gradient that is not complete, or not due; else an empty text."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
-        if finish and not (spec.is_for(facts) and key[1] in self.finishes):
+        if finish and not (spec.has_ops_for(facts) and key[1] in self.finishes):
             return "no `reduce` event asks for it"
-        if any(each.is_for(facts) and (each, *key) not in self.done for each in self._reductions(spec)):
+        if any(each.has_ops_for(facts) and (each, *key) not in self.done for each in self._reductions(spec)):
             return "adds a result without a reduction, in time, that makes it"
         if finish:
             return f"comes before op {self.waiting[op.unit]} is accumulated" if op.unit in self.waiting else ""
-        if not spec.is_for(facts):
+        if not spec.has_ops_for(facts):
             return "takes away a gradient that stays where it is"
         due = self.due.get(key, {})
         if not due:
@@ -130,13 +130,13 @@ class GradientCheck(Check):
         missing = due.keys() - self.cast.get(key, set())
         return f"comes before the cast of use {due[min(missing)]}" if missing else ""
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Check that all gradients have reached their places."""
         for (unit, number), due in self.due.items():
             for at in sorted(due.keys() - self.cast.get((unit, number), set())):
                 raise self._lost(at, unit, f"the gradient of use {due[at]} of {unit!r} is never cast.", "one cast of it")
             for spec in self.takers[OUTGOING]:
-                if spec.is_for(self.facts[unit]) and (spec, unit, number) not in self.done:
+                if spec.has_ops_for(self.facts[unit]) and (spec, unit, number) not in self.done:
                     what = f"the gradient of {unit!r} in microbatch {number} has no {spec.kind}."
                     raise self._lost(max(due), unit, what, f"one {spec.kind} before the microbatch ends")
         finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]

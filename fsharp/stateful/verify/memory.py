@@ -7,10 +7,10 @@ from fsharp.stateful.schedule.ops import BUFFERS, FINISHING, OUTGOING, PARAMS, R
 from fsharp.stateful.schedule.policy import FINISHES, REDUCTIONS
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey
-from fsharp.stateful.verify.check import Check, HappensBefore, refusal
+from fsharp.stateful.verify.check import Check, HappensBefore, op_error
 
 
-class StateCheck(Check):
+class OffloadedStateCheck(Check):
     """Check that offloaded optimizer state is on the device for its update, and is copied back once afterwards."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -22,46 +22,46 @@ class StateCheck(Check):
         self.computed = -1  # the last op of compute
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow the copies of state to the device and back."""
+        """Record a copy of optimizer state to the device or back. Raise an error if an update reads state that is not there."""
         if op.stream == "compute":
             self.computed = i
         if spec.fills == STATE:
             event = self.events[op.at]
             if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
-                raise refusal(i, op, "belongs to no event here, or comes twice.", "one for each event that says so")
-            if self.computed >= 0 and not self.order.before(self.computed, i):
+                raise op_error(i, op, "belongs to no event here, or comes twice.", "one for each event that says so")
+            if self.computed >= 0 and not self.order.is_before(self.computed, i):
                 raise self.unordered_error(i, op, "may fill memory still in use by", self.computed)
             self.fetched[op.unit] = i
         if STATE in spec.reads:
             self._check_over()
             asked = {event.unit for event in self.events[self.seen : op.at] if event.kind == "fetch"}
             for unit in sorted(asked - set(self.fetched)):
-                raise refusal(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
+                raise op_error(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
             for j in self.fetched.values():
-                if not self.order.before(j, i):
+                if not self.order.is_before(j, i):
                     raise self.unordered_error(i, op, "may read state before the end of", j)
             self.updated, self.seen = i, op.at
             self.due, self.fetched = self.fetched, {}
         if spec.frees == STATE:
             if op.unit not in self.due or op.at != self.seen:
-                raise refusal(
+                raise op_error(
                     i, op, "copies state that was not fetched, or is back already.", "one for each fetch, at the update"
                 )
-            if not self.order.before(self.updated, i):
+            if not self.order.is_before(self.updated, i):
                 raise self.unordered_error(i, op, "may copy state before the end of", self.updated)
             del self.due[op.unit]
 
     def _check_over(self) -> None:
         for unit, j in self.due.items():
             what = f"the state of {unit!r} stays on the device."
-            raise refusal(j, self.order.ops[j], what, f"an offload of {unit!r} after the update")
+            raise op_error(j, self.order.ops[j], what, f"an offload of {unit!r} after the update")
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Check that all state is back in host memory."""
         self._check_over()
         for unit, j in self.fetched.items():
             what = f"no update follows for which {unit!r} is fetched."
-            raise refusal(j, self.order.ops[j], what, "an update after it")
+            raise op_error(j, self.order.ops[j], what, "an update after it")
 
 
 class MemoryCheck(Check):
@@ -75,11 +75,11 @@ class MemoryCheck(Check):
         self.slots: dict[str, Memory] = {}
         self.changed: dict[BufferKey, int] = {}  # the op that last filled or changed a buffer
         self.readers: dict[BufferKey, list[int]] = {}  # of a buffer, since then
-        for unit, i in order.carried().items():
+        for unit, i in order.carried_gathers().items():
             self._own(i, (PARAMS, unit), order.ops[i].memory)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow which op owns which bytes of the arena, and which ops read them."""
+        """Record which op owns which bytes of the arena, and who reads them. Raise an error if two owners overlap in time."""
         self._see_reads(i, op, spec)
         self._see_memory(i, op, spec)
         self._see_gradient_memory(i, op, spec)
@@ -87,7 +87,7 @@ class MemoryCheck(Check):
     def _own(self, i: int, key: BufferKey, memory: Memory | None) -> None:
         self.live[key], self.changed[key] = (i, memory), i
         if memory:
-            self.owners.put(memory.start, memory.stop, (key, i))
+            self.owners.set_value(memory.start, memory.stop, (key, i))
 
     def _see_gradient_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check that memory for a gradient at rest, which adds up microbatches, is allocated exactly once.
@@ -98,12 +98,12 @@ class MemoryCheck(Check):
         if op.opens:
             if key in self.live:
                 at = self.live[key][0]
-                raise refusal(i, op, f"opens what op {at}, {self.order.ops[at]}, has opened.", "one op that opens it")
+                raise op_error(i, op, f"opens what op {at}, {self.order.ops[at]}, has opened.", "one op that opens it")
             self._fill(i, op, op.opens)
             self._own(i, key, op.opens)
-        elif spec.puts_into(facts) == REST and facts.rest and key not in self.live:
+        elif spec.filled_buffer(facts) == REST and facts.rest and key not in self.live:
             what = "puts a gradient where nothing is open for it."
-            raise refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
+            raise op_error(i, op, what, "memory in its `opens`, or in that of an op before it")
 
     def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
         """Raise an error for an op that reads an unfilled buffer. Gradients at rest are checked by ``GradientCheck``."""
@@ -111,65 +111,71 @@ class MemoryCheck(Check):
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
             key, words = (buffer, op.unit), BUFFERS[buffer].words
             if key not in self.live:
-                raise refusal(i, op, f"nothing has filled the {words} that it reads.", "an op before it")
-            if not self.order.before(self.changed[key], i):
+                raise op_error(i, op, f"nothing has filled the {words} that it reads.", "an op before it")
+            if not self.order.is_before(self.changed[key], i):
                 raise self.unordered_error(i, op, f"may read the {words} before the end of", self.changed[key])
             self.readers.setdefault(key, []).append(i)
 
     def _see_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         if op.memory is None:
             return
-        fills, key = spec.fills == spec.memory, (spec.memory, op.unit)
+        fills, key = spec.fills == spec.memory_buffer, (spec.memory_buffer, op.unit)
         readers = self.readers.get(key, [])
         for j in readers:
-            if j != i and not self.order.before(j, i):
+            if j != i and not self.order.is_before(j, i):
                 raise self.unordered_error(
-                    i, op, f"changes or frees the {BUFFERS[spec.memory].words} that may still be read by", j
+                    i, op, f"changes or frees the {BUFFERS[spec.memory_buffer].words} that may still be read by", j
                 )
         self.readers[key] = [i] if i in readers else []
         self.changed[key] = i
-        if fills and BUFFERS[spec.memory].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
+        if fills and BUFFERS[spec.memory_buffer].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
             what = "the unit's copy changes its address within a step, and saved tensors point at the old one."
-            raise refusal(i, op, what, f"{self.slots[op.unit]}")
+            raise op_error(i, op, what, f"{self.slots[op.unit]}")
         if key not in self.live and not fills:
-            raise refusal(i, op, f"nothing has filled the {BUFFERS[spec.memory].words} that it uses.", "an op before it")
+            raise op_error(
+                i, op, f"nothing has filled the {BUFFERS[spec.memory_buffer].words} that it uses.", "an op before it"
+            )
         if key not in self.live:
             self._fill(i, op, op.memory)
             self._own(i, key, op.memory)
         elif self.live[key][1] != op.memory:
-            what = f"its memory is not that which op {self.position(self.live[key][0])} has filled."
-            raise refusal(i, op, what, f"{self.live[key][1]}")
-        if spec.frees == spec.memory:
+            what = f"its memory is not that which op {self.schedule_position(self.live[key][0])} has filled."
+            raise op_error(i, op, what, f"{self.live[key][1]}")
+        if spec.frees == spec.memory_buffer:
             filled, _ = self.live.pop(key)
-            self.owners.clear(op.memory.start, op.memory.stop)
-            self.freed.put(op.memory.start, op.memory.stop, (filled, i))  # the op that filled them has waited for earlier frees
+            self.owners.remove_values(op.memory.start, op.memory.stop)
+            self.freed.set_value(
+                op.memory.start, op.memory.stop, (filled, i)
+            )  # the op that filled them has waited for earlier frees
 
     def _fill(self, i: int, op: Op, memory: Memory) -> None:
-        for (buffer, unit), j in self.owners.over(memory.start, memory.stop):
-            what = f"fills memory in which the {BUFFERS[buffer].words} of {unit!r} is live, since op {self.position(j)}."
+        for (buffer, unit), j in self.owners.values_over(memory.start, memory.stop):
+            what = (
+                f"fills memory in which the {BUFFERS[buffer].words} of {unit!r} is live, since op {self.schedule_position(j)}."
+            )
             expected = f"no byte of {self.live[buffer, unit][1]}"
-            raise refusal(i, op, what, expected, "Move it, or release that first.")
-        for filled, freed in self.freed.over(memory.start, memory.stop):
+            raise op_error(i, op, what, expected, "Move it, or release that first.")
+        for filled, freed in self.freed.values_over(memory.start, memory.stop):
             for j in (freed, filled):
-                if not self.order.before(j, i):
+                if not self.order.is_before(j, i):
                     raise self.unordered_error(i, op, "may fill memory still in use by", j)
 
 
-class Limits(Check):
+class LimitsCheck(Check):
     """Check the policy's limits of resident units and of reductions under way. A bucket counts as one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
-        self.group_of = {unit: _group(order.ops[i]) for unit, i in order.carried().items()}  # of resident units
+        self.group_of = {unit: _group(order.ops[i]) for unit, i in order.carried_gathers().items()}  # of resident units
         self.in_use, self.pinned = Counter[str](), Counter[str]()  # by unit, uses; and uses or backwards to come
-        self.changes = self._changes()
+        self.changes = self._changes_by_event()
         self.seen = 0  # events so far
         self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
 
-    def _changes(self) -> list[list[tuple[str, bool, int]]]:
+    def _changes_by_event(self) -> list[list[tuple[str, bool, int]]]:
         """Return for each event triples ``(unit, is_use, change)``: a change of uses, or of stays for a backward."""
         result: list[list[tuple[str, bool, int]]] = [[] for _ in self.events]
-        for unit, first, last in self.program.spans():
+        for unit, first, last in self.program.use_spans():
             result[first].append((unit, True, 1))
             result[last].append((unit, True, -1))
         if self.policy.release != "forward":
@@ -199,16 +205,16 @@ class Limits(Check):
             used = {group for unit, group in self.group_of.items() if self.in_use[unit]}
             if ahead and bool(used) + len(ahead) > self.policy.prefetch + 1:  # only the innermost use counts
                 what = f"is the unit too many: {sorted(used)} are in use, and {sorted(ahead)} resident beside them."
-                raise refusal(i, op, what, f"at most {self.policy.prefetch + 1}, or those in use alone", "Gather it later.")
+                raise op_error(i, op, what, f"at most {self.policy.prefetch + 1}, or those in use alone", "Gather it later.")
         elif spec.frees == PARAMS:
             self.group_of.pop(op.unit, None)
-        elif spec.calls and spec.memory in self.under_way:
-            here = self.under_way[spec.memory]
+        elif spec.calls and spec.memory_buffer in self.under_way:
+            here = self.under_way[spec.memory_buffer]
             here.setdefault(_group(op), set()).add(op.unit)
-            most = FINISHES if spec.memory == FINISHING else REDUCTIONS
+            most = FINISHES if spec.memory_buffer == FINISHING else REDUCTIONS
             if len(here) > most:
                 what = f"is the reduction too many: those of {sorted(here)} are under way."
-                raise refusal(i, op, what, f"at most {most}", "Accumulate another first.")
+                raise op_error(i, op, what, f"at most {most}", "Accumulate another first.")
         elif spec.frees in self.under_way:
             here = self.under_way[spec.frees]
             for group in [group for group, units in here.items() if op.unit in units]:

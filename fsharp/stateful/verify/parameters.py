@@ -2,7 +2,7 @@
 
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import Check, HappensBefore, refusal
+from fsharp.stateful.verify.check import Check, HappensBefore, op_error
 
 
 class ParameterCheck(Check):
@@ -10,16 +10,16 @@ class ParameterCheck(Check):
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
-        self.ends = {first: last for _, first, last in schedule.program.spans()}
+        self.ends = {first: last for _, first, last in schedule.program.use_spans()}
         self.open: dict[str, tuple[int, int]] = {}  # by unit, the (last, first) event of the entered use that ends last
-        self.carried = order.carried()
+        self.carried = order.carried_gathers()
         self.copies = dict(self.carried)  # by unit, the gather of the copy that is there
         joins = {i: op.unit for i, op in enumerate(order.ops, -len(order.ops)) if op.spec.joins == PARAMS}
         self.joined = {unit for i, unit in joins.items() if i > self.carried.get(unit, 0)}
         for i in (i + len(order.ops) for i in self.carried.values()):
             if i < order.last_update:
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
-                raise refusal(i, order.ops[i], what, "a release after its last use")
+                raise op_error(i, order.ops[i], what, "a release after its last use")
         tail = order.trailing_gathers()
         self.readers = {order.ops[i].stream: i for i in tail}  # by stream, what last reads or fills where parameters rest
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}
@@ -29,7 +29,7 @@ class ParameterCheck(Check):
         self.updated = -1
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow which units' parameters are gathered, waited for, used and released."""
+        """Record gathers, waits, uses and releases of units. Raise an error for a use of missing or stale parameters."""
         if RESTING in (*spec.reads, spec.fills):
             self.readers[op.stream] = i
         if spec.fills in (PARAMS, RESTING):
@@ -44,29 +44,29 @@ class ParameterCheck(Check):
             self._update(i, op)
 
     def _gather(self, i: int, op: Op, spec: OpSpec) -> None:
-        if self.updated >= 0 and not self.order.before(self.updated, i):
+        if self.updated >= 0 and not self.order.is_before(self.updated, i):
             raise self.unordered_error(i, op, "may read stale parameters, before", self.updated)
         if spec.fills == RESTING:
             if op.unit not in self.stale:
-                raise refusal(i, op, "brings updated parameters twice, or before an update.", "one after each update")
+                raise op_error(i, op, "brings updated parameters twice, or before an update.", "one after each update")
             self.stale.discard(op.unit)
             self.arriving[op.unit] = i
             return
         if op.unit in self.stale:
-            raise refusal(i, op, "gathers stale parameters.", "the gather of phase update first")
+            raise op_error(i, op, "gathers stale parameters.", "the gather of phase update first")
         if op.unit in self.copies:
-            what = f"is gathered again while its copy of op {self.position(self.copies[op.unit])} is there."
-            raise refusal(i, op, what, "a release in between", "Release it first, or drop this gather.")
+            what = f"is gathered again while its copy of op {self.schedule_position(self.copies[op.unit])} is there."
+            raise op_error(i, op, what, "a release in between", "Release it first, or drop this gather.")
         self.copies[op.unit] = i
 
     def _wait(self, i: int, op: Op, spec: OpSpec) -> None:
         is_updated = spec.joins == RESTING
         gather = (self.arriving if is_updated else self.copies).get(op.unit)
-        if gather is None and is_updated and spec.is_for(self.facts[op.unit]):
+        if gather is None and is_updated and spec.has_ops_for(self.facts[op.unit]):
             return
         if gather is None:
-            raise refusal(i, op, "waits for a gather that was not made, or whose copy is released.", "a gather before it")
-        if not self.order.before(gather, i):
+            raise op_error(i, op, "waits for a gather that was not made, or whose copy is released.", "a gather before it")
+        if not self.order.is_before(gather, i):
             raise self.unordered_error(i, op, "does not wait for its gather,", gather)
         if is_updated:
             self.arriving.pop(op.unit)
@@ -77,34 +77,36 @@ class ParameterCheck(Check):
         if spec.events:
             self.open[op.unit] = max(self.open.get(op.unit, (-1, -1)), (self.ends[op.at], op.at))
         if op.unit in self.arriving or op.unit in self.stale:
-            raise refusal(i, op, "uses parameters without a wait for those that the update has changed.", "a wait before it")
+            raise op_error(i, op, "uses parameters without a wait for those that the update has changed.", "a wait before it")
         if not self.facts[op.unit].gathered:
             return
         if op.unit not in self.copies:
-            raise refusal(i, op, "uses a unit that is not gathered.", "a gather and a wait after its last release")
+            raise op_error(i, op, "uses a unit that is not gathered.", "a gather and a wait after its last release")
         gather = self.copies[op.unit]
         if op.unit not in self.joined:
-            what = f"uses a unit before its gather, op {self.position(gather)}, is waited for."
-            raise refusal(i, op, what, "a wait between the two", "Add the wait.")
-        if not self.order.before(gather, i):
+            what = f"uses a unit before its gather, op {self.schedule_position(gather)}, is waited for."
+            raise op_error(i, op, what, "a wait between the two", "Add the wait.")
+        if not self.order.is_before(gather, i):
             raise self.unordered_error(i, op, "uses a unit before the end of", gather)
 
     def _release(self, i: int, op: Op) -> None:
         if op.unit not in self.copies:
-            raise refusal(i, op, "releases a unit that is not gathered.", "one release for each gather")
+            raise op_error(i, op, "releases a unit that is not gathered.", "one release for each gather")
         last, first = self.open.get(op.unit, (-1, -1))
         if op.at < last:
             what = f"is released while in use: its use from event {first} ends at event {last}."
-            raise refusal(i, op, what, f"no release before event {last}", "Move the release behind the end of the use.")
+            raise op_error(i, op, what, f"no release before event {last}", "Move the release behind the end of the use.")
         self.copies.pop(op.unit)
         self.joined.discard(op.unit)
 
     def _update(self, i: int, op: Op) -> None:
         for unit, gather in self.copies.items():
-            what = f"the copy of {unit!r} made by op {self.position(gather)} survives the update, and is stale after it."
-            raise refusal(i, op, what, f"a release of {unit!r} before the update, or its gather after")
+            what = (
+                f"the copy of {unit!r} made by op {self.schedule_position(gather)} survives the update, and is stale after it."
+            )
+            raise op_error(i, op, what, f"a release of {unit!r} before the update, or its gather after")
         for j in self.readers.values():
-            if not self.order.before(j, i):
+            if not self.order.is_before(j, i):
                 raise self.unordered_error(i, op, "changes what may still be read by", j)
         self._check_spread()
         self.updated = i
@@ -113,13 +115,13 @@ class ParameterCheck(Check):
     def _check_spread(self) -> None:
         for unit in sorted(self.stale):
             what = f"the updated parameters of {unit!r} never come to where they rest."
-            raise refusal(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
+            raise op_error(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Check that updated parameters have reached their place, and that no op follows a gather for the next step."""
         self._check_spread()
         first = len(self.order.ops) + min(self.carried.values(), default=0)
         for i, op in enumerate(self.order.ops[first:], first):
             if op.spec.fills != PARAMS:
                 what = f"comes after op {first}, a gather for the next step, which is issued when this step has ended."
-                raise refusal(i, op, what, f"a position before {first}", "Move it before that, or to the next step.")
+                raise op_error(i, op, what, f"a position before {first}", "Move it before that, or to the next step.")

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, channel, issue_groups
-from fsharp.stateful.verify.check import UNDO, Check, HappensBefore, refusal
+from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, coalescing_key, issue_groups
+from fsharp.stateful.verify.check import UNDO, Check, HappensBefore, op_error
 from fsharp.stateful.verify.derived import DerivedCheck
 from fsharp.stateful.verify.gradients import GradientCheck
-from fsharp.stateful.verify.memory import Limits, MemoryCheck, StateCheck
+from fsharp.stateful.verify.memory import LimitsCheck, MemoryCheck, OffloadedStateCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
 from fsharp.type_checks import options_checked
 
@@ -35,11 +35,11 @@ def verify(schedule: Schedule) -> None:
     """
     _check_form(schedule)
     order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
-    for kind in (ParameterCheck, GradientCheck, DerivedCheck, StateCheck, MemoryCheck, Limits):
+    for kind in (ParameterCheck, GradientCheck, DerivedCheck, OffloadedStateCheck, MemoryCheck, LimitsCheck):
         check: Check = kind(schedule, order)
         for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
             check.check_op(i, op, spec)
-        check.end()
+        check.check_end()
 
 
 @options_checked
@@ -92,15 +92,15 @@ def _check_form(schedule: Schedule) -> None:
     for i, op in enumerate(schedule.ops):
         spec = OPS.get((op.kind, op.phase))
         if spec is None:
-            raise refusal(i, op, f"has phase {op.phase!r}.", expected_phases(op.kind))
+            raise op_error(i, op, f"has phase {op.phase!r}.", expected_phases(op.kind))
         if op.unit not in facts or (spec.has_unit and not op.unit):
-            raise refusal(i, op, "the program has no such unit.", f"one of {sorted(facts)[1:]}")
+            raise op_error(i, op, "the program has no such unit.", f"one of {sorted(facts)[1:]}")
         if op.stream != spec.stream:
-            raise refusal(i, op, "runs on the wrong stream.", f"stream {spec.stream}")
+            raise op_error(i, op, "runs on the wrong stream.", f"stream {spec.stream}")
         if not at <= op.at < len(events):
-            raise refusal(i, op, f"is issued at event {op.at}.", f"an event from {at} to {len(events) - 1}")
+            raise op_error(i, op, f"is issued at event {op.at}.", f"an event from {at} to {len(events) - 1}")
         if any(not 0 <= j < len(schedule.ops) or j == i for j in op.after):
-            raise refusal(i, op, f"runs after ops {op.after}.", f"other positions, from 0 to {len(schedule.ops) - 1}")
+            raise op_error(i, op, f"runs after ops {op.after}.", f"other positions, from 0 to {len(schedule.ops) - 1}")
         if op.bucket != -1:
             _check_bucket(i, schedule.ops, facts, is_new=op.bucket not in seen)
             seen.add(op.bucket)
@@ -119,32 +119,32 @@ def _check_form(schedule: Schedule) -> None:
 def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:
     """Check that the ops of a bucket are neighbours, at one event, with equal collectives, and do not wait for each other."""
     op, before = ops[i], ops[i - 1] if i else None
-    mine = channel(op.spec, facts[op.unit])
+    mine = coalescing_key(op.spec, facts[op.unit])
     if mine is None:
-        raise refusal(i, op, f"cannot be in bucket {op.bucket}: it can share its collectives with no other op.", "bucket -1")
+        raise op_error(i, op, f"cannot be in bucket {op.bucket}: it can share its collectives with no other op.", "bucket -1")
     if is_new:
         return
     if before is None or before.bucket != op.bucket:
-        raise refusal(i, op, f"is not next to the other ops of bucket {op.bucket}.", "ops of one bucket next to each other")
-    what = (before.kind, before.phase, before.at, channel(before.spec, facts[before.unit]))
+        raise op_error(i, op, f"is not next to the other ops of bucket {op.bucket}.", "ops of one bucket next to each other")
+    what = (before.kind, before.phase, before.at, coalescing_key(before.spec, facts[before.unit]))
     if what != (op.kind, op.phase, op.at, mine):
-        raise refusal(i, op, f"differs from the other ops of bucket {op.bucket}.", f"{what}")
+        raise op_error(i, op, f"differs from the other ops of bucket {op.bucket}.", f"{what}")
     start = next(k for k in reversed(range(i)) if k == 0 or ops[k - 1].bucket != op.bucket)
     if any(start <= j < i for j in op.after):
-        raise refusal(i, op, f"waits for others of bucket {op.bucket}, which begin with it.", f"other ops than {op.after}")
+        raise op_error(i, op, f"waits for others of bucket {op.bucket}, which begin with it.", f"other ops than {op.after}")
 
 
 def _check_size(i: int, op: Op, spec: OpSpec, facts: UnitFacts, arena: int) -> None:
     nbytes = spec.nbytes(facts)
-    if spec.memory == PARAMS and not nbytes:
-        raise refusal(i, op, "there is nothing to gather or release.", "gathers of units that do not rest in full")
+    if spec.memory_buffer == PARAMS and not nbytes:
+        raise op_error(i, op, "there is nothing to gather or release.", "gathers of units that do not rest in full")
     if (op.memory.nbytes if op.memory is not None else None) != (nbytes or None):
-        raise refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes" if nbytes else "None")
+        raise op_error(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes" if nbytes else "None")
     if op.opens is not None and not (spec.opens and op.opens.nbytes == facts.rest > 0):
         expected = f"{facts.rest:,} bytes, in an op that puts a gradient to rest"
-        raise refusal(i, op, "its `opens` has a wrong size, or belongs to no op of this kind.", expected)
+        raise op_error(i, op, "its `opens` has a wrong size, or belongs to no op of this kind.", expected)
     for memory in (op.memory, op.opens):
         if memory and not 0 <= memory.start <= memory.stop <= arena:
-            raise refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
+            raise op_error(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
         if memory and memory.start % VECTOR_NBYTES:
-            raise refusal(i, op, f"its memory begins at byte {memory.start}.", f"a multiple of {VECTOR_NBYTES}")
+            raise op_error(i, op, f"its memory begins at byte {memory.start}.", f"a multiple of {VECTOR_NBYTES}")

@@ -28,7 +28,7 @@ def test_every_group_is_one_kind_and_every_leaf_has_its_place(case):
         keys = [(group.dtypes, group.trainable, group.label) for group in unit.groups]
         assert len(set(keys)) == len(keys)
         for group in unit.groups:
-            assert group.num_parts == math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
+            assert group.num_parts == math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded_axes)
             assert group.used <= group.size
         for leaf in unit.leaves:
             tensor = tensors[unit.path_in_tree(leaf)]
@@ -40,7 +40,7 @@ def test_every_group_is_one_kind_and_every_leaf_has_its_place(case):
                 assert tensor.is_floating_point() or not group.trainable
                 seen += leaf.numel
         if unit.groups:
-            assert unit.strategy.full.sharded == ()
+            assert unit.strategy.full.sharded_axes == ()
     assert case.layout.num_params == seen
 
 

@@ -150,7 +150,7 @@ def test_rows_stay_on_one_rank_in_every_place(atom):
     unit = layout[""]
     for place in (unit.strategy.params, unit.strategy.optim, unit.strategy.full):
         for rank in range(6):
-            for span in unit.spans(0, place, rank):
+            for span in unit.leaf_spans(0, place, rank):
                 block = atom.size(span.leaf.shape)
                 assert span.first % block == 0
                 assert span.last % block == 0 or span.last == span.leaf.numel

@@ -73,13 +73,13 @@ def test_places_of_a_strategy_nest(strategy):
     places = [strategy.params, strategy.grads, strategy.optim, strategy.full]
     for place in places:
         assert place.order == strategy.order
-        assert place.sharded == strategy.order[: len(place.sharded)], "sharded axes are the leading ones"
-        assert sorted(place.sharded + place.partial + place.replicated) == sorted(strategy.order)
+        assert place.sharded_axes == strategy.order[: len(place.sharded_axes)], "sharded axes are the leading ones"
+        assert sorted(place.sharded_axes + place.partial_axes + place.replicated_axes) == sorted(strategy.order)
         assert place.dual.dual == place
-        assert (place.dual.sharded, place.dual.partial) == (place.sharded, place.replicated)
-    assert set(strategy.params.sharded) | set(strategy.grads.sharded) <= set(strategy.optim.sharded)
-    assert not strategy.params.partial
-    assert not strategy.optim.partial
+        assert (place.dual.sharded_axes, place.dual.partial_axes) == (place.sharded_axes, place.replicated_axes)
+    assert set(strategy.params.sharded_axes) | set(strategy.grads.sharded_axes) <= set(strategy.optim.sharded_axes)
+    assert not strategy.params.partial_axes
+    assert not strategy.optim.partial_axes
 
 
 @given(st.data())

@@ -37,7 +37,7 @@ def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
     before = optree.tree_map(torch.clone, case.tree)
     shards = all_ranks(case, place)
     assert_same_trees(case.tree, before)
-    if any(node.place.partial for node in fs.layouts.units_of(shards[0])):
+    if any(node.place.partial_axes for node in fs.layouts.units_of(shards[0])):
         with pytest.raises(TreeError, match="rests partial"):
             fs.unshard(shards)
         return
@@ -71,10 +71,10 @@ def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
             rest = [buffer.clone() for buffer in node.buffers]
             for i, group in enumerate(node.groups):
                 assert node.buffers[i].shape == (node.unit.local_size(group, node.place),)
-                spans = {span.leaf: (span.first, span.last) for span in node.unit.spans(group, node.place, rank)}
+                spans = {span.leaf: (span.first, span.last) for span in node.unit.leaf_spans(group, node.place, rank)}
                 for leaf in node.unit.leaves_of_group(group):
                     assert node.unit.run_of_leaf(leaf, node.place, rank) == spans.get(leaf, (0, 0))
-                for span in node.unit.spans(group, node.place, rank):
+                for span in node.unit.leaf_spans(group, node.place, rank):
                     path = node.unit.path_in_tree(span.leaf)
                     piece = node.local_leaves(rank)[path]
                     assert piece.data_ptr() == node.buffers[i][span.start :].data_ptr(), "a view"

@@ -123,7 +123,7 @@ def values(trees):
                 for leaf in node.unit.leaves_of_group(group):
                     dtype = node.buffers[node.groups.index(group)].dtype
                     result.setdefault(node.unit.path_in_tree(leaf), torch.zeros(leaf.numel, dtype=dtype))
-                for span in node.unit.spans(group, node.place, rank):
+                for span in node.unit.leaf_spans(group, node.place, rank):
                     path = node.unit.path_in_tree(span.leaf)
                     result[path][span.first : span.last] = node.local_leaves(rank)[path]
     return result

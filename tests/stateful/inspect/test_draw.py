@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.text import nbytes_text
-from fsharp.stateful.inspect.draw import draw, in_order
+from fsharp.stateful.inspect.draw import draw, timeline_in_order
 from fsharp.stateful.inspect.estimate import predict
 from fsharp.stateful.inspect.perfetto import perfetto
 from fsharp.stateful.inspect.table import table
@@ -71,7 +71,7 @@ def test_svg_has_title_lanes_and_unit_names(tmp_path):
 
 def test_op_order_shows_the_window_in_which_a_collective_can_hide():
     ops = (*BY_HAND.ops[:-1], replace(BY_HAND.ops[-1], after=(1, 15)))
-    spans = {span.op: span for span in in_order(BY_HAND.replace_ops(ops)).spans}
+    spans = {span.op: span for span in timeline_in_order(BY_HAND.replace_ops(ops)).spans}
     assert (spans[1].start_s, spans[1].stop_s) == (1, 4)  # issued as op 1, waited for by op 4 and again by op 16
     assert (spans[3].start_s, spans[3].stop_s) == (3, 4)
     assert (spans[8].start_s, spans[8].stop_s) == (8, 14)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsharp.errors import PatternError, ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.inspect.draw import in_order
+from fsharp.stateful.inspect.draw import timeline_in_order
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -192,7 +192,7 @@ def test_gather_at_the_end_delays_the_next_step_alone():
     assert (timeline.step_s, timeline.exposed_s, timeline.overlap) == (3.5, 1, 0)
     (gather,) = (span for span in timeline.spans if span.kind == "gather")
     assert (gather.start_s, gather.stop_s) == (3.5, 4.5)
-    assert list(timeline.pieces(gather)) == [(0, 1)]
+    assert list(timeline.pieces_in_step(gather)) == [(0, 1)]
     assert timeline.memory == ((0, 100), (3, 0))
 
 
@@ -372,4 +372,4 @@ def test_free_communication_leaves_compute(schedule, hardware):
 
 @given(schedules())
 def test_in_the_order_of_ops_the_peak_is_the_bound(schedule):
-    assert in_order(schedule).peak_nbytes == schedule.bound
+    assert timeline_in_order(schedule).peak_nbytes == schedule.bound

@@ -73,7 +73,7 @@ def compare(strategy, ranks, change, *, optimizer="AdamW", kind="plain", steps=6
         model, _ = wrap(comm, strategy, kind)
         own = fs.ShardedOptimizer(model.parameters(), cls, **options)
         seen = run(model, own, batches(comm, steps), change, inside=inside)
-        return seen, values(model), model.step.num_recordings
+        return seen, values(model), model.step.num_unscheduled_calls
 
     found = simulate(mesh, rank_fn)
     plain = modules.make(kind)
@@ -201,7 +201,9 @@ def test_hundreds_of_alternations():
             optimizer.zero_grad()
             if i in (100, 399):
                 gc.collect()
-                counts.append((model.step.num_recordings, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())))
+                counts.append(
+                    (model.step.num_unscheduled_calls, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+                )
         return counts
 
     [(early, few), (late, many)] = simulate(fs.Mesh({"dp": 1}), rank_fn)[0]

@@ -12,7 +12,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, OptionError, PatternError, TreeError
-from fsharp.stateful.modules.values.casts import cast
+from fsharp.stateful.modules.values.casts import cast_tensors
 from fsharp.testing import DebugPolicy, simulate
 from tests.scheduling import assert_same, every
 
@@ -145,7 +145,7 @@ def test_the_bits_of_casts_by_hand(ranks, strategy, frozen):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        return losses, dict(model.full_parameters(trained=True)), model.step.num_recordings
+        return losses, dict(model.full_parameters(trained=True)), model.step.num_unscheduled_calls
 
     losses, params = plainly(4, frozen, ranks)
     for mine, found, recordings in simulate(fs.Mesh({"dp": ranks}), rank_fn):
@@ -238,17 +238,17 @@ def leaves(value):
 def test_tensors_in_containers_are_cast_in_a_copy(kind):
     value = CONTAINERS[kind]
     before = copy.deepcopy(value)
-    found = cast(value, LOW)
+    found = cast_tensors(value, LOW)
     assert type(found) is type(value)
     assert_same([x.to(LOW) if x.is_floating_point() else x for x in leaves(value)], leaves(found))
     assert_same(leaves(before), leaves(value))
-    assert cast(found, LOW) is found
+    assert cast_tensors(found, LOW) is found
 
 
 def test_what_needs_no_cast_is_the_callers_own():
     cache: list[Any] = []
     one = {"x": X, "cache": cache, "dtype": torch.float32, "module": nn.Linear(1, 1)}
-    found = cast(one, LOW)
+    found = cast_tensors(one, LOW)
     assert found["cache"] is cache
     assert found["module"] is one["module"]
     assert found["module"].weight.dtype == HIGH
@@ -258,8 +258,8 @@ def test_what_needs_no_cast_is_the_callers_own():
 def test_other_containers_with_tensors_to_cast_are_refused(value, request):
     name = request.node.callspec.id
     with pytest.raises(TreeError, match=rf"is to cast tensors to torch.bfloat16 in a {name}. Use pytrees"):
-        cast({"a": value}, LOW)
-    assert cast(value, HIGH) is value
+        cast_tensors({"a": value}, LOW)
+    assert cast_tensors(value, HIGH) is value
 
 
 # What is refused
@@ -301,7 +301,7 @@ def test_functions_have_no_inputs_and_outputs_to_cast(other):
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        ({**RULES, "head": fs.Precision(HIGH)}, r"head: Cast\(inputs=torch.float32, outputs=None\)"),
+        ({**RULES, "head": fs.Precision(HIGH)}, r"head: CastDtypes\(inputs=torch.float32, outputs=None\)"),
         ({**RULES, "layers.0.up.bias": fs.Precision(HIGH)}, "layers.0.up.bias: float32/float32/float32/float32"),
     ],
 )

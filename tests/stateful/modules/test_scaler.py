@@ -49,7 +49,7 @@ def test_the_same_bits_as_without(strategy, parts, optimizer):
             opt = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
         scaler = fs.GradScaler("cpu", enabled=enabled, **SCALER)
         data = modules.batches(comm, 4)
-        return train(model, opt, scaler, data, parts=parts, clip=0.5), values(model), model.step.num_recordings
+        return train(model, opt, scaler, data, parts=parts, clip=0.5), values(model), model.step.num_unscheduled_calls
 
     plain = simulate(mesh, lambda comm: rank_fn(comm, False))
     for (scales, mine, recordings), (_, expected, _) in zip(simulate(mesh, lambda comm: rank_fn(comm, True)), plain):

@@ -288,7 +288,7 @@ def test_placements():
     assert strategy.params == Place(("inner", "outer", "ep"), (S, fs.layouts.Replicate, V))
     assert strategy.full == Place(("inner", "outer", "ep"), (fs.layouts.Replicate, fs.layouts.Replicate, V))
     assert strategy.full.dual == Place(("inner", "outer", "ep"), (fs.layouts.Partial, fs.layouts.Partial, V))
-    assert strategy.optim.varying == ("ep",)
+    assert strategy.optim.varying_axes == ("ep",)
     assert str(strategy) == "outer: RPR, inner: SSS, ep: VVV"
     assert strategy == fs.Strategy({**dict(fs.hsdp("outer", "inner").rules), "ep": fs.layouts.AxisRule(V, V, V)})
 

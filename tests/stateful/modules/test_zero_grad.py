@@ -149,7 +149,7 @@ def test_steps_of_one_kind_share_a_schedule(way):
         model, optimizer = wrap(comm, "zero3")
         for x, y in modules.batches(comm, 8):
             way(model, optimizer, x, y)
-        return model.step.num_recordings
+        return model.step.num_unscheduled_calls
 
     assert all(number <= 4 for number in simulate(DP, rank_fn))
 

@@ -35,7 +35,7 @@ def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options)
         ours, metrics = scheduled(ours, batch)
         theirs, expected = step(theirs, batch, comm)
         assert torch.equal(metrics.loss, expected.loss)
-    assert scheduled.num_recordings == 1
+    assert scheduled.num_unscheduled_calls == 1
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), ours.params, theirs.params)
 
 

@@ -44,7 +44,7 @@ def waits(accelerator, name, tx, *, loss=loss_fn, microbatches=2, donate=True, *
                 state, metrics = step(state, batch)
             found = list(device.syncs)
             device.syncs.clear()
-            assert step.num_recordings == 1
+            assert step.num_unscheduled_calls == 1
             assert metrics.loss.device == CUDA
             assert metrics.loss.item() > 0
             return found, [sync.what for sync in device.syncs]
@@ -123,7 +123,7 @@ def module_waits(accelerator, name, *, scaler=False, parts=1, optimizer=None, te
                 if rates is not None:
                     rates.step()
                 found = list(device.syncs)
-            assert model.step.num_recordings == 1
+            assert model.step.num_unscheduled_calls == 1
             return found
 
     return simulate(mesh, rank_fn)

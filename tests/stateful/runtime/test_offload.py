@@ -79,7 +79,7 @@ CHOSEN = [(s, r, [*PRECISIONS][(i + j) // 2 % 2], i // 2 != j // 2) for i, j, s,
 def test_functions_have_the_same_bits(strategy, rule, precision, donate):
     for expected, found in both(strategy, precision, rule, donate):
         assert_same_training(found, expected)
-        assert found.num_recordings == 1
+        assert found.num_unscheduled_calls == 1
         assert found.schedule.host_nbytes > 0
 
 
@@ -87,7 +87,7 @@ def test_functions_have_the_same_bits(strategy, rule, precision, donate):
 def test_so_have_processes(strategy, precision, rule):
     for expected, found in both(strategy, precision, rule, True, processes):
         assert_same_training(found, expected)
-        assert found.num_recordings == 1
+        assert found.num_unscheduled_calls == 1
 
 
 def train_module(comm, strategy, precision, tx, *, offload):
@@ -224,7 +224,7 @@ def test_a_state_of_other_size_leaves_the_schedule_and_is_planned_for():
         expected = train(comm, "zero3", tx=tx, steps=6)
         found = train(comm, "zero3", {"offload": True}, tx=tx, steps=6)
         assert_same_training(found, expected)
-        assert found.num_recordings <= 3
+        assert found.num_unscheduled_calls <= 3
         assert found.schedule.host_nbytes > 0
 
     simulate(DP, rank_fn)
@@ -268,7 +268,7 @@ def test_state_that_is_parameters_or_gradients_stays_with_them(kept):
     def rank_fn(comm):
         expected, found = (train(comm, "zero3", p, tx=tx, donate=False, steps=6) for p in (None, {"offload": True}))
         assert_same_training(found, expected)
-        assert found.num_recordings <= 2, "the state to start from is another's"
+        assert found.num_unscheduled_calls <= 2, "the state to start from is another's"
         assert found.schedule.host_nbytes == 0
 
     simulate(DP, rank_fn)
@@ -340,7 +340,7 @@ def test_two_updates_in_a_step_each_move_their_own():
         scheduled = scheduler(step)
         found = run(scheduled)
         assert_same(optree.tree_leaves(found), optree.tree_leaves(run(lambda *a: step(*a, comm))))
-        assert scheduled.num_recordings == 1
+        assert scheduled.num_unscheduled_calls == 1
         assert scheduler.executor.host_nbytes == scheduled.schedule.host_nbytes
         assert scheduled.schedule.host_nbytes == 2 * sum(tree_nbytes([n.buffers for n in held(s)]) for s in found)
 
@@ -367,10 +367,10 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
     given, taken = state.raw_buffers[0], []
     for _ in range(3):
         offload = Offload({"": ""}, (), lanes, meta, donate=True)
-        up, moves = offload.move(state, (), to_host=False)
+        up, moves = offload.move_state(state, (), to_host=False)
         assert up.buffers[0].device == meta
         assert [(target.device.type, source.device.type) for target, source in moves[""].copies] == [("meta", "cpu")]
-        state, moves = offload.move(up, (), to_host=True)
+        state, moves = offload.move_state(up, (), to_host=True)
         assert [(target.device.type, source.device.type) for target, source in moves[""].copies] == [("cpu", "meta")]
         assert (pinned[-1], moves[""].nbytes) == (not taken, 32)
         taken.append(state.raw_buffers[0])
@@ -402,11 +402,11 @@ def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precisio
     assert lanes <= {"host", "gather"}
     assert "host" in lanes
     waits = {entry.why for entry in report.log if isinstance(entry, Wait) and ("host" in entry.why or "fetch" in entry.why)}
-    needed = {why for why in waits if " of an earlier plan" not in why} - report.implied()
+    needed = {why for why in waits if " of an earlier plan" not in why} - report.implied_waits()
     kinds = ("host waits for compute before fetch", "compute joins fetch", "host waits for compute before offload")
     assert [sum(why.startswith(kind) for why in needed) for kind in kinds] == [1, 1, 1]
     assert len(needed) == 3
-    assert all(report.without(why) for why in needed)
+    assert all(report.races_without(why) for why in needed)
     others = [why for why in report.waits if why.startswith("compute joins all") and "host" in why]
     assert not others, "nothing else waits for copies to the host, which go on into the next step"
 

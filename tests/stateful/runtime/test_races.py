@@ -30,7 +30,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
     with check_races(scheduler) as report:
         for batch in my_batches(comm, steps):
             state, _ = step(state, batch)
-    assert step.num_recordings == 1
+    assert step.num_unscheduled_calls == 1
     assert scheduler.lanes.__class__ is not VirtualLanes
     return report
 
@@ -124,10 +124,10 @@ def test_each_join_of_compute_left_out_is_a_race(name, precision):
     joins = {why for why in report.waits if why.startswith("compute joins ") and " all of " not in why}
     joins = {why for why in joins if " of an earlier plan " not in why}  # of the first step, which has no slots to poison
     assert len(joins) >= 5
-    needed = joins - report.implied()
+    needed = joins - report.implied_waits()
     assert len(needed) >= 5
     for why in needed:
-        races = report.without(why)
+        races = report.races_without(why)
         assert races, why
         assert all("compute" in (race.first.lane, race.second.lane if race.second else race.owner) for race in races)
 
@@ -139,9 +139,9 @@ def test_each_reduction_that_does_not_wait_for_compute_is_a_race(name):
     report = train(name, precision="bf16", microbatches=2, steps=4)
     begins = [why for why in report.waits if why.startswith("reduce waits for compute before reduce of ")]
     assert begins
-    implied = report.implied()
+    implied = report.implied_waits()
     for why in begins:
-        assert bool(report.without(why)) != (why in implied), why
+        assert bool(report.races_without(why)) != (why in implied), why
 
 
 def test_gradients_that_are_looked_at_need_the_join_at_the_end_of_the_pass():
@@ -165,7 +165,7 @@ def test_gradients_that_are_looked_at_need_the_join_at_the_end_of_the_pass():
                 step(state, batch)
         at = "compute joins all of reduce at microbatch_end"
         assert at in report.waits
-        return report.without(at)
+        return report.races_without(at)
 
     assert joins(looks=True)
     assert not joins(looks=False)
@@ -196,7 +196,7 @@ def test_every_kind_of_wait_is_needed_by_some_configuration():
     options = [{}, {"microbatches": 2}, {"prefetch": 0}, {"prefetch": 2}]
     for name, chosen in itertools.product(("zero1", "zero2", "zero3", "hfsdp"), options):
         report = train(name, **chosen)
-        unneeded = {each.why for each in report.unneeded()}
+        unneeded = {each.why for each in report.unneeded_waits()}
         issued |= {kind_of(why) for why in report.waits}
         needed |= {kind_of(why) for why in report.waits if why not in unneeded}
     looks = {f"compute joins all of reduce at {at}" for at in ("microbatch_end", "reduce")}
@@ -228,7 +228,7 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
     def late(xs, outs, axis, label):
         """Fills what compute uses on another stream, which nobody waits for."""
         work = gather(xs, outs, axis, label)
-        with scheduler.lanes.on("reduce"):
+        with scheduler.lanes.on_lane("reduce"):
             outs[0].mul_(1)
         return work
 
@@ -248,7 +248,7 @@ def test_memory_freed_in_a_step_under_a_running_stream_is_reported():
     def watched(params, batch, comm):
         total, weight = loss_fn(params, batch, comm)
         activation = torch.ones(100, 100)
-        with scheduler.lanes.on("reduce"):
+        with scheduler.lanes.on_lane("reduce"):
             seen.add_(activation.sum())
         del activation
         return fs.Loss(total, weight)
@@ -264,28 +264,28 @@ def test_a_report_counts_and_lists_what_could_go():
     report = train("zero3", prefetch=2)
     assert str(report).startswith("no race in ")
     assert f"{sum(report.waits.values()):,} waits" in str(report)
-    unneeded = report.unneeded()
+    unneeded = report.unneeded_waits()
     assert {each.why for each in unneeded} < set(report.waits)
     assert all(each.times == report.waits[each.why] for each in unneeded)
     assert any(each.is_implied for each in unneeded)
     assert any(not each.is_implied for each in unneeded)
-    assert not any(report.without(each.why) for each in unneeded)
+    assert not any(report.races_without(each.why) for each in unneeded)
 
 
 def test_races_that_repeat_are_told_once():
     def program(lanes):
         x = torch.zeros(4)
         for _ in range(7):
-            with lanes.on("gather"):
+            with lanes.on_lane("gather"):
                 x.add_(1)
             x.sum()
 
     lanes = VirtualLanes()
-    with lanes.watch():
+    with lanes.log_torch_ops():
         program(lanes)
     report = RaceReport(lanes)
     with pytest.raises(RaceError, match=r"times +7"):
-        report.look()
+        report.raise_if_races()
     assert str(report).count("earlier") == 1
 
 

@@ -81,10 +81,10 @@ def test_updated_parameters_are_looked_at_by_several_streams(name):
     with check_races(scheduler):
         for batch in my_batches(scheduler.comm, 3):
             state, _ = step(state, batch)
-            with scheduler.lanes.on("the user's"):
+            with scheduler.lanes.on_lane("the user's"):
                 [buffer.sum() for node in fs.layouts.units_of(state.params) for buffer in node.buffers]
             [buffer.sum() for node in fs.layouts.units_of(state.params) for buffer in node.buffers]
-            scheduler.lanes.join_all("the user's")
+            scheduler.lanes.join_lanes("the user's")
 
 
 @each_sharded

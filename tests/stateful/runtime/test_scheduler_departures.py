@@ -79,7 +79,7 @@ def off_the_plan(run, strategy, departure, keep):
 def test_a_step_that_leaves_the_plan(strategy, departure, keep):
     """What it had handed out before or hands out after that stays as well."""
     program = partial(off_the_plan, strategy=strategy, departure=departure, keep=keep)
-    assert run_both(program, mesh_of(strategy), also=[late])[1][0].num_recordings == 3
+    assert run_both(program, mesh_of(strategy), also=[late])[1][0].num_unscheduled_calls == 3
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
@@ -135,7 +135,7 @@ def test_with_gradients_in_memory_of_their_own_a_late_backward_is_right(unit, st
 @pytest.mark.parametrize("unit", [0, 2, 5])
 def test_a_late_backward_that_was_recorded_is_planned(unit):
     """Then the unit's address is nobody else's."""
-    assert run_both(partial(look_back, unit=unit, late=range(4)))[1][0].num_recordings == 1
+    assert run_both(partial(look_back, unit=unit, late=range(4)))[1][0].num_unscheduled_calls == 1
 
 
 def test_a_late_backward_where_gradients_are_reduced_once_a_step():

@@ -67,7 +67,7 @@ def test_same_bits_as_the_blocking_path(strategy, policy, microbatches, precisio
     found = simulate(STRATEGIES[strategy][0], rank_fn)
     for got, expected in zip(found, blocking(strategy, microbatches, precision), strict=True):
         assert_same_training(got, expected)
-        assert got.num_recordings == 1
+        assert got.num_unscheduled_calls == 1
     assert len({got.schedule.to_json() for got in found}) == 1
 
 
@@ -78,8 +78,8 @@ class WatchedMemory:
     """Which bytes of the arena the ops of a scheduler's step use, as they are run."""
 
     def __init__(self, executor):
-        self.bind, self.begin, self.live = executor.bind, executor.begin, {}
-        executor.bind, executor.begin = self.watched, self.begin_step
+        self.bind, self.begin, self.live = executor.action_of, executor.begin_step, {}
+        executor.action_of, executor.begin_step = self.watched, self.begin_step
         self.restart()
 
     def restart(self):
@@ -95,7 +95,7 @@ class WatchedMemory:
         action = self.bind(bound)
 
         def run():
-            for op in [each.op for each in bound.members]:
+            for op in [each.op for each in bound.bucket_members]:
                 for memory in (op.memory, op.opens):
                     if memory is not None and memory.start not in self.live:
                         self.live[memory.start] = op, memory
@@ -103,7 +103,7 @@ class WatchedMemory:
                         self.top = max(self.top, memory.stop)
             self.peak_nbytes = max(self.peak_nbytes, self.total)
             action()
-            for op in [each.op for each in bound.members if each.spec.frees and each.op.memory is not None]:
+            for op in [each.op for each in bound.bucket_members if each.spec.frees and each.op.memory is not None]:
                 self.total -= self.live.pop(op.memory.start)[1].nbytes
 
         return run
@@ -193,7 +193,7 @@ def assert_right(found):
     for (strategy, policy), trained in found.items():
         assert trained.losses == blocking(strategy, 2, "float32")[0].losses, (strategy, policy)
         assert_same_training(trained, blocking(strategy, 2, "float32")[0])
-        assert trained.num_recordings == 1
+        assert trained.num_unscheduled_calls == 1
 
 
 def make_module():

@@ -51,14 +51,14 @@ def test_orders_that_change_from_step_to_step(order, strategy):
     choices, num = ORDERS[order]
     program = training(in_order, strategy, 6, lambda i: {"order": choices[i // 2 % len(choices)]}, microbatches=1)
     (_, _), [step] = run_both(program, mesh_of(strategy))
-    assert step.num_recordings == (3 if num > 1 else 1)  # the first step, and each whose order is not that of the one before
+    assert step.num_unscheduled_calls == (3 if num > 1 else 1)  # the first step, and each in another order than the one before
 
 
 @pytest.mark.parametrize("policy", [{"prefetch": 2}, {"release": "backward"}, {"bucket_nbytes": 1500}])
 def test_orders_that_change_under_other_policies(policy):
     orders = [(0, 1, 2), (2, 0, 2), (), (1, 1), (0, 1, 2)]
     program = training(in_order, "zero3", 5, lambda i: {"order": orders[i]}, microbatches=2)
-    assert run_both(program, **policy)[1][0].num_recordings == 5
+    assert run_both(program, **policy)[1][0].num_unscheduled_calls == 5
 
 
 def test_an_order_that_changes_within_a_step():
@@ -72,7 +72,7 @@ def test_an_order_that_changes_within_a_step():
     for strategy in ("zero1", "zero3", "hfsdp"):
         changes = lambda i: {"turn": torch.tensor(turns[i]).repeat_interleave(4)}  # noqa: E731
         (_, _), [step] = run_both(training(loss, strategy, 5, changes, microbatches=2), mesh_of(strategy))
-        assert step.num_recordings == 4
+        assert step.num_unscheduled_calls == 4
 
 
 @settings(max_examples=10 if settings.default.max_examples <= 60 else 200)
@@ -278,7 +278,7 @@ def test_activation_checkpointing(use_reentrant, policy, strategy):
         return training(loss_fn if run.scheduler is None else loss, strategy, microbatches=2)(run)
 
     (_, _), [step] = run_both(program, mesh_of(strategy), **policy)
-    assert step.num_recordings == 1
+    assert step.num_unscheduled_calls == 1
     assert events(step.schedule).count("forward layers.1") == 4
 
 

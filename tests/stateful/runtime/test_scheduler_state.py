@@ -56,7 +56,7 @@ def test_evaluation_between_steps(strategy, policy, mode):
 
     (_, _), scheduled = run_both(program, mesh_of(strategy), **policy)
     # Where parameters rest whole an evaluation gathers nothing, and has no schedule.
-    assert [each.num_recordings for each in scheduled] == [1, bool(STRATEGIES[strategy][1].params.sharded)]
+    assert [each.num_unscheduled_calls for each in scheduled] == [1, bool(STRATEGIES[strategy][1].params.sharded_axes)]
 
 
 def distill(student, teacher, batch, comm):
@@ -85,7 +85,7 @@ def test_a_teacher(strategy, way, other):
         return losses, full_params(state, run.comm), buffers(teacher)
 
     (_, _, _), [step] = run_both(program, mesh_of(strategy))
-    assert step.num_recordings == 1
+    assert step.num_unscheduled_calls == 1
     assert sum("#1" in event for event in events(step.schedule)) == 2 * (other + 2)
 
 
@@ -105,7 +105,7 @@ def test_moving_averages_as_teacher():
             losses.append(metrics.loss)
         return losses, full_params(state, run.comm), buffers(ema)
 
-    assert run_both(program)[1][0].num_recordings == 1
+    assert run_both(program)[1][0].num_unscheduled_calls == 1
 
 
 def test_one_tree_as_two_arguments():
@@ -143,7 +143,7 @@ def test_several_steps_in_one_call(strategy):
             seen.append(rest)
         return seen, full_params(state, run.comm)
 
-    assert run_both(program)[1][0].num_recordings == 1
+    assert run_both(program)[1][0].num_unscheduled_calls == 1
 
 
 @each_strategy
@@ -178,7 +178,7 @@ def test_wrapped_functions_inside_of_each_other():
         return seen, full_params(state, run.comm)
 
     _, scheduled = run_both(program)
-    assert [each.num_recordings for each in scheduled] == [0, 0, 1]
+    assert [each.num_unscheduled_calls for each in scheduled] == [0, 0, 1]
 
 
 # The parts of a step, one by one
@@ -219,7 +219,7 @@ def test_gradients_without_an_update(strategy):
             seen.append(buffers(fs.reduce_scatter(grads, comm=run.engine)))  # after the call that made them
         return seen
 
-    assert [each.num_recordings for each in run_both(program, mesh_of(strategy))[1]] == [1, 1]
+    assert [each.num_unscheduled_calls for each in run_both(program, mesh_of(strategy))[1]] == [1, 1]
 
 
 # The state
@@ -280,7 +280,7 @@ def test_parameters_changed_between_steps(strategy, policy, way):
         return losses, buffers(state.params)
 
     (_, _), [step] = run_both(program, mesh_of(strategy), **policy)
-    assert step.num_recordings == 1
+    assert step.num_unscheduled_calls == 1
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
@@ -288,7 +288,7 @@ def test_optimizers_that_use_other_ranks(strategy):
     """Their collectives are the caller's own: passed on by the scheduler, between its own."""
     averaged = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9))
     program = training(loss_fn, strategy, 4, tx=fs.optim.chain(fs.optim.apply_if_finite(averaged, 5)))
-    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
+    assert run_both(program, mesh_of(strategy))[1][0].num_unscheduled_calls == 1
 
 
 def test_another_schedule_can_be_followed():
@@ -306,7 +306,7 @@ def test_another_schedule_can_be_followed():
         return losses, full_params(state, run.comm)
 
     (_, _), [step] = run_both(program)
-    assert step.num_recordings == 1
+    assert step.num_unscheduled_calls == 1
     assert step.schedule.policy.prefetch == 3
 
 
@@ -315,7 +315,7 @@ def test_collectives_of_one_rank(strategy):
     """With ``trivial_axes`` one rank does all that many would: the same memory, copied instead of sent."""
     mesh = fs.Mesh(dict.fromkeys(mesh_of(strategy).names, 1))
     (_, _), [step] = run_both(training(loss_fn, strategy, microbatches=2), mesh, trivial_axes=True)
-    assert bool(gathers(step.schedule)) is bool(STRATEGIES[strategy][1].params.sharded)
+    assert bool(gathers(step.schedule)) is bool(STRATEGIES[strategy][1].params.sharded_axes)
 
 
 def test_a_resumed_state():
@@ -333,7 +333,7 @@ def test_a_resumed_state():
             )
         return losses, full_params(state, run.comm)
 
-    assert run_both(program, HYBRID)[1][0].num_recordings == 1
+    assert run_both(program, HYBRID)[1][0].num_unscheduled_calls == 1
 
 
 def test_parameters_changed_within_a_step_are_refused():

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.costs import bucket_limit, bundles
+from fsharp.stateful.schedule.costs import bucket_limit_nbytes, group_into_bundles
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule.schedule import channel, issue_groups
+from fsharp.stateful.schedule.schedule import coalescing_key, issue_groups
 from fsharp.stateful.verify.verify import verify
 from tests.random_programs import policies, programs
 
@@ -133,15 +133,15 @@ def test_buckets_change_what_is_one_collective_and_no_byte(program, policy):
         assert sent(joined, kind, phase) == sent(alone, kind, phase)
     facts = {unit.name: unit for unit in program.units}
     for group in issue_groups(joined.ops):
-        assert len({(op.kind, op.phase, op.at, channel(op.spec, facts[op.unit])) for op in group if len(group) > 1}) <= 1
+        assert len({(op.kind, op.phase, op.at, coalescing_key(op.spec, facts[op.unit])) for op in group if len(group) > 1}) <= 1
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(0, 3000))
 def test_bundles_are_neighbours_no_larger_than_allowed(sizes, most):
     order = [f"u{i}" for i in range(len(sizes))]
     sent = dict(zip(order, sizes, strict=True))
-    found = bundles(order, sent, dict.fromkeys(order, "one"), most)
+    found = group_into_bundles(order, sent, dict.fromkeys(order, "one"), most)
     assert [unit for units in dict.fromkeys(found.values()) for unit in units] == order
     assert all(len(units) == 1 or sum(sent[unit] for unit in units) <= most for units in found.values())
     assert all(unit in units for unit, units in found.items())
-    assert bucket_limit(sizes) <= sum(sizes) / 4
+    assert bucket_limit_nbytes(sizes) <= sum(sizes) / 4

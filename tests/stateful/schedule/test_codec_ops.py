@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
-from fsharp.stateful.schedule.ops import kinds
+from fsharp.stateful.schedule.ops import kinds_where
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, simulate
 from tests.edited_schedules import drop, edit, move, of, twice
@@ -19,7 +19,7 @@ from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departi
 from tests.test_format import BLOCKS, HALVES
 
 MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
-CODED = kinds(lambda spec: spec.cost == "code")
+CODED = kinds_where(lambda spec: spec.cost == "code")
 PRECISION = fs.Precision(stored=MXINT8, wire=MXINT4)
 HARDWARE = fs.inspect.Hardware(compute=(2.0, 4.0), bandwidth=1e3, memory_bandwidth=1e4, update_s=0.5, codec_bandwidth=1e2)
 

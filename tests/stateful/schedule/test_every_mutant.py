@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
-from fsharp.stateful.runtime.compiled import mismatch
+from fsharp.stateful.runtime.compiled import first_mismatch
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Memory, Schedule
 from fsharp.stateful.verify.verify import verify
@@ -96,7 +96,7 @@ def test_a_mutant_is_refused_or_changes_nothing(strategy, policy, microbatches, 
         trainer = Trainer(comm, strategy, policy, microbatches)
         schedule = trainer.step.schedule
         assert_same(trainer.follow(schedule), trainer.expected())
-        assert trainer.step.num_recordings == 1
+        assert trainer.step.num_unscheduled_calls == 1
         return schedule
 
     todo = accepted(simulate(mesh, first)[0], every)
@@ -179,7 +179,7 @@ def test_facts_of_other_units_are_not_followed(name, value):
         trainer = Trainer(comm, "zero3", {}, 1)
         schedule = trainer.step.schedule
         units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
-        why = mismatch(
+        why = first_mismatch(
             replace(schedule, program=replace(schedule.program, units=units)), trainer.scheduler.units, SchedulePolicy()
         )
         assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why

@@ -15,7 +15,7 @@ import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BIND
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, RESTING, OpSpec, declare, kinds
+from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, RESTING, OpSpec, declare_op, kinds_where
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule, issue_groups
 from fsharp.stateful.verify.verify import verify
@@ -29,7 +29,7 @@ from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departi
 from tests.test_format import HALVES
 
 STEP = ("forward", "backward")
-CODED = kinds(lambda spec: spec.cost == "code")
+CODED = kinds_where(lambda spec: spec.cost == "code")
 COUNT = OpSpec(kind="count", phases=STEP, when=("gathered",), behind="wait", reads=(PARAMS,), cost="memory", look="dark")
 """Counts elements of full parameters, on the compute stream."""
 SUM = OpSpec(kind="checksum", phases=STEP, stream="gather", behind="count", reads=(PARAMS,), cost="memory")
@@ -38,7 +38,7 @@ SUM = OpSpec(kind="checksum", phases=STEP, stream="gather", behind="count", read
 
 @contextmanager
 def declared(spec, bind):
-    declare(spec)
+    declare_op(spec)
     BIND[spec] = bind
     try:
         yield
@@ -69,18 +69,18 @@ def found():
             number = sum(int((flat == flat).sum()) for flat in flats(bound))  # not those that are poisoned
             result.counts.append((executor.comm.rank, bound.op.phase, bound.op.unit, number))
 
-        return executor.joining(bound, action)
+        return executor.action_after_joins(bound, action)
 
     def add(executor, bound):
         def start():
             total = sum(float(flat.double().sum()) for flat in flats(bound))
             result.sums.append((executor.comm.rank, bound.op.phase, bound.op.unit, total))
 
-        return executor.on_lane(bound, start)
+        return executor.action_on_lane(bound, start)
 
     with declared(COUNT, count), declared(SUM, add):
         yield result
-    assert not {"count", "checksum"} & {*kinds()}
+    assert not {"count", "checksum"} & {*kinds_where()}
 
 
 def refused(schedule, match):
@@ -198,15 +198,15 @@ def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
 def test_a_record_with_a_wrong_field_is_refused(wrong, expected):
     record, before = replace(COUNT, **wrong), {**OPS}
     [(field, value)] = wrong.items()
-    what = f"declare(): kind {record.kind!r}: {field} is {value!r}, expected "
+    what = f"declare_op(): kind {record.kind!r}: {field} is {value!r}, expected "
     with pytest.raises(ScheduleError, match=f"{re.escape(what)}.*{re.escape(expected)}.*Correct this field of the OpSpec"):
-        declare(record)
+        declare_op(record)
     assert before == OPS
 
 
 def test_phases_that_a_kind_has_are_refused():
     with pytest.raises(ScheduleError, match=r"ops of kind 'gather' in phase 'forward' already.*another kind, or other phases"):
-        declare(replace(COUNT, kind="gather", behind="wait"))
+        declare_op(replace(COUNT, kind="gather", behind="wait"))
 
 
 @pytest.mark.parametrize("bind", [..., None, lambda executor, bound: None], ids=["no row", "None", "returns None"])
@@ -226,12 +226,12 @@ def test_a_schedule_with_a_kind_that_is_not_declared_is_refused_by_name(found):
         text = other.to_json()
     assert Schedule.from_json(schedule.to_json()) == schedule
     with pytest.raises(
-        ScheduleError, match=r"^Schedule.from_json\(\): .*kind is 'other', expected .*to `declare\(\)` first"
+        ScheduleError, match=r"^Schedule.from_json\(\): .*kind is 'other', expected .*to `declare_op\(\)` first"
     ) as caught:
         Schedule.from_json(text)
     assert "ScheduleError" not in str(caught.value)
     for function in (verify, fs.inspect.table):
-        with pytest.raises(ScheduleError, match=r"has phase 'forward'(?s:.*)give `declare\(\)` the OpSpec of 'other' first"):
+        with pytest.raises(ScheduleError, match=r"has phase 'forward'(?s:.*)give `declare_op\(\)` the OpSpec of 'other' first"):
             function(other)
 
 
@@ -373,15 +373,15 @@ def test_races_of_them_are_found(found):
     assert report.races == []
     lanes = Counter(entry.lane for entry in report.log if isinstance(entry, Access) and "checksum of" in str(entry.during))
     assert lanes.keys() == {"gather"}
-    joins = {why for why in report.waits if why.startswith("compute joins checksum of")} - report.implied()
+    joins = {why for why in report.waits if why.startswith("compute joins checksum of")} - report.implied_waits()
     assert joins
-    assert all(report.without(why) for why in joins), "a release is poison for who still reads"
+    assert all(report.races_without(why) for why in joins), "a release is poison for who still reads"
 
 
 # ------------------------------------------------------------ behind each kind
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", kinds_where())
 def test_there_may_be_one_behind_each_kind(kind):
     """Also behind those that are one collective; and behind all that steps without a schedule make up."""
     phases = tuple(phase for name, phase in OPS if name == kind)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.compile import program_of, sizes_of
 from fsharp.stateful.schedule import addresses as arena
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
-from fsharp.stateful.schedule.compile import compile_schedule, place
-from fsharp.stateful.schedule.emit import Buckets, emitted
+from fsharp.stateful.schedule.compile import compile_schedule, place_buffers
+from fsharp.stateful.schedule.emit import BundlesByKind, emit_ops
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from tests.random_programs import GATHER, REDUCE, policies, programs
@@ -218,7 +218,7 @@ def placed(program, policy, *, early):
     with pytest.MonkeyPatch.context() as patch:
         if not early:
             patch.setattr("fsharp.stateful.schedule.compile._open_early", lambda unplaced, items: False)
-        return place(emitted(program, policy, Buckets(program, policy), sum_late=True), program)
+        return place_buffers(emit_ops(program, policy, BundlesByKind(program, policy), sum_late=True), program)
 
 
 @given(programs(), policies(sum_late=None))
@@ -310,7 +310,7 @@ def test_a_window_ends_with_the_step_and_not_before():
 def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches, monkeypatch):
     """Those of a search, with the neighbours that each is compared with: stacks of what lives long are none of them."""
     looked = Counter()
-    neighbours, search = arena._neighbours, arena._Packing._search
+    neighbours, search = arena._neighbours, arena._ArenaPacking._search_places
 
     def count_neighbours(items, which):
         found = neighbours(items, which)
@@ -318,12 +318,12 @@ def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches
         return found
 
     def count_search(board, order, fit, *, target, limit):
-        starts, placed = search(board, order, fit, target=target, limit=limit)
-        looked[number] += placed
-        return starts, placed
+        found = search(board, order, fit, target=target, limit=limit)
+        looked[number] += found.num_placed
+        return found
 
     monkeypatch.setattr(arena, "_neighbours", count_neighbours)
-    monkeypatch.setattr(arena._Packing, "_search", count_search)
+    monkeypatch.setattr(arena._ArenaPacking, "_search_places", count_search)
     for number in (50, 200):
         compile_schedule(program_of(sizes_of(number, kind), microbatches), SchedulePolicy(bucket_nbytes=0))
     assert looked[200] <= 4 * 2 * looked[50]

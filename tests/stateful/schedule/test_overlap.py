@@ -46,15 +46,15 @@ def positions(schedule, kind, unit=None, phase=None):
 def ends(schedule):
     """For each use, forward and backward, in order: the unit, the position of its compute op, the event that ends it."""
     computes = {schedule.ops[i].at: i for i in positions(schedule, "compute")}
-    return [(unit, computes[first], last) for unit, first, last in schedule.program.spans()]
+    return [(unit, computes[first], last) for unit, first, last in schedule.program.use_spans()]
 
 
 def moves_parameters(strategy):
-    return bool(STRATEGIES[strategy][1].params.sharded)
+    return bool(STRATEGIES[strategy][1].params.sharded_axes)
 
 
 def moves_gradients(strategy):
-    return bool(STRATEGIES[strategy][1].grads.sharded)
+    return bool(STRATEGIES[strategy][1].grads.sharded_axes)
 
 
 # Gathers

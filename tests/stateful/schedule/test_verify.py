@@ -276,10 +276,10 @@ def test_a_bucket_begins_when_all_that_its_ops_wait_for_is_there():
     first, second = of(schedule, "reduce")[:2]
     order = HappensBefore(schedule.ops)
     [cast] = [j for j in schedule.ops[second].after if schedule.ops[j].kind == "cast"]
-    assert order.before(cast, first)
-    assert not order.before(first, second)
+    assert order.is_before(cast, first)
+    assert not order.is_before(first, second)
     apart = HappensBefore(edit(schedule, first, second, bucket=-1).ops)
-    assert not apart.before(cast, first)
+    assert not apart.is_before(cast, first)
 
 
 BUCKET_FAULTS = {

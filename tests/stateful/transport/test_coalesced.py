@@ -123,7 +123,7 @@ def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(strategy
     for found, expected, measured in simulate(mesh, rank_fn):
         assert_joined(found.schedule)
         assert_same_training(found, expected)
-        assert found.num_recordings == 1
+        assert found.num_unscheduled_calls == 1
         assert_as_planned(measured, mesh)
 
 
@@ -165,7 +165,7 @@ def test_a_step_that_leaves_its_schedule(order, strategy, donate):
     changes, params = lambda i: {"order": ORDERS[order][i]}, make_params(layers=LAYERS)
     program = training(in_order, strategy, 4, changes, tx=fs.optim.adamw(1e-2), donate=donate, params=params)
     (_, _), [step] = run_both(program, mesh_of(strategy), **JOINED)
-    assert step.num_recordings > 1
+    assert step.num_unscheduled_calls > 1
     assert_joined(step.schedule)
 
 
@@ -211,7 +211,7 @@ def test_two_functions_in_turns():
 
     _, steps = run_both(program, DP, **JOINED)
     for step in steps:
-        assert step.num_recordings == 1
+        assert step.num_unscheduled_calls == 1
         assert_joined(step.schedule)
 
 
@@ -262,7 +262,7 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
         return losses, full_params(held[0], p.comm)
 
     _, [step] = run_both(program, DP, **JOINED)
-    assert step.num_recordings == 1
+    assert step.num_unscheduled_calls == 1
     carried = [ops for ops in issue_groups(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
     assert ("embed", "layers.0") in {tuple(op.unit for op in ops)[:2] for ops in carried if ops[0].phase == "forward"}
 
@@ -441,7 +441,7 @@ def test_steps_are_free_of_races(strategy, precision, microbatches):
         with check_races(scheduler) as report:
             for order, batch in zip([whole, whole, whole, (0, 1, 3)], my_batches(comm, 4), strict=True):
                 state, _ = step(state, {**batch, "order": order})
-        assert step.num_recordings == 2
+        assert step.num_unscheduled_calls == 2
         return report, step.schedule
 
     for report, schedule in simulate(mesh_of(strategy), rank_fn):

@@ -40,7 +40,7 @@ def test_sizes_around_chunks(n):
     def rank_fn(comm):
         comm = over_gloo(comm)
         exchange, wrong = GlooTransport(comm, ProcessGroups(comm, separate=True)), []
-        exchange.groups.make()
+        exchange.groups.make_groups()
         mine = comm.rank
         for part in PARTS:
             for way in ("out", "in place", "all_reduce", "gather"):
@@ -80,7 +80,7 @@ def test_buffers_that_go_together(n, wire):
         mine, wrong, counts = comm.rank, [], []
         counters = [fs.collectives.CountingComm(comm)] * (mine == 0)  # one rank that counts does what the others do
         exchange = GlooTransport(comm, ProcessGroups(comm, separate=True), counters)
-        exchange.groups.make()
+        exchange.groups.make_groups()
 
         def make(rank, numel):
             return noise(rank, numel).to(wire)

@@ -114,7 +114,7 @@ def test_collectives_go_before_compute_and_copies_do_not(monkeypatch):
     priorities = []
     lanes = on_fake_streams(monkeypatch, priorities)
     for name in ("gather", "reduce", "host"):
-        with lanes.on(name):
+        with lanes.on_lane(name):
             pass
     assert priorities == [-1, -1, 0]
 
@@ -122,15 +122,15 @@ def test_collectives_go_before_compute_and_copies_do_not(monkeypatch):
 def test_what_was_given_nothing_is_not_waited_for_nor_what_is_forgotten(monkeypatch):
     lanes = on_fake_streams(monkeypatch, [])
     compute = FakeStream.current
-    lanes.join_all("gather", "reduce")
-    with lanes.on("reduce", (0, 1)):
+    lanes.join_lanes("gather", "reduce")
+    with lanes.on_lane("reduce", (0, 1)):
         pass
     assert compute.notes == []
-    lanes.forget()
-    lanes.join_all("gather", "reduce")
-    lanes.join([(0, 1)])
+    lanes.drop_all_events()
+    lanes.join_lanes("gather", "reduce")
+    lanes.join_ops([(0, 1)])
     assert compute.notes == []
-    with lanes.on("reduce"):
+    with lanes.on_lane("reduce"):
         pass
-    lanes.join_all("gather", "reduce")
+    lanes.join_lanes("gather", "reduce")
     assert compute.notes == [("wait", compute, lanes.streams["reduce"])]

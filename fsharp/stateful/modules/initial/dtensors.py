@@ -15,8 +15,8 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 
 @dataclass(frozen=True)
-class Spec:
-    """The mesh, placements, whole shape and stride of a DTensor whose local tensor is sharded."""
+class DTensorSpec:
+    """The mesh, placements, whole shape and stride of a DTensor, whose local tensor fsharp shards along other axes."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -28,11 +28,11 @@ class Spec:
         """Whether a rank has less than all of the DTensor."""
         return any(not p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
 
-    def whole(self, local: torch.Tensor) -> Any:
+    def as_dtensor(self, local: torch.Tensor) -> Any:
         """Return the DTensor of which this rank has ``local``. Differentiable: the gradient has the same placements."""
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
-    def reduce(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def reduce_over_ranks(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Return the elementwise sum, maximum or minimum of ``x`` over the DTensor's ranks; NaN if one rank has NaN."""
         other = Partial() if op == "sum" else Shard(0)
         kinds = [Replicate() if p.is_replicate() else other for p in self.placements]
@@ -40,13 +40,13 @@ class Spec:
         return rows[0] if op == "sum" else rows.amax(0) if op == "max" else rows.amin(0)
 
 
-def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
+def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
     """Return by path the specs of the parameters that are DTensors.
 
     Raise an error for a DTensor of partial sums or on the meta device, or whose mesh has several ranks of ``comm``.
     """
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
-    found: dict[str, Spec] = {}
+    found: dict[str, DTensorSpec] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if not isinstance(parameter, DTensor):
             continue
@@ -60,21 +60,21 @@ def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
                 f"shard_module(): parameter {path!r} is a DTensor on {mesh}, and ranks {sorted(shared)} of that are to "
                 f"shard it as well, along {list(comm.mesh.names)}. Pass the other axes, for example mesh=device_mesh['dp']."
             )
-        found[path] = Spec(mesh, placements, parameter.shape, parameter.stride())
+        found[path] = DTensorSpec(mesh, placements, parameter.shape, parameter.stride())
     return found
 
 
-def as_dtensors(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, Spec]) -> list[Any]:
+def as_dtensors(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, DTensorSpec]) -> list[Any]:
     """Return leaves with DTensors in place of their local tensors, as a module's code expects."""
-    return [specs[path].whole(leaf) if path in specs else leaf for path, leaf in zip(paths, leaves, strict=True)]
+    return [specs[path].as_dtensor(leaf) if path in specs else leaf for path, leaf in zip(paths, leaves, strict=True)]
 
 
-def local(x: Any) -> Any:
+def local_tensor(x: Any) -> Any:
     """Return the local tensor of a DTensor, and any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def largest_flag(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
+def max_flag_over_ranks(flag: torch.Tensor, specs: Mapping[str, DTensorSpec], comm: Comm) -> torch.Tensor:
     """Return the largest ``flag`` of all ranks, also along the axes of DTensors."""
     flag = max_over_ranks(flag, comm)
     for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks go through them in one order

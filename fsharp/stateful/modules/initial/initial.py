@@ -23,7 +23,7 @@ from fsharp.functional.layout.slicing import build_shard, shard_for
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import mesh_independent_seed
-from fsharp.stateful.modules.initial.dtensors import local
+from fsharp.stateful.modules.initial.dtensors import local_tensor
 
 SEED_ALIKE = (
     "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0, to take rank 0's values."
@@ -33,7 +33,7 @@ _MARK = 0x55  # an integer that was not written
 _drawing = threading.Lock()  # ranks that are threads share the generator
 
 
-def initial_values(
+def initial_parameters(
     module: nn.Module,
     tree: Any,
     layout: Layout,
@@ -67,7 +67,7 @@ def initial_values(
         return _synced_shards(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
     own = {unit.path_in_tree(leaf): _parameter(module, unit, leaf) for unit, leaf in leaves}
-    varying = {unit.path_in_tree(leaf): unit.strategy.full.varying for unit, leaf in leaves}
+    varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
     check_same_on_ranks("shard_module()", present, comm, remedy=SEED_ALIKE, varying=varying)
     if not meta:
@@ -76,9 +76,10 @@ def initial_values(
 
     def make() -> Any:
         nodes = [
-            build_shard(u, resolve_place(u, "optim"), comm.rank, partial(makers.value, u), main=True) for u in layout.units
+            build_shard(u, resolve_place(u, "optim"), comm.rank, partial(makers.initial_value, u), main=True)
+            for u in layout.units
         ]
-        return nodes, makers.buffers()
+        return nodes, makers.initial_buffers()
 
     nodes, made = check_on_all_ranks("shard_module()", comm, make)
     unfilled = {path for text in all_gather_texts("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
@@ -110,13 +111,13 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
     """Return shards of the parameters of rank ``source``, sent a unit at a time. Copy that rank's buffers too."""
     nodes = []
     for unit in layout.units:
-        own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
+        own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
         whole = {leaf: broadcast_from_rank(_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
         nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
-        around, mine = layout.unit_around(path), local(buffer.detach())
-        value = broadcast_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying)
+        around, mine = layout.unit_around(path), local_tensor(buffer.detach())
+        value = broadcast_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying_axes)
         parent, _, name = path.rpartition(".")
         if mine.is_meta or 0 in mine.stride():  # one that several modules share stays one; an expanded one cannot be written to
             module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)
@@ -126,7 +127,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
 
 
 def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
-    return local(plain_value(module.get_parameter(unit.path_in_tree(leaf))))  # type: ignore[no-any-return]
+    return local_tensor(plain_value(module.get_parameter(unit.path_in_tree(leaf))))  # type: ignore[no-any-return]
 
 
 class Initializers:
@@ -146,25 +147,25 @@ class Initializers:
         self._made: tuple[str | None, dict[int, torch.Tensor]] = None, {}
         self._buffers: dict[int, torch.Tensor] = {}  # by the meta tensor: modules may share one
 
-    def value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
+    def initial_value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
         """Return one leaf in full, made by the module's initializer."""
         path = unit.path_in_tree(leaf)
         given = self._module.get_parameter(path)
         if not given.is_meta:
-            return local(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
+            return local_tensor(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
         root = self._initialized_with(path.rpartition(".")[0])
         if root != self._made[0]:
-            self._made = root, self._make(root)
+            self._made = root, self._run_initializer(root)
         return self._made[1][id(given)]
 
-    def buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    def initial_buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
         """Return for each buffer on the meta device its module, its name, and its value."""
         found = []
         for path, each in self._module.named_modules():
             for name, buffer in each._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     if id(buffer) not in self._buffers:
-                        self._make(self._initialized_with(path))
+                        self._run_initializer(self._initialized_with(path))
                     found.append((each._buffers, name, self._buffers[id(buffer)]))
         return found
 
@@ -179,7 +180,7 @@ class Initializers:
         own = [*module._parameters.values(), *module._buffers.values()]
         return self._initialize is None and private and not public and any(x is not None and x.is_meta for x in own)
 
-    def _make(self, path: str) -> dict[int, torch.Tensor]:
+    def _run_initializer(self, path: str) -> dict[int, torch.Tensor]:
         """Run the initializer of a module. Return the filled tensors by their meta tensors, and keep the buffers."""
         root = self._module.get_submodule(path)
         members = dict(root.named_modules(prefix=path)) if self._is_initialized_whole(path) else {path: root}
@@ -187,7 +188,7 @@ class Initializers:
             (name, places, dict(places)) for name, each in members.items() for places in (each._parameters, each._buffers)
         ]
         rows = [(f"{n}.{k}".lstrip("."), n, x, k, old) for n, x, given in before for k, old in given.items() if old is not None]
-        rooms, made = {id(old): _room(old) for *_, old in rows}, dict[int, torch.Tensor]()
+        rooms, made = {id(old): _memory_to_fill(old) for *_, old in rows}, dict[int, torch.Tensor]()
         try:
             for *_, places, key, old in rows:
                 places[key] = rooms[id(old)]
@@ -240,8 +241,8 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
     return TreeError(problem("shard_module()", what, rows, remedy))
 
 
-def _room(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory on the CPU for a tensor: marked if the tensor is on the meta device, and otherwise a copy of it."""
+def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory on the CPU for an initializer to fill: a copy of the tensor, or for a meta tensor the marks of no value."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _MARK
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")

@@ -18,7 +18,7 @@ Buffers = dict[tuple[str, int], torch.Tensor]
 
 
 @contextmanager
-def averaged(session: Session, opt: Any) -> Iterator[None]:
+def averaged_parameters(session: Session, opt: Any) -> Iterator[None]:
     """Return a context in which the parameters are the averages that an optimizer's state keeps.
 
     Averages are written into the buffers of the parameters; the end of the context writes the parameters back.
@@ -27,19 +27,19 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
     session.step.abandon_forwards("averaged()")
-    state.follow_writes()
-    shown = _buffers_by_key(state.visible())
+    state.propagate_writes()
+    shown = _buffers_by_key(state.optimizer_copies())
     trees = [_buffers_by_key(tree) for tree in (state.train_state.params, state.train_state.main)]
     targets = [buffers[key] for buffers in trees for key in buffers if key in shown]
     own = [target.detach().clone() for target in targets]
     session.is_averaged = True
     try:
-        state.fill([shown[key] for key in averages], list(averages.values()))
+        state.fill_buffers([shown[key] for key in averages], list(averages.values()))
         with without_history(session.layout):
-            state.spread()
+            state.copy_to_resting_parameters()
         yield
     finally:
-        state.fill(targets, own)
+        state.fill_buffers(targets, own)
         session.is_averaged = False
 
 

@@ -28,7 +28,7 @@ class FlatSlice(NamedTuple):
     leaves: tuple[tuple[str, int, int], ...]
     shape: tuple[int, ...] | None = None
 
-    def of(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
+    def slice_of(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
         """Return this range of the buffers of units, which are given by name."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
@@ -36,7 +36,7 @@ class FlatSlice(NamedTuple):
         return found if self.shape is None else found.view(self.shape)
 
 
-def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
+def slices_by_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
     """Yield the longest ranges of leaves with one label, padding included. Leaves without a label are left out.
 
     With ``is_whole`` yield each leaf by itself instead, in its shape; a buffer then has to hold whole leaves.
@@ -44,7 +44,8 @@ def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole:
     for node in units_of(tree):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
             spans = [
-                (labels.get(path := node.unit.path_in_tree(s.leaf)), path, s) for s in node.unit.spans(group, node.place, rank)
+                (labels.get(path := node.unit.path_in_tree(s.leaf)), path, s)
+                for s in node.unit.leaf_spans(group, node.place, rank)
             ]
             if is_whole:
                 for label, path, s in spans:
@@ -66,7 +67,7 @@ def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[st
 
     def cut(value: Any, like: ShardedTensor, first: int, last: int) -> Any:
         is_elementwise = isinstance(value, torch.Tensor) and value.shape == shape
-        return ShardedTensor.of(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
+        return ShardedTensor.cut_like(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
 
     return {path: {key: cut(value, parameters[path], *span) for key, value in state.items()} for path, *span in run.leaves}
 
@@ -85,10 +86,10 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
     return joined
 
 
-def alike(state: Mapping[str, Any]) -> Hashable:
-    """Return a key of a leaf's state; states with equal keys can be joined.
+def join_key(state: Mapping[str, Any]) -> Hashable:
+    """Return a key of a leaf's state: :func:`join_state` can join states with equal keys.
 
-    The key has the names in the state, dtypes of values by element, and all other values.
+    The key has the names in the state, the dtype of each tensor with one value for each element, and all other values.
     """
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)

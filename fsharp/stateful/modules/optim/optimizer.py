@@ -24,10 +24,17 @@ from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
-from fsharp.stateful.modules.optim.averaged import averaged
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, join_state, slices_of, split_state
-from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
-from fsharp.stateful.modules.optim.states import StateByParameter, States, check_groups, on_every_rank, read_states, read_tree
+from fsharp.stateful.modules.optim.averaged import averaged_parameters
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_key, join_state, slices_by_label, split_state
+from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
+from fsharp.stateful.modules.optim.states import (
+    StateByParameter,
+    States,
+    check_groups,
+    fill_in_missing_states,
+    read_pair_state,
+    read_states,
+)
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import SAME_VALUES, gather_to_rank, refuse_dtensors, scatter_from_rank
@@ -90,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
         self._runs: list[list[FlatSlice]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            self._start_class(optimizer, defaults, check_steps)
+            self._make_inner_from_class(optimizer, defaults, check_steps)
         else:
             self._tx = as_transform(check_elementwise(optimizer, steps=check_steps) if check_steps else optimizer)
             if defaults or len(self.param_groups) > 1:
@@ -104,12 +111,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer(): an (init, update) pair needs all trained parameters of the module. Freeze some before "
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
-            state = self._tx.init(self.session.state.visible(), comm=self.session.scheduler)
+            state = self._tx.init(self.session.state.optimizer_copies(), comm=self.session.scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that a checkpoint of one loads into this one
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
         self._is_made = True
 
-    def _start_class(self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int) -> None:
+    def _make_inner_from_class(
+        self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int
+    ) -> None:
         """Make the inner optimizer, from a class of torch.optim or a similar class."""
         if self.session.scheduler.policy.offload:
             raise ScheduleError(
@@ -120,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
         fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
         fields |= _text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
-        check = partial(self._scope, optimizer, check_steps)
+        check = partial(self._probe_update_scopes, optimizer, check_steps)
         self._scopes = check_on_all_ranks("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
         rows = zip(self.param_groups, self._cut_into_runs(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
@@ -128,26 +137,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
-    def _scope(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[Scope]:
+    def _probe_update_scopes(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[UpdateScope]:
         """Return the scope of the optimizer's update in each of its groups. Raise an error if ranks lack the inputs for it."""
         trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
         found = []
         for group, mine in zip(self.param_groups, trained, strict=True):
-            try_at = partial(scope_of, optimizer, group, self._defaults, self.session.scheduler.device)
+            try_at = partial(probe_update_scope, optimizer, group, self._defaults, self.session.scheduler.device)
             shapes = list(dict.fromkeys(p.leaf.shape for p in mine if p.leaf.numel))
             found.append(max(try_at(), try_at([shapes], check_steps)) if check_steps and shapes else try_at())
         scopes = []
         for scope, mine in zip(found, trained, strict=True):
             parts, what = [p for p in mine if p.is_divided], "whole parameters or their shapes, and ranks hold parts of"
-            if Scope.EVERYTHING in found:
-                scope, parts = Scope.EVERYTHING, [p for p in mine if not p.is_whole or p.place.varying]
+            if UpdateScope.EVERYTHING in found:
+                scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole or p.place.varying_axes]
                 what = "several parameters at once, or at chance, and other ranks hold parts of them: of"
-            elif scope is Scope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
-                scope = Scope.PARAMETER  # at sizes that were not tried, the class may look at more than one element
+            elif scope is UpdateScope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
+                scope = UpdateScope.PARAMETER  # at sizes that were not tried, the class may look at more than one element
             scopes.append(scope)
-            if scope is not Scope.ELEMENT and parts:
+            if scope is not UpdateScope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-                whole = "" if scope is Scope.EVERYTHING else "atoms=fs.layouts.Whole() or "
+                whole = "" if scope is UpdateScope.EVERYTHING else "atoms=fs.layouts.Whole() or "
                 raise TreeError(
                     f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0].path!r}{more}. Pass shard_module() "
                     f"{whole}strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, "
@@ -156,17 +165,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return scopes
 
     def _cut_into_runs(self) -> list[list[nn.Parameter]]:
-        """Cut buffers into runs by the labels of leaves. Return them as parameters, for each group of the inner optimizer."""
-        tree, self._generation = self.session.state.visible(), self.session.state.generation
+        """Cut flat buffers into runs of consecutive leaves that the inner optimizer updates as one tensor.
+
+        Return the runs as parameters: a list for each parameter group of the inner optimizer.
+        """
+        tree, self._generation = self.session.state.optimizer_copies(), self.session.state.generation
         rank = self.session.scheduler.rank
         self._runs = [
-            list(slices_of(tree, labels, rank=rank, is_whole=scope is not Scope.ELEMENT))
+            list(slices_by_label(tree, labels, rank=rank, is_whole=scope is not UpdateScope.ELEMENT))
             for scope, labels in zip(self._scopes, self._labels, strict=True)
         ]
         nodes = units_by_name(tree)
-        return [[nn.Parameter(run.of(nodes)) for run in runs] for runs in self._runs]
+        return [[nn.Parameter(run.slice_of(nodes)) for run in runs] for runs in self._runs]
 
-    def _recut(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
+    def _recut_runs(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Cut buffers into new runs by the labels of leaves, and join the states of the leaves of each run."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
@@ -182,13 +194,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients, and release the gradients: ``p.grad`` is None afterwards.
 
-        Without gradients nothing changes. ``closure`` computes the loss and its backward; it is called once, and its result is
-        returned.
+        If no backward has come since :meth:`zero_grad`, nothing changes. ``closure`` computes the loss and its backward; it is
+        called once, and its result is returned.
 
         Raises:
             LossError: all backward passes so far were inside of ``accumulate()``.
-            ScheduleError: an earlier step has used the gradients, and :meth:`zero_grad` was not called since; or parameters
-                have changed in a way that the module does not allow.
+            ScheduleError: this is a second step after a backward, without :meth:`zero_grad` between the steps; or parameters
+                have
+                changed in a way that the module does not allow.
         """
         loss = None
         if closure is not None:
@@ -220,16 +233,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         if self._generation != self.session.state.generation:
-            self._recut(self._labels, self._states())
+            self._recut_runs(self._labels, self._states())
         missing = self.session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
         if missing and any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
-            self._recut([{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states())
+            self._recut_runs(
+                [{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states()
+            )
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
         nodes = units_by_name(grads)
         for run, parameter in self._each_run():
-            parameter.grad = None if run.leaves[0][0] in missing else run.of(nodes).to(parameter.dtype)
+            parameter.grad = None if run.leaves[0][0] in missing else run.slice_of(nodes).to(parameter.dtype)
         self.inner.step()
         self.inner.zero_grad()
         return params, state
@@ -237,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release the gradients of all parameters of the module. A forward whose backward has not run yet stays valid."""
-        self.session.step.discard(set_to_none=set_to_none)
+        self.session.step.drop_gradients(set_to_none=set_to_none)
 
     @api_context
     def averaged(self) -> Iterator[None]:
@@ -260,12 +275,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        with averaged(self.session, self.session.state.train_state.opt if self.inner is None else None):
+        with averaged_parameters(self.session, self.session.state.train_state.opt if self.inner is None else None):
             yield
 
-    @property
+    @property  # type: ignore[override]
     @api_boundary
-    def state(self) -> Any:
+    def state(self) -> Mapping[ShardedTensor, Mapping[str, Any]]:
         """A read-only mapping from a parameter to the optimizer's state for it: ``optimizer.state[p]["exp_avg"]``.
 
         State with a value for each element is a :class:`~fsharp.modules.ShardedTensor` that shares the optimizer's memory: a
@@ -321,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is not None:
             # Leaf by leaf: those of one run share a step, and torch would count that once for each of them.
             mine = {path: copy.deepcopy(state) for path, state in self._states().items()}
-            states = on_every_rank("state_dict()", mine, self._stateful(), self.session.scheduler)
+            states = fill_in_missing_states("state_dict()", mine, self._parameters_with_state(), self.session.scheduler)
             return {"state": states, "param_groups": self._groups_with_paths()}
         for node in units_of(self.session.state.train_state.opt):
             node.rank = self.session.scheduler.rank
@@ -340,13 +355,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse_dtensors("state_template()", self.session)
         if self.inner is None:
             return self.state_dict()
-        states = {path: self._fresh_state(path, self.param_groups) for path in self._stateful() if has(f"state.{path}")}
+        states = {
+            path: self._fresh_state(path, self.param_groups) for path in self._parameters_with_state() if has(f"state.{path}")
+        }
         return {"state": states, "param_groups": self._groups_with_paths()}
 
     def _groups_with_paths(self) -> list[dict[str, Any]]:
         return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
 
-    def _stateful(self) -> dict[str, ShardedTensor]:
+    def _parameters_with_state(self) -> dict[str, ShardedTensor]:
         """Return by path the parameters that may have state: trained parameters of these groups that have elements."""
         mine = {p.path for group in self.param_groups for p in group["params"]}
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
@@ -355,7 +372,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the state with which the wrapped optimizer begins for a parameter, with its group's options in ``groups``."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
-        mine, is_flat = parameter.local, self._scopes[index] is Scope.ELEMENT
+        mine, is_flat = parameter.local, self._scopes[index] is UpdateScope.ELEMENT
         held = mine.numel()
         shape = (held or 1,) if is_flat else parameter.leaf.shape
         values = mine.view(shape) if held else mine.new_zeros(shape)
@@ -381,8 +398,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 dtypes. All ranks raise, before anything has changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
 
-        Cost: the memory of the state, a pass over elements that several ranks hold, and for a class one step on copies of
-        parameters.
+        Cost: the memory of the state, a pass over elements that several ranks hold, and one step of a class of
+        torch.optim on copies of parameters.
         """
         where, comm = "load_state_dict()", self.session.scheduler
 
@@ -392,9 +409,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             trained = None if self.inner is None else mine
             check_groups(where, state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self.inner is None:
-                return read_tree(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
+                return read_pair_state(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
-            return read_states(where, state_dict["state"], self._stateful(), fresh)
+            return read_states(where, state_dict["state"], self._parameters_with_state(), fresh)
 
         states, replicas = check_on_all_ranks(where, comm, check, lambda _: _text_by_group(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in replicas.items()} for i in (0, 1))
@@ -405,8 +422,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.session.state.train_state = self.session.state.train_state._replace(opt=states)
         else:
             self._has_state = set(states)
-            self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
-        self.session.record_load("optimizer")
+            self._recut_runs([{path: join_key(states.get(path, {})) for path in labels} for labels in self._labels], states)
+        self.session.record_full_load("optimizer")
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
@@ -421,7 +438,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_pair(where)
         found = self.state_dict()
         states = found["state"].values()
-        return found if gather_to_rank(where, states, rank, self.session.scheduler.comparing, kind_of=lambda key: key) else {}
+        return (
+            found
+            if gather_to_rank(where, states, rank, self.session.scheduler.comm_with_history, kind_of=lambda key: key)
+            else {}
+        )
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
@@ -435,7 +456,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where = "load_full_state_dict()"
         self._refuse_pair(where)
         # All ranks take a tensor without dims whole.
-        like = {("state", path): part for path, part in self._stateful().items() if part.full_shape}
+        like = {("state", path): part for path, part in self._parameters_with_state().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.scheduler, like))
 
     def _refuse_pair(self, where: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -22,7 +22,7 @@ _LR = 1e-2
 _drawing = threading.RLock()  # ranks that are threads share the generator
 
 
-class Scope(IntEnum):
+class UpdateScope(IntEnum):
     """The inputs of an element's update: the element itself, its whole parameter, or all parameters."""
 
     ELEMENT = 0
@@ -33,14 +33,14 @@ class Scope(IntEnum):
     """Other parameters."""
 
 
-def scope_of(
+def probe_update_scope(
     optimizer: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     defaults: Mapping[str, Any],
     device: torch.device,
     choices: Sequence[Sequence[Sequence[int]]] = (_SHAPES, _MATRICES),  # some take matrices alone
     num_steps: int = _STEPS,
-) -> Scope:
+) -> UpdateScope:
     """Return the scope of an optimizer's update, with these options of a parameter group, found by a trial.
 
     The optimizer makes steps on random tensors, with the first shapes in ``choices`` that it accepts. It updates all tensors
@@ -59,7 +59,7 @@ def scope_of(
         for shapes in choices:
             trial = _random_parameters(shapes, num_steps, device)
             try:
-                together, keeps_shapes = _run(make, trial)
+                together, has_other_shapes = _run_trial(make, trial)
                 break
             except Exception as raised:
                 error = raised
@@ -69,16 +69,16 @@ def scope_of(
                 f"ShardedOptimizer(): {optimizer.__name__} was tried on small dense parameters, to find out whether it can "
                 f"update parts of them, and raised {type(error).__name__}: {error}"
             ) from error
-        if not all(are_close(x, _run(make, [each])[0][0]).all() for x, each in zip(together, trial, strict=True)):
-            return Scope.EVERYTHING
+        if not all(are_close(x, _run_trial(make, [each]).updates[0]).all() for x, each in zip(together, trial, strict=True)):
+            return UpdateScope.EVERYTHING
         elements = torch.cat([each.reshape(len(each), -1) for each in trial], 1)
         third = elements.shape[1] // 3
         try:
-            pieces = [_run(make, [x])[0][0] for x in elements.tensor_split([third, third + 2], 1)]
+            pieces = [_run_trial(make, [x]).updates[0] for x in elements.tensor_split([third, third + 2], 1)]
         except Exception:  # it takes no vectors
-            return Scope.PARAMETER
+            return UpdateScope.PARAMETER
         is_same = bool(are_close(torch.cat(together), torch.cat(pieces)).all())
-        return Scope.ELEMENT if is_same and not keeps_shapes else Scope.PARAMETER
+        return UpdateScope.ELEMENT if is_same and not has_other_shapes else UpdateScope.PARAMETER
 
 
 def fresh_state(
@@ -118,19 +118,23 @@ def _new_optimizer(
 
 
 def _random_parameters(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
-    """Return for each shape a parameter and its gradients, stacked; small ones in some steps and large in others."""
+    """Return for each shape a parameter and its gradients, stacked. Gradients are small in some steps, and large in others."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large ones
     drawn = [torch.randn(1 + num_steps, *shape, generator=generator) for shape in shapes]
     return [(x * scales.view(-1, *(1 for _ in x.shape[1:]))).to(device) for x in drawn]
 
 
-@torch.no_grad()
-def _run(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Make the steps of a trial with a new optimizer. Return the flat update of each parameter.
+class _TrialResult(NamedTuple):
+    """The update of each parameter, flat; and whether the optimizer's state has tensors of other shapes than the parameters."""
 
-    Return also whether the optimizer's state has tensors of other shapes than the parameters.
-    """
+    updates: list[torch.Tensor]
+    has_other_shapes: bool
+
+
+@torch.no_grad()
+def _run_trial(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> _TrialResult:
+    """Run some steps of a new optimizer. ``trial``: for each parameter, its value and its gradient in each step, stacked."""
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make(list(parameters))
     for group in made.param_groups:  # updates that are scaled by nothing look the same everywhere
@@ -142,5 +146,5 @@ def _run(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[tor
             parameter.grad = grad.clone()
         made.step()
     kept = [(x, p.shape) for p in parameters for x in torch_pytree.tree_leaves(dict(made.state.get(p, {})))]
-    keeps_shapes = any(isinstance(x, torch.Tensor) and x.numel() > 1 and x.shape != shape for x, shape in kept)
-    return [(p - x[0]).flatten() for p, x in zip(parameters, trial, strict=True)], keeps_shapes
+    has_other_shapes = any(isinstance(x, torch.Tensor) and x.numel() > 1 and x.shape != shape for x, shape in kept)
+    return _TrialResult([(p - x[0]).flatten() for p, x in zip(parameters, trial, strict=True)], has_other_shapes)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import AgreementError, ScheduleError
-from fsharp.stateful.modules.initial.dtensors import largest_flag
+from fsharp.stateful.modules.initial.dtensors import max_flag_over_ranks
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.type_checks import options_checked
 
@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         session = optimizer.session
-        if session.step.finished("unscale_()") is None:
+        if session.step.finish_gradients("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
         if session.step.has_feedback:
             raise ScheduleError(
@@ -65,7 +65,7 @@ class GradScaler(torch.amp.GradScaler):
         session.step.means.edits.append("unscale")
         # The largest and the smallest scale come along, and show in what the host reads anyway: it does not wait for them.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])
-        found, most, least = self._seen = largest_flag(seen, session.calls.specs, session.scheduler)
+        found, most, least = self._seen = max_flag_over_ranks(seen, session.calls.specs, session.scheduler)
         return {flag.device: torch.where(most == -least, found, math.nan)}
 
     def _maybe_opt_step(
@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
                 "init_scale, growth_factor, backoff_factor and growth_interval, and load the same state_dict."
             )
         if found:
-            optimizer.session.step.use_up()
+            optimizer.session.step.consume_gradients()
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result

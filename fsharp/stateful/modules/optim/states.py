@@ -50,7 +50,7 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
         return sum(1 for _ in self)
 
 
-def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTensor], comm: Comm) -> States:
+def fill_in_missing_states(where: str, states: States, parameters: Mapping[str, ShardedTensor], comm: Comm) -> States:
     """Return states with equal names on all ranks: a rank without elements gets empty parts, and copies of other state.
 
     Ranks whose parameters differ, such as experts, keep their own states. It is an error if a state is no tensor, number,
@@ -68,7 +68,7 @@ def on_every_rank(where: str, states: States, parameters: Mapping[str, ShardedTe
     found: States = {}
     for i, (path, like) in enumerate(parameters.items()):
         mine, kinds = states.get(path, {}), {rank: each[i] for rank, each in enumerate(everyone) if each[i]}
-        mesh, axes = like.unit.mesh, like.place.varying  # along which ranks have states of their own
+        mesh, axes = like.unit.mesh, like.place.varying_axes  # along which ranks have states of their own
         owners = [mesh.index_along(axes, rank) for rank in range(mesh.size)]
         first: dict[int, int] = {}
         for rank, kind in kinds.items():
@@ -99,19 +99,22 @@ def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return a value of this rank's state; if the rank holds no element of the parameter, that of the rank ``source``."""
+    """Return ``value``; if this rank holds no element of the parameter, return the value of the rank ``source``."""
     what, *rest = kind
     if what == "value":
         return rest[0]
     dtype = getattr(torch, rest[0])
     if what == "part":
-        return ShardedTensor.of(torch.empty(0, dtype=dtype, device=comm.device), like) if value is None else value
+        return ShardedTensor.cut_like(torch.empty(0, dtype=dtype, device=comm.device), like) if value is None else value
     shape, device, single = rest[1:]
     device = comm.device if device == comm.device.type else torch.device(device)
     if single is not None:
         return torch.full(shape, single, dtype=dtype, device=device) if value is None else value
     sent = broadcast_from_rank(
-        torch.empty(shape, dtype=dtype, device="meta") if value is None else value, source, comm, varying=like.place.varying
+        torch.empty(shape, dtype=dtype, device="meta") if value is None else value,
+        source,
+        comm,
+        varying=like.place.varying_axes,
     )
     return sent.to(device) if value is None else value
 
@@ -119,7 +122,7 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
 def check_groups(
     where: str, state_dict: Any, own: list[dict[str, Any]], *, options: Iterable[str], trained: Container[str] | None
 ) -> None:
-    """Raise an error if the parameter groups of a state dict differ from those of an optimizer.
+    """Raise an error if the parameter groups of a state dict differ from an optimizer's parameter groups.
 
     ``own``: the optimizer's groups. ``options``: names of options that each group needs. ``trained``: names of parameters that
     may have a state; None if the state is not by name.
@@ -171,8 +174,8 @@ def read_states(
         parts = [tensor_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [tensor_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         kinds = repr([(key, _kind(where, path, key, value)) for key, value in state.items()]).encode()
-        replicas[path] = _hashed(kinds, *rest), like.place.varying
-        replicas[f"{path}, its part"] = _hashed(*parts), like.place.varying + like.place.sharded
+        replicas[path] = _hashed(kinds, *rest), like.place.varying_axes
+        replicas[f"{path}, its part"] = _hashed(*parts), like.place.varying_axes + like.place.sharded_axes
     return {path: state for path, state in states.items() if state}, replicas
 
 
@@ -209,7 +212,7 @@ def _checked_state(
     return found
 
 
-def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replicas]:
+def read_pair_state(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replicas]:
     """Return a copy of the state of an ``(init, update)`` pair, and the texts that ranks compare.
 
     A state that differs from ``own`` in structure, or was donated, is an error.
@@ -232,7 +235,7 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
     replicas: Replicas = {}
     for i, node in enumerate(new):
         if is_sharded(node):
-            axes = node.place.sharded + node.place.varying
+            axes = node.place.sharded_axes + node.place.varying_axes
             for g, buffer in zip(node.groups, node.buffers, strict=True):
                 replicas[f"state {i}, unit {node.unit.display_name}, group {g}"] = buffer, axes
         else:

@@ -12,7 +12,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.slicing import boxes_covering_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.modules.initial.dtensors import Spec
+from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.parts.part_functions import (
     COPIES,
     ELEMENTWISE,
@@ -21,7 +21,7 @@ from fsharp.stateful.modules.parts.part_functions import (
     is_in_place,
     reduction_of,
 )
-from fsharp.stateful.modules.torch_tools.refusals import caller, not_whole, unseen
+from fsharp.stateful.modules.torch_tools.refusals import not_whole_message, running_torch_tool, unseen_by_autograd_message
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
@@ -64,25 +64,25 @@ class ShardedTensor(torch.Tensor):
     leaf: Leaf
     place: Place
     rank: int
-    spec: Spec | None
+    spec: DTensorSpec | None
     owner: "weakref.ref[Any]"
 
     @classmethod
-    def made(cls, data: torch.Tensor, about: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
+    def from_attributes(cls, data: torch.Tensor, about: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
         """Return a part with the 1-D elements ``data`` and the attributes ``about``, without a copy."""
-        if _is_everywhere(about["unit"], about["place"], about["spec"]):
+        if _is_whole_on_every_rank(about["unit"], about["place"], about["spec"]):
             data = data.view(about["leaf"].shape)
         part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # a view would keep the memory of its base
         part.__dict__.update(about)
         return part
 
     @staticmethod
-    def of(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
+    def cut_like(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
         """Return a part with the elements ``data``, cut in the same way as ``like``."""
-        return ShardedTensor.made(data, like.about)
+        return ShardedTensor.from_attributes(data, like.attributes)
 
     @property
-    def about(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, Any]:
         """A dict of the attributes that identify tensor and part."""
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
@@ -99,7 +99,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return _is_everywhere(self.unit, self.place, self.spec)
+        return _is_whole_on_every_rank(self.unit, self.place, self.spec)
 
     @property
     def is_divided(self) -> bool:
@@ -116,11 +116,11 @@ class ShardedTensor(torch.Tensor):
     def local(self) -> torch.Tensor:
         """This rank's elements as a plain tensor that shares the memory of the part. Writes to it change the parameter."""
         if (owner := self.owner()) is not None:
-            owner.before_write()
+            owner.wait_before_write()
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(torch.Tensor)
 
-    def move(self) -> None:
+    def move_to_new_memory(self) -> None:
         """Copy this rank's elements to new memory. Earlier views of the part keep the old memory."""
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
             torch.Tensor.data.__set__(self, self.clone())  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ class ShardedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        shape, own = self.full_shape, [a for a in self._axes if a in self.place.varying]
+        shape, own = self.full_shape, [a for a in self._axes if a in self.place.varying_axes]
         if own or shape != self.leaf.shape:
             what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
@@ -165,14 +165,16 @@ class ShardedTensor(torch.Tensor):
     @api_boundary
     def data(self) -> "ShardedTensor":
         """This part, detached, with shared memory. The module notices writes to it."""
-        return ShardedTensor.of(self.local, self)
+        return ShardedTensor.cut_like(self.local, self)
 
     @data.setter
     @api_boundary
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, ShardedTensor) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
             return  # a module was moved to where it is
-        _, remedy = caller("Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`.")
+        _, remedy = running_torch_tool(
+            "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
+        )
         raise TreeError(
             f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: its data cannot be replaced. "
             f"{remedy}"
@@ -181,15 +183,15 @@ class ShardedTensor(torch.Tensor):
     @property
     def _axes(self) -> tuple[str, ...]:
         """The axes along which ranks have different elements."""
-        return tuple(a for a in self.place.sharded + self.place.varying if self.unit.mesh.axis_size(a) > 1)
+        return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
     @property
-    def _cut(self) -> tuple[Any, ...]:
+    def _cut_key(self) -> tuple[Any, ...]:
         """A key of the cut: equal for two parts if each rank holds the same range of elements of both."""
         if self.is_whole:
             return self.full_shape, None
         size = self.unit.local_size(self.leaf.group, self.place)
-        return self.full_shape, self.unit.mesh, self.place.sharded, self.leaf.shape, self.leaf.offset, size, self._dtensor
+        return self.full_shape, self.unit.mesh, self.place.sharded_axes, self.leaf.shape, self.leaf.offset, size, self._dtensor
 
     @classmethod
     @api_boundary
@@ -209,7 +211,7 @@ class ShardedTensor(torch.Tensor):
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
             return _is_unchanged_by_to(*args)
         if (name == "detach" and isinstance(args[0], ShardedTensor)) or (name in COPIES and type(args[0]) is ShardedTensor):
-            return ShardedTensor.of(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
+            return ShardedTensor.cut_like(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -220,7 +222,7 @@ class ShardedTensor(torch.Tensor):
         if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
             # Not a TypeError, which Python would take for a missing operator.
-            raise LayoutError(not_whole(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held(cut[0])}", name))
+            raise LayoutError(not_whole_message(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held(cut[0])}", name))
         if torch.is_grad_enabled():
             _refuse_autograd(name, rows, cut)
         if reduction is not None:
@@ -238,7 +240,7 @@ class ShardedTensor(torch.Tensor):
             for first, *others in rows:
                 if isinstance(first, ShardedTensor) and (owner := first.owner()) is not None:
                     numbers = [x for x in others if isinstance(x, bool | int | float)]
-                    owner.note_write(first, f"{name} {numbers}")
+                    owner.record_write(first, f"{name} {numbers}")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -247,12 +249,12 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def __deepcopy__(self, memo: Any) -> Any:
-        memo[id(self)] = copied = ShardedTensor.of(self.local.clone(), self)
+        memo[id(self)] = copied = ShardedTensor.cut_like(self.local.clone(), self)
         return copied
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self._axes if axis in self.place.varying]
+        varying = [axis for axis in self._axes if axis in self.place.varying_axes]
         if self.is_whole and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
@@ -263,9 +265,9 @@ class ShardedTensor(torch.Tensor):
         )
 
 
-def _is_everywhere(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
+def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | None) -> bool:
     """Return whether every rank holds whole tensors of a unit in a place."""
-    return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded)
+    return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded_axes)
 
 
 def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
@@ -282,7 +284,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
     """Raise an error for a function that autograd would record, as parts are not in autograd's graph."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
-            raise LayoutError(unseen(x.path, name))
+            raise LayoutError(unseen_by_autograd_message(x.path, name))
         if cut:
             raise LayoutError(
                 f"{name}() of a tensor that requires a gradient and of the part {cut[0].path!r}, which autograd does not know. "
@@ -326,16 +328,16 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
                 raise LayoutError(
                     f"{name}() of a part of {first.path!r}, whose ShardedModule was deleted: keep a reference to it."
                 )
-            comm, label = owner.ranks, f"{name}() of {first.path!r}{more}"
+            comm, label = owner.parts_comm, f"{name}() of {first.path!r}{more}"
             if reduction.op == "sum":
                 value = comm.all_reduce(value, axis, label=label)
             else:  # a backend's maximum may lose a NaN
                 rows_of_ranks = comm.all_gather(value, axis, label=label)
                 value = rows_of_ranks.amax(0) if reduction.op == "max" else rows_of_ranks.amin(0)
         if is_dtensor:
-            value = first.spec.reduce(value, reduction.op)
+            value = first.spec.reduce_over_ranks(value, reduction.op)
         for i, part, each in zip(rows, parts, value.unbind(), strict=True):
-            copies = [part.unit.mesh.axis_size(axis) for axis in part.place.varying]
+            copies = [part.unit.mesh.axis_size(axis) for axis in part.place.varying_axes]
             found[i] = reduction.finish(each, torch.Size([*part.full_shape, *copies]).numel()).to(part.device)
     return found
 
@@ -354,14 +356,14 @@ def _elementwise(
             if x is like or not isinstance(x, torch.Tensor):
                 continue
             is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor is None)
-            if x._cut != like._cut if isinstance(x, ShardedTensor) else not is_plain_whole:
+            if x._cut_key != like._cut_key if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch(like, x, name))
     out = func(*[_own_elements(x, likes) for x in args], **{key: _own_elements(x, likes) for key, x in kwargs.items()})
     if is_in_place(name):
         return None if out is None else args[0]
     if isinstance(out, torch.Tensor):
-        return out if likes[0] is None else ShardedTensor.of(out, likes[0])
-    return type(out)(x if like is None else ShardedTensor.of(x, like) for x, like in zip(out, likes, strict=True))
+        return out if likes[0] is None else ShardedTensor.cut_like(out, likes[0])
+    return type(out)(x if like is None else ShardedTensor.cut_like(x, like) for x, like in zip(out, likes, strict=True))
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:

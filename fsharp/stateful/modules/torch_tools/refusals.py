@@ -57,7 +57,7 @@ _CHECKPOINT: Caller = (
 )
 
 
-def caller(usual: str) -> tuple[str, str]:
+def running_torch_tool(usual: str) -> tuple[str, str]:
     """Return text that names the torch tool, such as activation checkpointing, that is running, and what to do instead.
 
     The innermost known tool on the stack counts. If no known tool is running, return an empty text and ``usual``.
@@ -70,21 +70,21 @@ def caller(usual: str) -> tuple[str, str]:
     return ("", usual) if found is None else (f" of {found[1]}", found[2])
 
 
-def not_whole(held: str, name: str) -> str:
+def not_whole_message(held: str, name: str) -> str:
     """Return the error message for a function that would treat ``held``, a part, as the whole tensor."""
-    by, remedy = caller(
+    by, remedy = running_torch_tool(
         "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions parameters "
         "are whole inside of `with model.unsharded():` (write=True keeps changes)."
     )
     return f"{held}, which {name}(){by} would take for the whole tensor. {remedy}"
 
 
-def unseen(path: str, name: str) -> str:
+def unseen_by_autograd_message(path: str, name: str) -> str:
     """Return the error message for a torch function of a trained ShardedTensor in grad mode.
 
     Autograd does not record functions of ShardedTensors.
     """
-    by, remedy = caller(
+    by, remedy = running_torch_tool(
         "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values under "
         "torch.no_grad()."
     )
@@ -125,7 +125,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 
 @cache
-def watch_torch(sharded: type[nn.Parameter]) -> None:
+def patch_torch_wrappers(sharded: type[nn.Parameter]) -> None:
     """Make torch's wrappers of modules, such as DistributedDataParallel, raise an error for sharded modules.
 
     Torch's optimizers then raise an error for parameters that :func:`~fsharp.shard_module` has replaced.

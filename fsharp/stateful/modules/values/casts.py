@@ -8,19 +8,19 @@ import torch
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.paths import matches_or_contains, value_by_path
 from fsharp.functional.layout.precision import Precision
-from fsharp.stateful.modules.values.outputs import mapped
+from fsharp.stateful.modules.values.outputs import map_tensors
 
 T = TypeVar("T")
 
 
-class Cast(NamedTuple):
+class CastDtypes(NamedTuple):
     """The dtypes to which a module's floating-point inputs and outputs are cast; None leaves them."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
 
 
-def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, Cast]:
+def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, CastDtypes]:
     """Return, by path, the casts of the root and of each chosen module whose precision asks for casts.
 
     A module has the precision of the last rule whose pattern selects its path. It is an error if no parameter in the module
@@ -36,13 +36,13 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
             facts = [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])]
             remedy = f"Name the module: a pattern {path!r} selects it and all of its parameters."
             raise LayoutError(problem("shard_module(precision=...)", what, facts, remedy))
-        found = Cast(mine.compute if mine.cast_inputs else None, mine.output)
+        found = CastDtypes(mine.compute if mine.cast_inputs else None, mine.output)
         if found != (None, None):
             casts[path] = found
     return casts
 
 
-def cast(value: T, dtype: torch.dtype | None) -> T:
+def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
     """Cast the floating-point tensors in a value, in torch's pytrees and dataclasses; the dtype None casts nothing.
 
     Nothing is changed in place. An object without a tensor to cast is returned itself: its owner sees what the module writes
@@ -51,5 +51,5 @@ def cast(value: T, dtype: torch.dtype | None) -> T:
     if dtype is None:
         return value
     what = f"a module with precision= is to cast tensors to {dtype}"
-    found: T = mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x, what, kinds=Collection)
+    found: T = map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x, what, kinds=Collection)
     return found

@@ -47,7 +47,7 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def mapped(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type = object, in_place: bool = False) -> Any:
+def map_tensors(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type = object, in_place: bool = False) -> Any:
     """Map the tensors in a value, in torch's pytrees and dataclasses. Return the same object if no tensor changes.
 
     With ``in_place`` lists, dicts and dataclasses are changed themselves, not copied. A tensor to change in any other object
@@ -70,7 +70,7 @@ def mapped(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type =
         )
     else:
         return value
-    new = [mapped(x, change, what, kinds=kinds, in_place=in_place) for x in old]
+    new = [map_tensors(x, change, what, kinds=kinds, in_place=in_place) for x in old]
     if all(map(is_, old, new)):
         return value
     if in_place and isinstance(value, list):
@@ -88,28 +88,28 @@ def mapped(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type =
     return value
 
 
-def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
+def replace_tensors(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
     """Replace the tensors ``old`` in ``value`` by ``new``, in place if possible.
 
     ``value`` may be of torch's pytrees and dataclasses. A tensor to replace in any other container is an error.
     """
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
-    return mapped(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
+    return map_tensors(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
 
 
-def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def views_of_parameters(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that share memory with parameters.
 
     Under torch.func return none: its transforms keep references to the tensors that they need.
     """
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
-    mine = set[int]().union(*map(_memory, parameters))
-    return [x for x in tensors if not mine.isdisjoint(_memory(x))]
+    mine = set[int]().union(*map(_storage_addresses, parameters))
+    return [x for x in tensors if not mine.isdisjoint(_storage_addresses(x))]
 
 
-def _memory(x: torch.Tensor) -> list[int]:
+def _storage_addresses(x: torch.Tensor) -> list[int]:
     """Return the addresses of a tensor's storages."""
     found = []
     for each in (x,) if type(x) is torch.Tensor else inner_tensors(x):
@@ -118,7 +118,7 @@ def _memory(x: torch.Tensor) -> list[int]:
     return found
 
 
-def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
+def connect_to_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return tensors connected to all inputs, so that a backward reaches also the inputs that the tensors do not use."""
     moved = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
     reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.functional.release import independent_clone, inner_tensors
-from fsharp.stateful.modules.values.outputs import replaced, tensors_in, views_of
+from fsharp.stateful.modules.values.outputs import replace_tensors, tensors_in, views_of_parameters
 
 _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
 _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})
@@ -29,32 +29,34 @@ class SideOutputs:
     def find_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the tensors in the modules and in containers among ``arguments``, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
-        for places, name in self._places():
+        for places, name in self._places_of_tensors():
             values.append(places[name])
         return {id(x): x for x in tensors_in(values)} if values else {}
 
-    def since(
+    def new_side_outputs(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        """Replace stored views of ``parameters`` by copies, and return the new stored tensors that have a ``grad_fn``.
+        """Return the tensors with a ``grad_fn`` that modules and containers among ``arguments`` have stored since ``before``.
 
-        A tensor is new if it is not in ``before``.
+        ``before`` has the tensors that were there earlier, by id. Stored views of ``parameters`` are replaced by copies.
         """
         new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
-        if views := views_of(parameters, new):
-            self.replace(arguments, views, [independent_clone(x) for x in views], path)
+        if views := views_of_parameters(parameters, new):
+            self.replace_stored(arguments, views, [independent_clone(x) for x in views], path)
             new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
         return [x for x in new if x.grad_fn is not None]
 
-    def replace(self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> None:
+    def replace_stored(
+        self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str
+    ) -> None:
         """Put the tensors ``new`` where modules or containers among ``arguments`` hold the tensors ``old``."""
         for value in arguments:
             if type(value) in _CONTAINERS:
-                replaced(value, old, new, path)
-        for places, name in self._places():
-            places[name] = replaced(places[name], old, new, path)
+                replace_tensors(value, old, new, path)
+        for places, name in self._places_of_tensors():
+            places[name] = replace_tensors(places[name], old, new, path)
 
-    def _places(self) -> list[tuple[dict[str, Any], str]]:
+    def _places_of_tensors(self) -> list[tuple[dict[str, Any], str]]:
         """Return pairs of a dict and a key under which the dict holds a tensor, or a container that may hold tensors."""
         found = []
         for reference in self._modules:
@@ -72,7 +74,7 @@ def _places_in(module: nn.Module, without: Collection[str | None]) -> list[tuple
     return found
 
 
-def refuse_kept(module: nn.Module) -> None:
+def refuse_kept_parameters(module: nn.Module) -> None:
     """Raise an error if attributes or buffers hold a parameter or its view, or parameters have hooks: all would be stale."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _extents(p)]
     for path, each in module.named_modules():
@@ -97,7 +99,7 @@ def refuse_kept(module: nn.Module) -> None:
 
 
 def _extents(x: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the end of a tensor; of a wrapper, those of each tensor inside."""
+    """Yield the address of a tensor's first byte, and of its end; for a wrapper, those of each inner tensor."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))

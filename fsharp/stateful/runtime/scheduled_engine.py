@@ -1,6 +1,6 @@
-"""Tracer: the Engine that pure functions call. It turns their calls, and the calls of autograd, into events of a step.
+"""ScheduledEngine: the Engine that pure functions call. It turns their calls, and the calls of autograd, into events of a step.
 
-The source of ops, not the tracer, decides when data move, and in which memory.
+The source of ops, not this engine, decides when data move, and in which memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.release import independent_clone, inner_tensors
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
-from fsharp.stateful.runtime.boundary import UnitUse, before_backward
+from fsharp.stateful.runtime.boundary import UnitUse, call_before_backward
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -69,7 +69,7 @@ class HandedOutGradients:
                     "the schedule has it. Make the same changes in each step, from the first one on."
                 )
 
-    def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
+    def are_exactly(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
         """Return whether these are exactly the gradients that were handed out, unchanged."""
         filled = [node for node in nodes if node.unit.trainable_groups]
         if len(filled) != len(self._rows) or not filled:
@@ -88,7 +88,7 @@ class HandedOutGradients:
         return True
 
 
-class Tracer(Engine):
+class ScheduledEngine(Engine):
     """The Engine of all pure functions under a scheduler.
 
     Attributes:
@@ -102,10 +102,10 @@ class Tracer(Engine):
     registry: UnitRegistry
     num_updates: int
     check_open: Callable[[], None]
-    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-    current: Callable[[], Step]
+    call_scheduled: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    current_step: Callable[[], Step]
     unit_of: Callable[[Sharded], UnitState]
-    replaced: Callable[[Sharded, UnitState, Sharded], None]
+    record_replaced: Callable[[Sharded, UnitState, Sharded], None]
     main_stays = False
     _handed_out = HandedOutGradients()
     _offload: Offload | None = None
@@ -128,7 +128,7 @@ class Tracer(Engine):
         """The states of all used units, by key."""
         return self.registry.units
 
-    def keep_main(self) -> None:
+    def keep_main_on_device(self) -> None:
         """Keep main copies on the device from now on, also with ``offload``, as a module shows them."""
         self.main_stays = True
 
@@ -158,11 +158,11 @@ class Tracer(Engine):
         """
         sharded, ties = units
         nodes = sharded if as_leaves else [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        step, first = self.current(), torch._C._autograd._get_sequence_nr()
+        step, first = self.current_step(), torch._C._autograd._get_sequence_nr()
         uses: list[UnitUse] = []
         try:
             for node in (*ties, *nodes):
-                uses.append(step.enter(node, self.unit_of(node)))
+                uses.append(step.begin_use(node, self.unit_of(node)))
             out = compiled_by_caller(
                 fn, _tree_of(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
             )  # not referenced here, so only the function keeps the leaves alive
@@ -171,19 +171,19 @@ class Tracer(Engine):
             out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
-                    use.pack(out, first, partial(step.filled_buffer, use))
+                    use.pack_saved_parameters(out, first, partial(step.filled_buffer, use))
         finally:
             for use in reversed(uses):
-                step.exit(use)
+                step.end_forward(use)
         if torch.is_grad_enabled():
-            before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.enter_backward, uses))
+            call_before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.begin_backwards, uses))
         return out
 
     def run_value_and_grad(
         self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Views
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch; gradients are collected and reduced during the backward."""
-        units = self.start_gradients(params, residuals)
+        units = self.begin_gradients(params, residuals)
         total: Loss | None = None
         for number, part in enumerate(parts, 1):
             with torch.enable_grad():
@@ -192,29 +192,29 @@ class Tracer(Engine):
                 check_loss(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
-                self.current().begin_backward(is_last=number == len(parts))
+                self.current_step().begin_backward(is_last=number == len(parts))
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
         assert total is not None
         return total, self.hand_out_gradients(units, params, scale="sum")
 
-    def start_gradients(self, params: Any, residuals: Views = MappingProxyType({})) -> list[UnitState]:
+    def begin_gradients(self, params: Any, residuals: Views = MappingProxyType({})) -> list[UnitState]:
         """Begin new gradients of these parameters, and return their units. Gradients of other units are kept."""
-        step, self._handed_out = self.current(), HandedOutGradients()
+        step, self._handed_out = self.current_step(), HandedOutGradients()
         units = [self.unit_of(node) for node in units_of(params)]
         step.renew_gradients(units)
         if residuals:
-            _feed_back(units, residuals)
+            _pass_residuals(units, residuals)
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
         """End a backward pass. ``probed``: the parameters of these units in the pass, with their sinks."""
         found = zip(units, units_of(probed), strict=True)
-        self.current().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
+        self.current_step().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, scale: Literal["sum"] | None = None) -> Any:
         """Return the gradients at rest of these parameters, whose units are given."""
-        self.lanes.join_all("reduce")
+        self.lanes.join_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
@@ -225,18 +225,18 @@ class Tracer(Engine):
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: Views) -> Any:
         """Reduce gradients to the optimizer's place: those of :meth:`run_value_and_grad` by the schedule, others at once."""
-        nodes, step = units_of(tree), self.current()
-        if not self._handed_out.are(nodes, to):
+        nodes, step = units_of(tree), self.current_step()
+        if not self._handed_out.are_exactly(nodes, to):
             if residuals:
                 self._handed_out.check_unsent()
-            step.move()
+            step.record_unscheduled_reduction()
             return moves.reduce_scatter_unchecked(tree, nodes, to, self.own, residuals)
         units, self._handed_out = self._handed_out.units, HandedOutGradients()
         if residuals:
-            _feed_back(units, residuals)
-        step.reduce(units, wait=not self.transport.is_async)
+            _pass_residuals(units, residuals)
+        step.reduce_to_optimizer(units, wait=not self.transport.is_async)
         if residuals:
-            _feed_back(units, {})
+            _pass_residuals(units, {})
         position = iter(units)
         return map_units(
             lambda node: _reduced_gradient(node, next(position).gradient if node.unit.trainable_groups else None, to), tree
@@ -249,8 +249,8 @@ class Tracer(Engine):
             return state
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
         self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)
-        (main, opt), moves = self._offload.move(state, self._staying_trees(params, state[0]), to_host=False)
-        self.current().fetch(moves)
+        (main, opt), moves = self._offload.move_state(state, self._staying_trees(params, state[0]), to_host=False)
+        self.current_step().fetch_state(moves)
         return main, opt
 
     def _staying_trees(self, params: Any, main: Any) -> Any:
@@ -258,31 +258,31 @@ class Tracer(Engine):
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Begin to gather updated parameters, and to copy state to host memory. Reading them waits for the end."""
-        step, lanes, rank = self.current(), self.lanes, self.rank
+        step, lanes, rank = self.current_step(), self.lanes, self.rank
         update_gathers, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.moves:  # without a cycle that would keep its memory
-                node = with_future_buffers(node, partial(self.executor.telling, update_gather.wait), lanes)
+                node = with_future_buffers(node, partial(self.executor.run_and_report, update_gather.wait), lanes)
             if not donate:
-                unit.release()
-            self.replaced(old, unit, node)
+                unit.drop_references()
+            self.record_replaced(old, unit, node)
             nodes.append(node)
             update_gathers.append(update_gather)
         position = iter(nodes)
         resting = map_units(lambda _: next(position), params)
         moves: Mapping[str, HostCopies] = {}
         if self._offload is not None:
-            state, moves = self._offload.move(state, self._staying_trees(resting, state[0]), to_host=True)
+            state, moves = self._offload.move_state(state, self._staying_trees(resting, state[0]), to_host=True)
             self._offload = None
-        step.update(update_gathers, moves)
+        step.gather_updates(update_gathers, moves)
         self.num_updates += 1
         return resting, state
 
 
-def _feed_back(units: Sequence[UnitState], residuals: Views) -> None:
+def _pass_residuals(units: Sequence[UnitState], residuals: Views) -> None:
     """Pass residuals to the reductions of these units, which add them to gradients and overwrite them."""
     for unit in units:
         if unit.gradient is not None:
@@ -306,7 +306,7 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves:
         leaves[index.unit.name] = index, own
     found = []
     for index, own in rows[num_ties:]:
-        found.append(index.leaves(own, leaves) if as_leaves else index.tree(own, leaves))
+        found.append(index.leaves_of_call(own, leaves) if as_leaves else index.build_subtree(own, leaves))
     if as_leaves:
         return found
     trees = iter(found)
