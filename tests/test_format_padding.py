@@ -89,7 +89,7 @@ def assert_no_padding(tree, rank):
     for node in fs.layouts.units_of(tree):
         for g, buffer in zip(node.groups, node.buffers, strict=True):
             is_padding = torch.ones(len(buffer), dtype=torch.bool)
-            for span in node.unit.spans(g, node.place, rank):
+            for span in node.unit.leaf_spans(g, node.place, rank):
                 is_padding[span.start : span.stop] = False
             assert not buffer[is_padding].count_nonzero(), node.name
             count += int(is_padding.sum())
