@@ -38,6 +38,42 @@ class RunLog:
     layout: dict[str, Any] | None = None
     num_cut: int = 0
 
+    def add_line(self, line: bytes) -> None:
+        """Add a line of the file, or count it as cut."""
+        try:
+            row = json.loads(line)
+            step, time = int(row.pop("step")), float(row.pop("time"))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            self.num_cut += 1
+            return
+        if "start" in row:
+            self._remove_from(step)
+        for name, value in row.items():
+            if name == "start":
+                self.starts.append((step, time, value))
+            elif name == "event":
+                self.events.append((step, time, str(value)))
+            elif name == "saved":
+                self.saved.append(step)
+            elif name == "own_s":
+                self.own_s[step] = value
+            elif isinstance(value, dict) and "timeline" in value:
+                self.timelines[name] = value
+            elif isinstance(value, dict) and "layout" in value:
+                self.layout = value
+            else:
+                for label, number in _numbers(name, value):
+                    self.series.setdefault(label, {})[step] = number
+                    self.times[step] = time
+
+    def _remove_from(self, step: int) -> None:
+        """Remove values of this step and of later ones, which the run makes again."""
+        kept: list[dict[int, Any]] = [*self.series.values(), self.times, self.own_s]
+        for values in kept:
+            for each in [each for each in values if each >= step]:
+                del values[each]
+        self.saved[:] = [each for each in self.saved if each <= step]
+
 
 def read_log(folder: Path) -> RunLog:
     """Return the log of the run in a folder, or in its subfolder ``checkpoints``.
@@ -51,46 +87,12 @@ def read_log(folder: Path) -> RunLog:
         what = f"report: run_dir is {str(folder)!r}, expected the folder of a run, with a file {LOG}"
         raise OptionError(f"{what}: fs.resilience.Run writes it into the folder of its checkpoints.")
     log = RunLog()
-    for row in _rows(path, log):
-        _add(log, row)
+    with path.open("rb") as file:
+        for line in file:
+            log.add_line(line)
     if not (log.series or log.events or log.starts or log.timelines):
         raise OptionError(f"report: {str(path)!r} has no line that can be read, expected lines of a JsonlLogger.")
     return log
-
-
-def _rows(path: Path, log: RunLog) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-                row["step"], row["time"] = int(row["step"]), float(row["time"])
-            except (ValueError, TypeError, KeyError):
-                log.num_cut += 1
-            else:
-                yield row
-
-
-def _add(log: RunLog, row: dict[str, Any]) -> None:
-    step, time = row.pop("step"), row.pop("time")
-    if "start" in row:
-        _forget_from(log, step)
-    for name, value in row.items():
-        if name == "start":
-            log.starts.append((step, time, value))
-        elif name == "event":
-            log.events.append((step, time, str(value)))
-        elif name == "saved":
-            log.saved.append(step)
-        elif name == "own_s":
-            log.own_s[step] = value
-        elif isinstance(value, dict) and "timeline" in value:
-            log.timelines[name] = value
-        elif isinstance(value, dict) and "layout" in value:
-            log.layout = value
-        else:
-            for label, number in _numbers(name, value):
-                log.series.setdefault(label, {})[step] = number
-                log.times[step] = time
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -100,12 +102,3 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{name}/{key}", each)
     elif isinstance(value, int | float):
         yield name, float(value)
-
-
-def _forget_from(log: RunLog, step: int) -> None:
-    """Remove values of this step and of later ones, which the run makes again."""
-    kept: list[dict[int, Any]] = [*log.series.values(), log.times, log.own_s]
-    for values in kept:
-        for each in [each for each in values if each >= step]:
-            del values[each]
-    log.saved[:] = [each for each in log.saved if each <= step]

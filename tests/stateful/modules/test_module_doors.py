@@ -217,6 +217,59 @@ def test_views_of_a_weight(way, view):
     same_as_torch(door, use, lambda model, out: out[0] + seen(model, (None, out[1]), out[2]).square().mean(), change=change)
 
 
+class Keeping(nn.Module):
+    """A unit that stores a view of its weight where the caller says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.keeps = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4)), False
+
+    def forward(self, x, given):
+        if self.keeps:
+            self.seen = self.weight[1]
+            given.append(self.weight[2])
+        return torch.tanh(x @ self.weight)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.each = nn.ModuleList(Keeping() for _ in range(5))
+
+    def forward(self, x, given):
+        for each in self.each:
+            x = each(x, given)
+        return x
+
+
+def test_views_that_are_first_stored_while_a_schedule_is_followed():
+    """After the backward the weights' memory is that of other units: stored views have to be copies."""
+
+    def steps(model, optimizer):
+        found = []
+        for i in range(6):
+            given = []
+            for each in model.each:
+                each.keeps = i in (3, 5)
+            loss = model(torch.linspace(-1, 1, 12).view(3, 4) + i, given).sum()
+            given += [each.seen for each in model.each if each.keeps]
+            loss = loss + sum(view.sum() for view in given)
+            loss.backward()
+            found += [loss.detach(), *(view.detach().clone() for view in given)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    def rank_fn(comm):
+        model = fs.shard_module(Chain(), mesh=comm, strategy=STRATEGIES["zero3"][1], units=[Keeping])
+        return steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+
+    whole = Chain()
+    expected = steps(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    for found in simulate(DP, rank_fn):
+        close(found, expected)
+
+
 @every(
     4,
     way=["attribute", "list", "dict", "set", "buffer", "given list", "given dict in a list", "root"],
