@@ -18,7 +18,7 @@ Glossary
     full        the place in which functions see parameters: replicated on every axis on which the unit does not vary.
     comm        the object through which a rank calls collectives (:class:`Comm`).
     use         one call of a function on a unit, with the backward of this call.
-    program     the order in which a step uses units (:class:`~fsharp.schedules.CompiledTransformation`).
+    program     the order in which a step uses units (:class:`~fsharp.schedules.Program`).
     schedule    when each unit moves, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
     slot        the address of a unit's full parameters while the unit is resident.
     policy      what the compiler of schedules may choose (:class:`SchedulePolicy`).

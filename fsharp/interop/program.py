@@ -184,7 +184,7 @@ class TracedTransformation:
         return positions, [dtype for dtype, _ in trees]
 
     def in_stored_form(self, lifted: LiftedRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """Return the results of ``init`` or ``step`` as they are stored: see :meth:`Lifted.in_stored_form`."""
+        """Return the results of ``init`` or ``step`` as they are stored: see :meth:`LiftedRun.in_stored_form`."""
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
         wanted += zip(owners, self.paths, strict=True)
