@@ -155,6 +155,9 @@ class Saver(BackgroundSaver):
         config: config of the run; see :func:`save`.
         background: False writes before :meth:`save` returns, and so does a Comm without process groups (simulated ranks).
 
+    Attributes:
+        saved: step of the newest complete checkpoint that this Saver has written; -1 if there is none.
+
     Raises:
         CheckpointError: ``keep`` and the other arguments keep nothing, the folder cannot be written, or another Saver of this
             process is writing into it. All ranks raise.
@@ -184,7 +187,7 @@ class Saver(BackgroundSaver):
                 name_path_in_errors(self._root, lambda: _prepare(self._root))
 
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
-        self._saved_at = math.inf
+        self.saved, self._saved_at = -1, math.inf
         inner = innermost_comm(comm)
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
@@ -210,6 +213,7 @@ class Saver(BackgroundSaver):
 
     def _write(self, shot: Snapshot) -> Checkpoint:
         made, since = write_snapshot(shot, self._own), self._saved_at
+        self.saved = made.step
 
         def forget_old() -> None:
             if self._own.rank != 0:

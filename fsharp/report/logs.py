@@ -15,10 +15,13 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.report.values import layout_rows, timeline_rows
 from fsharp.stateful.inspect.timeline import Timeline
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import short_repr
+from fsharp.type_checks import options_checked, short_repr
 
 LOG = "log.jsonl"
 """Name of the file that a run writes, in the folder of its checkpoints."""
+_LINE_NAMES = ("step", "time")
+RUN_NAMES = (*_LINE_NAMES, "start", "event", "saved", "own_s", "steps_per_s")
+"""Names of what a run itself records. Values of a user have other names."""
 
 
 class Logger(Protocol):
@@ -29,28 +32,32 @@ class Logger(Protocol):
 
         Args:
             step: number of the step.
-            values: by name: numbers, tensors with one element, texts; a :class:`~fsharp.inspect.Timeline` or a
-                :class:`~fsharp.Layout`; lists and dicts of these.
+            values: by name: numbers, tensors with one element, texts; lists and dicts of these; a
+                :class:`~fsharp.inspect.Timeline` or a :class:`~fsharp.Layout`.
         """
 
 
 class JsonlLogger:
     """A :class:`Logger` that appends a line of JSON to a file for each call, from which ``fsharp report`` makes a page.
 
-    A line has the step, the time in seconds since 1970, and the values. A process that is killed can cut off the last line;
+    A line has the step, the time in seconds since 1970, and the values; of a number that is infinite or NaN its name as a text,
+    such as ``"nan"``. A process that is killed can cut off the last line;
     the next line begins on a new line, and readers leave the cut one out.
 
     Args:
         path: path of the file. Missing folders are made with the first line.
     """
 
+    @options_checked
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line. OptionError names a value that JSON cannot hold; OSError if the file cannot be written."""
-        line = json.dumps({"step": step, "time": time.time(), **plain_values(values)}, allow_nan=False).encode() + b"\n"
+        check_names("log()", values, _LINE_NAMES)
+        plain = _with_texts(plain_values(values))
+        line = json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             if file.tell():
@@ -126,13 +133,37 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
+def check_names(where: str, values: Mapping[str, Any], taken: tuple[str, ...]) -> None:
+    """Raise an OptionError if a value has one of the names that are taken."""
+    for name in taken:
+        if name in values:
+            raise OptionError(f"{where}: the name {name!r} is taken, expected names other than {', '.join(taken)}.")
+
+
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON has them. A number that is infinite or NaN is its name as a text, such as ``"nan"``.
+    """Return values as JSON has them, with numbers that are infinite or NaN.
 
     Raises:
         OptionError: names a value of another kind.
     """
-    return {str(name): _plain(str(name), value) for name, value in values.items()}
+    return {str(name): _plain_or_table(str(name), value) for name, value in values.items()}
+
+
+def _plain_or_table(name: str, value: Any) -> Any:
+    if isinstance(value, Timeline):
+        return timeline_rows(value)
+    if isinstance(value, Layout):
+        return layout_rows(value)
+    return _plain(name, value)
+
+
+def _with_texts(value: Any) -> Any:
+    """Return plain values with the names of numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _with_texts(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -140,17 +171,15 @@ def _plain(name: str, value: Any) -> Any:
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, Timeline):
-        return timeline_rows(value)
-    if isinstance(value, Layout):
-        return layout_rows(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(f"{name}.{key}", each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(f"{name}.{i}", each) for i, each in enumerate(value)]
     try:
-        number = float(value)  # numpy's and others' numbers as well
+        return float(value)  # numpy's and others' numbers as well
     except (TypeError, ValueError):
-        expected = "a number, a tensor with one element, a text, a Timeline, a Layout, or a list or dict of these"
+        expected = (
+            "a number, a tensor with one element, a text, a list or dict of these, or under a name of its own a Timeline or a "
+            "Layout"
+        )
         raise OptionError(f"log(): {name!r} is {short_repr(value)}, expected {expected}.") from None
-    return number if math.isfinite(number) else str(number)

@@ -55,12 +55,12 @@ function ticks(low, high, most) {
   return found;
 }
 
-// A chart of lines over steps: lines are {label, colour, points: [[step, value], ...]}.
-function chart(id, title, lines, text, marks) {
+// A chart of lines over steps: lines are {label, colour, points: [[step, value], ...]}; bad are rows [step, "nan"].
+function chart(id, title, lines, text, {bad = [], about = ""} = {}) {
   const box = byId(id);
   const width = Math.max(box.clientWidth - 26, 320), height = 170, left = 58, top = 8, bottom = 22;
   const points = lines.flatMap((line) => line.points);
-  const steps = points.map((p) => p[0]), values = points.map((p) => p[1]);
+  const steps = [...points, ...bad].map((p) => p[0]), values = points.length ? points.map((p) => p[1]) : [0];
   const least = (xs) => xs.reduce((a, b) => Math.min(a, b)), most = (xs) => xs.reduce((a, b) => Math.max(a, b));
   const first = least(steps), last = Math.max(most(steps), first + 1);
   let low = least(values), high = most(values);
@@ -75,19 +75,19 @@ function chart(id, title, lines, text, marks) {
   for (const at of ticks(first, last, 6)) {
     if (Number.isInteger(at)) svg += `<text x="${x(at)}" y="${height - 6}" text-anchor="middle">${at}</text>`;
   }
-  for (const mark of marks.filter((each) => each.step >= first && each.step <= last)) {
-    svg += `<line class="mark ${mark.bad ? "bad" : ""}" x1="${x(mark.step)}" x2="${x(mark.step)}" y1="${top}" y2="${height - bottom}">` +
-      `<title>${esc(mark.text)}</title></line>`;
+  const marks = [...data.marks, ...bad.map(([step, value]) => [step, `${title} is ${value} in step ${step}`, true])];
+  for (const [step, label, isBad] of marks.filter(([step]) => step >= first && step <= last)) {
+    svg += `<line class="mark ${isBad ? "bad" : ""}" x1="${x(step)}" x2="${x(step)}" y1="${top}" y2="${height - bottom}">` +
+      `<title>${esc(label)}</title></line>`;
   }
+  lines = lines.filter((line) => line.points.length);
   for (const line of lines) {
     const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
     svg += line.points.length > 1
       ? `<path class="curve" d="${path}" fill="none" stroke="${line.colour}" stroke-width="1.5"/>`
       : `<circle class="curve" cx="${x(line.points[0][0])}" cy="${y(line.points[0][1])}" r="3" fill="${line.colour}"/>`;
   }
-  const now = lines.length === 1
-    ? `last: ${esc(text(lines[0].points[lines[0].points.length - 1][1]))}`
-    : lines.map((line) => `<i style="color:${line.colour}">${esc(line.label)}</i>`).join(" ");
+  const now = about ? esc(about) : lines.map((line) => `<i style="color:${line.colour}">${esc(line.label)}</i>`).join(" ");
   box.innerHTML = `<h3>${esc(title)}<span>${now}</span></h3>` +
     `<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="${esc(title)} over steps">${svg}</svg>`;
   box.addEventListener("mousemove", (event) => {
@@ -95,7 +95,7 @@ function chart(id, title, lines, text, marks) {
     const step = first + ((event.clientX - frame.left - 13) * width / (frame.width - 26) - left) / (width - left - 8) * (last - first);
     const nearest = (line) => line.points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
     const rows = lines.map((line) => [line.label, nearest(line)]);
-    showTip(event, [`step ${rows[0][1][0]}`, ...rows.map(([label, p]) => `${label}: ${text(p[1])}`)].join("\n"));
+    showTip(event, rows.length ? [`step ${rows[0][1][0]}`, ...rows.map(([label, p]) => `${label}: ${text(p[1])}`)].join("\n") : "");
   });
   box.addEventListener("mouseleave", (event) => showTip(event, ""));
 }
@@ -104,6 +104,9 @@ function drawSummary() {
   const start = data.starts[data.starts.length - 1];
   const parts = [];
   if (data.last) parts.push(`${data.last[0] + 1}${start && start[2].total ? ` of ${start[2].total}` : ""} steps, the last at ${when(data.last[1])}`);
+  for (const [name, curve] of Object.entries(data.series)) {
+    if (curve.num_bad) parts.push(`${curve.num_bad} value${curve.num_bad > 1 ? "s" : ""} of ${name} ${curve.num_bad > 1 ? "are" : "is"} not finite`);
+  }
   if (start) parts.push(`${start[2].mesh} on ${start[2].device}`);
   if (data.starts.length > 1) parts.push(`started ${data.starts.length} times`);
   if (data.saved.length) parts.push(`newest checkpoint after ${data.saved[data.saved.length - 1]} steps`);
@@ -112,17 +115,17 @@ function drawSummary() {
 }
 
 function drawValues() {
-  const marks = [
-    ...data.starts.slice(1).map(([step]) => ({step, text: `started again at step ${step}`})),
-    ...data.events.map(([step, , text]) => ({step, text, bad: true})),
-  ];
   const names = Object.keys(data.series);
   byId("values").innerHTML = names.length
     ? names.map((name, i) => `<div class="box" id="value-${i}"></div>`).join("")
     : "<p>The run has logged no numbers: call run.log({\"loss\": metrics.loss}) in a step.</p>";
   names.forEach((name, i) => {
     const text = name.endsWith("nbytes") ? bytes : name.endsWith("_s") && !name.endsWith("per_s") ? seconds : number;
-    chart(`value-${i}`, name, [{label: name, colour: "var(--accent)", points: data.series[name]}], text, marks);
+    const {points, every, bad, num_bad, last} = data.series[name];
+    const about = [`last: ${typeof last === "number" ? text(last) : last}`];
+    if (num_bad) about.push(`${num_bad} not finite`);
+    if (every > 1) about.push(`of each ${every} values the least and the greatest`);
+    chart(`value-${i}`, name, [{label: name, colour: "var(--accent)", points}], text, {bad, about: about.join(" · ")});
   });
 }
 
@@ -175,7 +178,7 @@ function drawTimelines() {
   for (const [name, timeline] of Object.entries(data.timelines)) {
     const every = bars(timeline), length = timeline.step_s;
     svg += `<text x="0" y="${y + 12}">${esc(name)}: ${seconds(length)} a step, compute waits ${seconds(timeline.exposed_s)}, ` +
-      `${(100 * timeline.overlap).toFixed(0)}% of the communication is beside compute</text>`;
+      `${(100 * timeline.overlap).toFixed(0)}% of the communication overlaps compute</text>`;
     y += 20;
     for (const stream of data.streams.filter((each) => every.some((bar) => bar.stream === each))) {
       const height = LANE[stream] || OTHER;
@@ -300,30 +303,34 @@ function drawLayout() {
     return [title, `<code>${esc(leaf)}</code>`, `<code>${esc(what)}</code>`, esc(spec), esc(share), strip(cells)];
   });
   const kept = Object.entries(layout.nbytes).map(([kind, nbytes]) => `${kind} ${bytes(nbytes)}`).join(", ");
-  byId("layout").innerHTML = `<h2>Who holds what</h2><p>${layout.num_params.toLocaleString("en")} parameters on ${esc(layout.layout)}. At rest a rank holds: ` +
-    `${esc(kept)} (optim is one value of optimizer state for each parameter). A cell is a rank, or a run of ranks: blue with some of the leaf.</p>` +
+  byId("layout").innerHTML = `<h2>Who holds what</h2><p>${esc(layout.num_params.toLocaleString("en"))} parameters on ${esc(layout.layout)}. At rest a rank holds: ` +
+    `${esc(kept)} (optim is one value of optimizer state for each parameter). A cell is a rank, or a run of ranks: blue with some of the leaf. The spec is how the user places the leaf, ` +
+    `such as along which axis a dimension is split; it is empty for leaves that the strategy alone places.</p>` +
     table(["unit", "leaf", "dtype and shape", "spec", "on a rank", `ranks 0 to ${layout.ranks - 1}`], rows, []);
 }
 
 function drawRanks() {
   if (!data.own_s.length) return;
-  const ranks = data.own_s[0][1].length, sorted = (row) => [...row].sort((a, b) => a - b);
+  const ranks = data.own_s.reduce((most, [, row]) => Math.max(most, row.length), 0), sorted = (row) => [...row].sort((a, b) => a - b);
   const named = ranks <= 16
     ? [...Array(ranks).keys()].map((rank) => [`rank ${rank}`, (row) => row[rank]])
-    : [["fastest", (row) => sorted(row)[0]], ["median", (row) => sorted(row)[ranks >> 1]], ["slowest", (row) => sorted(row)[ranks - 1]]];
+    : [["fastest", (row) => sorted(row)[0]], ["median", (row) => sorted(row)[row.length >> 1]], ["slowest", (row) => sorted(row)[row.length - 1]]];
   byId("ranks").innerHTML = "<h2>Ranks</h2><p>Seconds that a step takes each rank without waits for other ranks. A rank above the others is a straggler.</p>" +
     '<div class="box" id="own"></div>';
   const lines = named.map(([label, of], i) => ({
-    label, colour: `hsl(${Math.round(i * 137.5) % 360} 60% 50%)`, points: data.own_s.map(([step, row]) => [step, of(row)]),
+    label, colour: `hsl(${Math.round(i * 137.5) % 360} 60% 50%)`, points: data.own_s.map(([step, row]) => [step, of(row)]).filter((p) => p[1] !== undefined),
   }));
-  chart("own", "own time", lines, seconds, []);
+  chart("own", "own time", lines, seconds);
 }
 
 function drawEvents() {
   const starts = data.starts.map(([step, time], i) => [step, time, i ? `started again, to go on at step ${step}` : "started"]);
   const rows = [...starts, ...data.events].sort((a, b) => a[1] - b[1]);
-  byId("events").innerHTML = "<h2>Starts, slow ranks and faults</h2>" + (rows.length
-    ? table(["step", "time", ""], rows.map(([step, time, text]) => [step, when(time), esc(text)]), [0])
+  const notes = [];
+  if (data.num_events > data.events.length) notes.push(`The newest ${data.events.length} of ${data.num_events} events are listed.`);
+  if (data.num_marks > data.marks.length) notes.push(`Charts mark ${data.marks.length} of ${data.num_marks} starts and events.`);
+  byId("events").innerHTML = `<h2>Starts, slow ranks and faults</h2><p>${notes.join(" ")}</p>` + (rows.length
+    ? table(["step", "time", "event"], rows.map(([step, time, text]) => [step, when(time), esc(text)]), [0])
     : "<p>Nothing is recorded.</p>");
 }
 
@@ -339,11 +346,14 @@ function drawEnvironment() {
   byId("environment").innerHTML = "<h2>Settings and environment</h2><p>Of the last start.</p>" + table(["", ""], rows, []);
 }
 
-drawSummary();
-drawValues();
-drawStep();
-drawCompared();
-drawLayout();
-drawRanks();
-drawEvents();
-drawEnvironment();
+const SECTIONS = {
+  summary: drawSummary, values: drawValues, step: drawStep, compared: drawCompared, layout: drawLayout, ranks: drawRanks,
+  events: drawEvents, environment: drawEnvironment,
+};
+for (const [id, draw] of Object.entries(SECTIONS)) {
+  try {
+    draw();
+  } catch (error) { // the other sections are of use without this one
+    byId(id).innerHTML = `<p>The section "${esc(id)}" could not be drawn from the log: ${esc(error)}</p>`;
+  }
+}

@@ -2,8 +2,10 @@
 
 import html
 import json
+import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 MAX_POINTS = 2000
-"""Points of a curve that the page keeps; of more, those at equal distances, and the last."""
+"""Points of a curve that the page keeps; of more, the least and the greatest of each of as many steps, and the last."""
+MAX_MARKS = 200
+"""Marks that a chart has, at most. They are chosen at equal distances."""
+MAX_EVENTS = 1000
+"""Events that the page lists: the newest."""
 
 
 @api_boundary
@@ -52,13 +58,19 @@ def page_of(log: RunLog, *, title: str) -> str:
 
 def page_data(log: RunLog, title: str) -> dict[str, Any]:
     """Return the values that the page draws."""
+    marks = [(step, f"started again at step {step}", False) for step, _, _ in log.starts[1:]]
+    marks += [(step, text, True) for step, _, text in log.events]
+    own_s, _ = _thinned(sorted(log.own_s.items()), max)
     return {
         "title": title,
-        "series": {name: _thinned(sorted(values.items())) for name, values in _in_order(log)},
-        "events": log.events,
+        "series": {name: _curve(values) for name, values in _in_order(log)},
+        "marks": _at_equal_distances(marks, MAX_MARKS),
+        "num_marks": len(marks),
+        "events": log.events[-MAX_EVENTS:],
+        "num_events": len(log.events),
         "starts": log.starts,
         "saved": log.saved,
-        "own_s": _thinned(sorted(log.own_s.items())),
+        "own_s": own_s,
         "timelines": log.timelines,
         "streams": STREAMS,
         "waiting": WAITING,
@@ -79,9 +91,35 @@ def _in_order(log: RunLog) -> list[tuple[str, dict[int, float]]]:
     return sorted(((name, values) for name, values in log.series.items() if values), key=key)
 
 
-def _thinned(rows: list[Any]) -> list[Any]:
-    every = -(-len(rows) // MAX_POINTS)
-    return rows if every <= 1 else [*rows[:-1:every], rows[-1]]
+def _curve(values: dict[int, float]) -> dict[str, Any]:
+    """Return what a chart draws of a series: finite points, marks of values that are not finite, and the last value."""
+    rows = sorted(values.items())
+    points, every = _thinned([row for row in rows if math.isfinite(row[1])], lambda value: value)
+    bad = [(step, str(value)) for step, value in rows if not math.isfinite(value)]
+    last = rows[-1][1]
+    return {
+        "points": points,
+        "every": every,
+        "bad": _at_equal_distances(bad, MAX_MARKS),
+        "num_bad": len(bad),
+        "last": last if math.isfinite(last) else str(last),
+    }
+
+
+def _thinned(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
+    """Return the rows that the page keeps, and of how many rows each two are the least and the greatest; 1 for all rows."""
+    if len(rows) <= MAX_POINTS:
+        return rows, 1
+    every = -(-2 * len(rows) // MAX_POINTS)
+    kept = {len(rows) - 1}
+    for first in range(0, len(rows), every):
+        among = range(first, min(first + every, len(rows)))
+        kept |= {pick(among, key=lambda i: height(rows[i][1])) for pick in (min, max)}
+    return [rows[i] for i in sorted(kept)], every
+
+
+def _at_equal_distances(rows: list[Any], most: int) -> list[Any]:
+    return rows if len(rows) <= most else [rows[i * (len(rows) - 1) // (most - 1)] for i in range(most)]
 
 
 def compared(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:

@@ -1,6 +1,7 @@
 """Read the log of a run: its values over steps, its events, and the newest timelines and layout."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,10 @@ from typing import Any
 
 from fsharp.errors import OptionError
 from fsharp.report.logs import LOG
+from fsharp.report.values import LAYOUT, SPAN, TIMELINE
+
+_NOT_FINITE = ("nan", "inf", "-inf")
+_MOST_STEPS, _LAST_TIME = 2**53, 4e12  # beyond them a browser has neither exact integers nor dates
 
 
 @dataclass
@@ -41,25 +46,28 @@ class RunLog:
     def add_line(self, line: bytes) -> None:
         """Add a line of the file, or count it as cut."""
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_int=_finite_or_name, parse_float=_finite_or_name, parse_constant=_finite_or_name)
             step, time = int(row.pop("step")), float(row.pop("time"))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            is_valid = abs(step) < _MOST_STEPS and 0 <= time < _LAST_TIME
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            is_valid = False
+        if not is_valid:
             self.num_cut += 1
             return
-        if "start" in row:
+        if isinstance(row.get("start"), dict):
             self._remove_from(step)
         for name, value in row.items():
-            if name == "start":
+            if name == "start" and isinstance(value, dict):
                 self.starts.append((step, time, value))
             elif name == "event":
                 self.events.append((step, time, str(value)))
-            elif name == "saved":
+            elif name == "saved" and isinstance(value, int):
                 self.saved.append(step)
-            elif name == "own_s":
+            elif name == "own_s" and isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
                 self.own_s[step] = value
-            elif isinstance(value, dict) and "timeline" in value:
+            elif isinstance(value, dict) and value.keys() == TIMELINE and value["timeline"] == list(SPAN):
                 self.timelines[name] = value
-            elif isinstance(value, dict) and "layout" in value:
+            elif isinstance(value, dict) and value.keys() == LAYOUT:
                 self.layout = value
             else:
                 for label, number in _numbers(name, value):
@@ -100,5 +108,13 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict | list):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _numbers(f"{name}/{key}", each)
-    elif isinstance(value, int | float):
+    elif isinstance(value, int | float) or value in _NOT_FINITE:
         yield name, float(value)
+
+
+def _finite_or_name(text: str) -> float | str:
+    """Return the number of a text in JSON; of NaN and of what is infinite as a float its name, as a JsonlLogger writes it."""
+    number = float(text)
+    if not math.isfinite(number):
+        return str(number)
+    return int(text) if text.lstrip("-").isdigit() else number

@@ -13,6 +13,10 @@ _MAX_CELLS = 64
 SPAN = ("op", "kind", "unit", "phase", "stream", "start_s", "stop_s", "sent", "start", "nbytes")
 """Fields of a row for a span; ``sent`` are bytes of its collectives, ``start`` and ``nbytes`` its memory in the arena."""
 
+TIMELINE = frozenset(("timeline", "spans", "step_s", "exposed_s", "overlap", "peak_nbytes", "arena", "memory"))
+LAYOUT = frozenset(("layout", "ranks", "num_params", "nbytes", "rows"))
+"""Fields of a timeline and of a layout as plain values."""
+
 
 def timeline_rows(timeline: Timeline) -> dict[str, Any]:
     """Return a timeline as plain values: rows of spans, the curve of live bytes, and sums."""

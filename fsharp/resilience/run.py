@@ -18,9 +18,9 @@ from fsharp.checkpoint.entries import is_checkpoint_leaf, with_state_dicts
 from fsharp.checkpoint.manifest import json_round_trip
 from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
-from fsharp.functional.comm.agree import agree
+from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
-from fsharp.report.logs import Logger
+from fsharp.report.logs import RUN_NAMES, Logger, check_names
 from fsharp.resilience.failures import reported_failures
 from fsharp.resilience.finite import LeftOutSteps, NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
@@ -180,17 +180,17 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Wait for the save under way. If there was no error, check that all ranks have ended the loop."""
         if error is not None:
-            try:
-                if isinstance(error, Exception):
+            if isinstance(error, Exception):
+                with self._record.failures_as_warnings():
                     self._record.log(self.step, {"event": f"the run ends with {type(error).__name__}: {error}"})
-            finally:
-                self._stack.__exit__(kind, error, trace)
+            self._stack.__exit__(kind, error, trace)
+            with self._record.failures_as_warnings():
+                self._record.log_save(self.step, self._checkpoints.complete)
             return
-        if self._checkpoints.saved != self.step:
-            newest = self._checkpoints.describe_newest()
-            self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
         with self._stack:
             agree("Run", {}, LabelledComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
+            self._checkpoints.wait_for_save()
+            check_on_all_ranks("Run", self.comm, self._record_end)
 
     @api_boundary
     def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
@@ -279,6 +279,7 @@ class Run:
         self._record.end_step(self.step, is_last=self.step >= self.total)
         kept = self._checkpoints
         kept.raise_failed()
+        self._record.log_save(self.step, kept.complete)
         is_preempted = self.preemption.agreed(self.step)
         if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
@@ -290,22 +291,24 @@ class Run:
 
     @api_boundary
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record values of the step under way, such as ``{"loss": metrics.loss}``. Values of rank 0 count.
+        """Record values of the step under way, or between steps of the last one. Values of rank 0 count.
 
         Args:
-            values: by name: numbers, tensors with one element, texts; a :class:`~fsharp.inspect.Timeline` or a
-                :class:`~fsharp.Layout`; lists and dicts of these. ``fsharp report`` draws numbers over steps, and the
-                timelines ``predicted`` and ``measured``.
+            values: by name, such as ``{"loss": metrics.loss}``: numbers, tensors with one element, texts; lists and dicts of
+                these; a :class:`~fsharp.inspect.Timeline` or a :class:`~fsharp.Layout`. ``fsharp report`` draws numbers over
+                steps, and the timelines ``predicted`` and ``measured``.
 
         Raises:
             RunError: before :meth:`resume`.
-            OptionError: a logger cannot record a value; raised on rank 0, and so on all ranks.
+            OptionError: a name is one under which the run itself records, such as ``step`` or ``event``; or a logger cannot
+                record a value, which is raised on rank 0, and so on all ranks.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """
         if self._phase == "new":
             raise RunError("Run.log(): call resume(tree) first: the step is not known before.")
-        self._record.log(self.step, values)
+        check_names("Run.log()", values, RUN_NAMES)
+        self._record.log(self.step if self._phase == "in a step" else max(self.step - 1, 0), values)
 
     @api_boundary
     def check(self, tree: Any) -> None:
@@ -340,7 +343,7 @@ class Run:
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
             self._checkpoints.begin_save(self._tree_to_save(tree), step=self.step)
-            self._record.log(self.step, {"saved": self.step})
+            self._record.log_save(self.step, self._checkpoints.complete)
 
     def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
@@ -359,8 +362,15 @@ class Run:
             )
         return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 
+    def _record_end(self) -> None:
+        self._record.log_save(self.step, self._checkpoints.complete)
+        if self._checkpoints.saved != self.step:
+            newest = self._checkpoints.describe_newest()
+            self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
+
     def _exit(self) -> NoReturn:
         self._checkpoints.wait_for_save()
+        self._record.log_save(self.step, self._checkpoints.complete)
         done = f"{self.step} of {self.total} steps"
         self._record.warn(self.step, f"a signal has come: saved after {done}, exit code {EXIT_PREEMPTED}")
         raise SystemExit(EXIT_PREEMPTED)

@@ -19,7 +19,8 @@ class RunCheckpoints:
 
     Attributes:
         saved: step of the newest checkpoint on disk that this run has written or loaded; -1 if there is none.
-        newest: step of the newest checkpoint on disk or in memory of hosts; -1 if there is none.
+        newest: step of the newest checkpoint on disk or in memory of hosts; -1 if there is none. Both count a save that has
+            begun.
     """
 
     def __init__(
@@ -95,6 +96,11 @@ class RunCheckpoints:
         assert self.replicas is not None
         self.replicas.refresh(tree, step=step, config=self._config)
         self.newest = step
+
+    @property
+    def complete(self) -> int:
+        """Step of the newest complete checkpoint on disk that this run has written; -1 if there is none."""
+        return self._saver.saved
 
     def raise_failed(self) -> None:
         """Raise the error of a failed save or refresh."""

@@ -4,7 +4,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -45,7 +46,7 @@ class RunRecord:
         if loggers is None:
             loggers = () if "://" in root else (JsonlLogger(os.path.join(root, LOG)),)
         self._loggers = tuple(loggers) if comm.rank == 0 else ()
-        self._comm, self._rate = comm, (0, 0.0)
+        self._comm, self._rate, self._saved = comm, (0, 0.0), -1
         found = innermost_comm(comm)
         is_native = isinstance(found, ProcessGroupComm) and found.is_native
         self.stragglers = None if is_native else StragglerDetector(comm, every=every)
@@ -60,6 +61,20 @@ class RunRecord:
         if self._comm.rank == 0:
             _log.warning("%s", text)
         self.log(step, {"event": text})
+
+    def log_save(self, step: int, complete: int) -> None:
+        """Record the newest complete checkpoint, if it is new."""
+        if complete != self._saved:
+            self._saved = complete
+            self.log(step, {"saved": complete})
+
+    @contextmanager
+    def failures_as_warnings(self) -> Iterator[None]:
+        """Warn if a logger fails in this context, as while the error of a run is on its way."""
+        try:
+            yield
+        except Exception as failure:
+            _log.warning("a logger could not record the end of the run: %s: %s", type(failure).__name__, failure)
 
     def start(self, step: int, tree: Any, **about: Any) -> None:
         """Record that the run begins or goes on: settings, versions, this machine, and the layout of the tree's units."""

@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,8 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 import fsharp as fs
+from fsharp.checkpoint import saver
+from fsharp.checkpoint.saving import write_snapshot
 from fsharp.errors import FsharpError
 from fsharp.testing import processes
 
@@ -61,7 +65,10 @@ def test_timelines_and_layouts_are_rows(tmp_path):
     assert max(nbytes for _, nbytes in found["memory"]) == found["peak_nbytes"] == timeline.peak_nbytes
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), object(), {"a": b"bytes"}])
+LAYOUT = fs.plan({"w": torch.empty(4)}, fs.Mesh({"dp": 1}), fs.ddp("dp"))
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), object(), {"a": b"bytes"}, {"a": LAYOUT}])
 def test_a_value_that_json_cannot_hold_is_named(value, tmp_path):
     with pytest.raises(FsharpError, match=r"log\(\): 'norm(\.a)?' is .*, expected a number, a tensor with one element"):
         fs.resilience.JsonlLogger(tmp_path / "log.jsonl").log(0, {"norm": value})
@@ -75,10 +82,11 @@ def test_tensorboard_gets_scalars_and_texts(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         logger = fs.resilience.TensorBoardLogger(writer)
         logger.log(7, {"loss": torch.tensor(0.5), "own_s": [1, 2.5], "event": "rank 1 is slow", "layout": layout, "none": None})
+        logger.log(8, {"loss": torch.tensor(math.inf)})
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     assert {tag: [(x.step, x.value) for x in found.Scalars(tag)] for tag in found.Tags()["scalars"]} == {
-        "loss": [(7, 0.5)],
+        "loss": [(7, 0.5), (8, math.inf)],
         "own_s/0": [(7, 1.0)],
         "own_s/1": [(7, 2.5)],
     }
@@ -91,7 +99,8 @@ def test_wandb_gets_names_and_values():
     layout = fs.plan({"w": torch.empty(4)}, fs.Mesh({"dp": 1}), fs.ddp("dp"))
     logger.log(1, {"loss": torch.tensor(0.5), "own_s": [1, 2], "layout": layout})
     logger.log(2, {"layout": layout})
-    assert calls == [(1, {"loss": 0.5, "own_s/0": 1, "own_s/1": 2})]
+    logger.log(3, {"loss": math.inf})
+    assert calls == [(1, {"loss": 0.5, "own_s/0": 1, "own_s/1": 2}), (3, {"loss": math.inf})]
 
 
 def test_a_logger_of_another_library_needs_its_methods():
@@ -157,6 +166,72 @@ def test_a_run_has_the_layout_of_its_tree(tmp_path):
     assert found.units == layout.units
     assert found.nbytes("params") == 24
     assert not (tmp_path / "log.jsonl").exists(), "other loggers were given"
+
+
+@pytest.mark.parametrize("name", ["step", "time", "start", "event", "saved", "own_s", "steps_per_s"])
+def test_names_of_the_run_itself_are_taken(name, tmp_path):
+    with fs.resilience.Run(tmp_path, comm=fs.SingleComm(), total=1, save_every=1) as run:
+        tree = run.resume({"w": torch.zeros(2)})
+        for _ in run.steps():
+            with pytest.raises(FsharpError, match=rf"Run\.log\(\): the name '{name}' is taken"):
+                run.log({name: 0.5})
+            run.end_step(tree)
+    if name in ("step", "time"):
+        with pytest.raises(FsharpError, match=rf"log\(\): the name '{name}' is taken"):
+            fs.resilience.JsonlLogger(tmp_path / "a").log(0, {name: 0.5})
+
+
+def test_values_after_the_loop_are_of_the_last_step(tmp_path):
+    with fs.resilience.Run(tmp_path, comm=fs.SingleComm(), total=2, save_every=1) as run:
+        tree = run.resume({"w": torch.zeros(2)})
+        for _ in run.steps():
+            tree = run.end_step(tree)
+            run.log({"eval": 1.0})
+        run.log({"test": 2.0})
+    found = [row for row in without_times(tmp_path / "log.jsonl") if "eval" in row or "test" in row]
+    assert found == [{"step": 0, "eval": 1.0}, {"step": 1, "eval": 1.0}, {"step": 1, "test": 2.0}]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_is_recorded_once_it_is_complete(fails, tmp_path, monkeypatch):
+    begun, proceed = threading.Event(), threading.Event()
+
+    def write(*args):
+        begun.set()
+        assert proceed.wait(60)
+        if fails:
+            raise OSError("no space left")
+        return write_snapshot(*args)
+
+    monkeypatch.setattr(saver, "write_snapshot", write)
+    recorder = Recorder()
+
+    def saved():
+        return [values["saved"] for _, values in recorder.calls if "saved" in values]
+
+    with (
+        pytest.raises(FsharpError, match="no space left") if fails else nullcontext(),
+        fs.resilience.Run(tmp_path, comm=fs.SingleComm(), total=2, save_every=1, loggers=[recorder]) as run,
+    ):
+        tree = run.resume({"w": torch.zeros(2)})
+        for step in run.steps():
+            if step == 1:
+                assert begun.wait(60)
+                assert not saved()
+                proceed.set()
+            tree = run.end_step(tree)
+    assert saved() == ([] if fails else [1, 2])
+
+
+def test_a_failing_logger_does_not_hide_the_error_of_a_run(tmp_path, caplog):
+    class Broken:
+        def log(self, step, values):
+            if "event" in values:
+                raise OSError("no space left")
+
+    with pytest.raises(KeyError, match="stopped"):
+        steps_of(tmp_path, total=4, stop=2, loggers=[Broken()])
+    assert "a logger could not record the end of the run: OSError: no space left" in caplog.text
 
 
 def test_a_run_refuses_what_is_no_logger(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 import fsharp as fs
 from fsharp.cli import main
-from fsharp.report.page import MAX_POINTS, page_of
+from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, page_of
 from fsharp.report.reading import read_log
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
@@ -170,12 +170,84 @@ def test_a_run_that_logged_nothing_has_a_page(tmp_path):
     assert "has logged no timeline" in html_of(context, "step")
 
 
-def test_long_runs_are_thinned(tmp_path):
-    rows = [json.dumps({"step": i, "time": i, "loss": i}) for i in range(3 * MAX_POINTS + 1)]
+def page_of_rows(tmp_path, rows):
+    """The opened page of a log with these lines: dicts, or texts as they are."""
+    rows = [row if isinstance(row, str) else json.dumps({"time": 0} | row) for row in rows]
     (tmp_path / "log.jsonl").write_text("\n".join(rows) + "\n")
-    context, _ = opened(page_of(read_log(tmp_path), title="long"))
-    assert MAX_POINTS / 2 < context.eval("data.series.loss.length") <= MAX_POINTS + 1
-    assert context.eval("data.series.loss[data.series.loss.length - 1][0]") == 3 * MAX_POINTS
+    return opened(page_of(read_log(tmp_path), title="a run"))[0]
+
+
+def test_long_runs_are_thinned_and_keep_spikes(tmp_path):
+    values = dict.fromkeys(range(3 * MAX_POINTS + 1), 1.0) | {5001: 1000.0, 5003: -7.0}
+    context = page_of_rows(tmp_path, [{"step": i, "loss": x, "own_s": [x, 0.0]} for i, x in values.items()])
+    for rows, spike in (("data.series.loss.points", [5001, 1000.0]), ("data.own_s", [5001, [1000.0, 0.0]])):
+        kept = json.loads(context.eval(f"JSON.stringify({rows})"))
+        assert MAX_POINTS / 4 < len(kept) <= MAX_POINTS + 1
+        assert spike in kept
+        assert kept == sorted(kept)
+        assert kept[-1][0] == 3 * MAX_POINTS
+    assert [5003, -7.0] in json.loads(context.eval("JSON.stringify(data.series.loss.points)"))
+    assert "of each 7 values the least and the greatest" in html_of(context, "value-0")
+
+
+@pytest.mark.parametrize("nan", ['"nan"', "NaN", "Infinity", "-1e999", "1" + 400 * "0"])
+def test_values_that_are_not_finite_are_marked(nan, tmp_path):
+    line = f'{{"step": 3, "time": 0, "loss": {nan}, "n": {{"a": {nan}}}}}'
+    context = page_of_rows(tmp_path, [*({"step": i, "loss": 1.0} for i in range(3)), line])
+    assert "1 value of loss is not finite" in context.eval("element('summary').textContent")
+    for name, title in (("value-0", "loss"), ("value-1", "n/a")):
+        assert re.search(rf"{title}<span>last: (nan|-?inf) · 1 not finite", html_of(context, name))
+        assert html_of(context, name).count('class="mark bad"') == 1
+        assert not re.search("NaN|Infinity", html_of(context, name))
+
+
+@pytest.mark.parametrize(
+    "line", ['"step": 1e999, "time": 0', '"step": NaN, "time": 0', '"step": 1, "time": NaN', '"step": 1' + 400 * "0"]
+)
+def test_a_line_without_a_step_and_a_time_counts_as_cut(line, tmp_path):
+    context = page_of_rows(tmp_path, [{"step": 0, "loss": 1.0}, f'{{{line}, "loss": 2.0}}'])
+    assert "1 line of the log could not be read" in context.eval("element('summary').textContent")
+    assert "last: 1" in html_of(context, "value-0")
+
+
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 2), (2, 20), (20, 2)])
+def test_a_run_that_changes_its_number_of_ranks_shows_all_of_them(ranks, tmp_path):
+    context = page_of_rows(tmp_path, [{"step": i, "own_s": [0.1] * n} for i, n in enumerate(ranks)] + [{"step": 0, "loss": 1}])
+    assert html_of(context, "own").count('class="curve"') == min(max(ranks), 16 if max(ranks) <= 16 else 3)
+    assert "NaN" not in html_of(context, "own")
+    assert "undefined" not in html_of(context, "own")
+
+
+@pytest.mark.parametrize("value", [{"layout": "zero3", "lr": 0.5}, {"timeline": "x"}, 0.5, None, True, [{}], "text"])
+@pytest.mark.parametrize("name", ["start", "own_s", "saved", "config"])
+def test_values_of_other_programs_leave_the_page_whole(name, value, tmp_path):
+    start = {"step": 0, "start": {"total": 9, "mesh": "m", "device": "cpu"}}
+    context = page_of_rows(tmp_path, [start, {"step": 0, "loss": 1.5}, {"step": 1, "loss": 2.5, name: value}])
+    assert "last: 2.5" in html_of(context, "value-0")
+    assert not any(
+        "could not be drawn" in html_of(context, each) for each in ("values", "ranks", "layout", "step", "environment")
+    )
+
+
+def test_a_section_that_cannot_be_drawn_leaves_the_others(run_dir):
+    log = read_log(run_dir)
+    log.layout["rows"] = "<b>none"
+    log.layout["num_params"] = "<img>"
+    context, _ = opened(page_of(log, title="a run"))
+    assert 'The section "layout" could not be drawn' in html_of(context, "layout")
+    assert "straggler" in html_of(context, "events")
+    log.layout["rows"] = []
+    assert "<img>" not in html_of(opened(page_of(log, title="a run"))[0], "layout")
+
+
+def test_of_many_events_the_newest_are_listed(tmp_path):
+    count = 3 * MAX_EVENTS
+    context = page_of_rows(tmp_path, [{"step": i, "loss": 1.0, "event": f"event {i}."} for i in range(count)])
+    assert html_of(context, "value-0").count('class="mark bad"') == MAX_MARKS
+    events = html_of(context, "events")
+    assert events.count("<tr>") == MAX_EVENTS + 1
+    assert f"event {count - 1}." in events
+    assert f"The newest {MAX_EVENTS} of {count} events are listed. Charts mark {MAX_MARKS} of {count}" in events
 
 
 def shown_by(browser, run_dir):
