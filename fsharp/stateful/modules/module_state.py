@@ -8,7 +8,7 @@ import torch
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelledComm
-from fsharp.functional.comm.residuals import own_residuals, zero_residuals
+from fsharp.functional.comm.residuals import own_residuals
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import buffers_on_device, gather
 from fsharp.functional.state import TrainState
@@ -61,9 +61,10 @@ class ModuleState:
         self.record_version_counters()
 
     def clear_residuals(self) -> None:
-        """Set residuals to zero: what formats have lost of gradients of other parameters."""
-        units = [node.unit for node in units_of(self.train_state.params)]
-        self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
+        """Set residuals to zero in place: what formats have lost of gradients of other parameters, or of scaled ones."""
+        if self.train_state.residuals is not None:
+            for tensors in self.train_state.residuals.value.values():
+                torch._foreach_zero_(tensors)
 
     def add_write_settings(self, account: Callable[[str], None]) -> None:
         """Add to labels whether parameters were written to since the last step, to find a rank that did so alone."""

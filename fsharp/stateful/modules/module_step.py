@@ -139,7 +139,7 @@ class ModuleStep:
             for unit in self._units:
                 if unit.gradient is not None:
                     unit.gradient.ignore(self._paused)
-                    unit.gradient.feed_back(self._carried.get(unit.layout.name, {}))
+                    unit.gradient.feed_back(self._carried.get(unit.layout.name, {}), keep_unused=True)
             run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -155,7 +155,7 @@ class ModuleStep:
                 return
             missing = unused_parameters(self._units, self.scheduler, self._paused)
             grads = self.scheduler.hand_out_gradients(self._units, self.state.train_state.params)
-            self.means.set_from_sums(self.scheduler.run_reduce_scatter(grads, "optim", self._carried), missing)
+            self.means.set_from_sums(self.scheduler.run_reduce_scatter(grads, "optim", {}), missing)
             if not self._is_apart:
                 self.means.call_hooks()
 
@@ -205,6 +205,15 @@ class ModuleStep:
         if self.used:
             raise self._used_up_error(where, "use", f"and then a backward before {where}")
         return self.means.tree
+
+    def refuse_scaled_gradients(self, where: str) -> None:
+        """Raise an error for a loss scaler if the module has feedback. Residuals, which are scaled by now, become zero."""
+        if self.has_feedback:
+            self.state.clear_residuals()
+            raise ScheduleError(
+                f"{where}: the module has Precision(feedback=True). What its formats have lost of earlier gradients is added to "
+                "later ones, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
+            )
 
     def _used_up_error(self, where: str, does: str, remedy: str) -> ScheduleError:
         return ScheduleError(

@@ -63,6 +63,7 @@ class GradientBuffer:
         self._deferred: Callable[[], None] | None = None
         self.is_under_way = False
         self._residuals: Mapping[int, ByAxis] = {}
+        self._keeps_unused = False
         self._encoded: list[torch.Tensor | None] = []
         self._ignored: set[int] = set()
 
@@ -141,9 +142,18 @@ class GradientBuffer:
             leaves = enumerate(self.route.leaves)
             self._ignored |= {i for i, leaf in leaves if self.route.unit.path_in_tree(leaf) in paths}
 
-    def feed_back(self, residuals: Mapping[int, ByAxis]) -> None:
-        """Pass residuals to reductions, by group and axis: they are added to gradients, and overwritten."""
-        self._residuals = residuals
+    def feed_back(self, residuals: Mapping[int, ByAxis], *, keep_unused: bool = False) -> None:
+        """Pass residuals to reductions, by group and axis: they are added to gradients, and overwritten.
+
+        With ``keep_unused`` a gradient that no leaf has a part in is reduced without its residuals, which stay as they are.
+        """
+        self._residuals, self._keeps_unused = residuals, keep_unused
+
+    def _carried(self, group: int) -> ByAxis:
+        carried = self._residuals.get(group, {})
+        if self._keeps_unused and not self.found:
+            return {axis: each._replace(residual=None) for axis, each in carried.items()}
+        return carried
 
     def collect_in(self, block: OutgoingBlock) -> None:
         """Continue to collect in another block, to which the collected gradient is moved."""
@@ -194,7 +204,7 @@ class GradientBuffer:
     def encode(self, chains: Sequence[AxisChain], buffers: Sequence[torch.Tensor]) -> None:
         """Encode the buffers that are about to go through chains, if the chains begin with an exchange of encoded parts."""
         pairs = zip(chains, buffers, strict=True)
-        self._encoded = [chain.encode(x, self._residuals.get(chain.group, {})) for chain, x in pairs]
+        self._encoded = [chain.encode(x, self._carried(chain.group)) for chain, x in pairs]
 
     def encode_rest(self) -> None:
         """Encode what rests, for :meth:`finish`."""
@@ -218,8 +228,7 @@ class GradientBuffer:
             if block.sent[i] is not block.collected[i]:
                 block.sent[i].copy_(block.collected[i])
             out = self.rest.tensors[i] if direct else block.received[i]
-            residuals = self._residuals.get(chain.group, {})
-            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], residuals, encoded[i]))
+            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._carried(chain.group), encoded[i]))
         return legs
 
     def send(self, works: list[Work]) -> list[Work]:
@@ -296,7 +305,7 @@ class GradientBuffer:
                 sent.copy_(source) if len(sent) else source,
                 target,
                 scratch,
-                self._residuals.get(chain.group, {}),
+                self._carried(chain.group),
                 encoded,
             )
             for chain, source, target, (sent, *scratch), encoded in rows

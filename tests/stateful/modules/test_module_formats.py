@@ -1,5 +1,7 @@
 """Error feedback and stochastic rounding in modules: the bits of functions, residuals that are saved, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.formats import hadamard, mxint4, mxint8, stochastic
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.scheduling import DP, ON_TWO_AXES, STRATEGIES, assert_same, buffers, every
 
 WIRES = {"outer": stochastic(hadamard(mxint4)), "inner": mxint8}
@@ -209,8 +211,55 @@ def test_what_would_count_a_loss_twice_is_refused():
         with pytest.raises(ScheduleError, match=r"unscale_\(\): the module has Precision\(feedback=True\)"):
             scaler.unscale_(optimizer)
         optimizer.zero_grad()
+        assert not has_residuals(model)  # those of scaled gradients are gone
         with pytest.raises(TreeError, match=r"train_state: gradients of unit 'first' travel with feedback"):
             model.train_state = model.train_state._replace(residuals=None)
         train(comm, model, optimizer, 0, 1)
+        fresh, its_optimizer = make(comm, fs.zero1("dp"), FED_BACK)
+        train(comm, fresh, its_optimizer, 0, 1)
+        assert_same(bits(model.train_state), bits(fresh.train_state))
+        assert_same(model.train_state.residuals, fresh.train_state.residuals)
 
     simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("is_paused", [False, True], ids=["unused", "paused"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hfsdp"])
+def test_a_unit_without_a_gradient_keeps_its_residuals(strategy, is_paused):
+    mesh, how = STRATEGIES[strategy]
+
+    def of_other(model):
+        return [x.clone() for key, each in model.train_state.residuals.value.items() if "other" in key for x in each]
+
+    def rank_fn(comm):
+        model, optimizer = make(comm, how, FED_BACK)
+        train(comm, model, optimizer, 0, 2)
+        kept = of_other(model)
+        assert any(x.count_nonzero() for x in kept)
+        model.other.requires_grad_(not is_paused)
+        for step in range(2, 4):
+            model(inputs(comm, step, 0), by_other=is_paused).square().mean().backward()
+            assert model.other.weight.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(of_other(model), kept)
+        model.other.requires_grad_(True)
+        train(comm, model, optimizer, 4, 5)
+        assert not all(map(torch.equal, of_other(model), kept))
+
+    simulate(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("policy", [{}, {"sum_late": False}, {"bucket_nbytes": 600}], ids=["default", "sums at once", "buckets"])
+def test_strategies_have_the_same_bits_where_some_steps_do_not_use_a_unit(policy):
+    def rank_fn(comm, strategy):
+        model, optimizer = make(comm, STRATEGIES[strategy][1], FED_BACK, policy=DebugPolicy(poison=True, **policy))
+        for step in range(5):
+            model(inputs(comm, step, 0), by_other=step % 2 == 0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.clone() for _, value in model.full_parameters()]
+
+    first, *others = [simulate(DP, partial(rank_fn, strategy=each)) for each in ("ddp", "zero1", "zero2", "zero3")]
+    for other in others:
+        assert_same(other, first)

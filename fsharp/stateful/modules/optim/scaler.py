@@ -46,11 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         session = optimizer.session
         if session.step.finish_gradients("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
-        if session.step.has_feedback:
-            raise ScheduleError(
-                "unscale_(): the module has Precision(feedback=True). What its formats have lost of earlier gradients is added "
-                "to later ones, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
-            )
+        session.step.refuse_scaled_gradients("unscale_()")
         buffers = session.step.means.buffers
         if not allow_fp16 and any(buffer.dtype == torch.float16 for buffer in buffers):
             raise ValueError(
