@@ -211,8 +211,8 @@ class ModuleStep:
         if self.has_feedback:
             self.state.clear_residuals()
             raise ScheduleError(
-                f"{where}: the module has Precision(feedback=True). What its formats have lost of earlier gradients is added to "
-                "later ones, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
+                f"{where}: the module has Precision(feedback=True). What its formats have lost of earlier gradients is added "
+                "to later ones, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
             )
 
     def _used_up_error(self, where: str, does: str, remedy: str) -> ScheduleError:

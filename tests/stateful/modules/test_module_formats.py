@@ -250,7 +250,7 @@ def test_a_unit_without_a_gradient_keeps_its_residuals(strategy, is_paused):
     simulate(mesh, rank_fn)
 
 
-@pytest.mark.parametrize("policy", [{}, {"sum_late": False}, {"bucket_nbytes": 600}], ids=["default", "sums at once", "buckets"])
+@pytest.mark.parametrize("policy", [{}, {"sum_late": False}, {"bucket_nbytes": 600}], ids=["default", "sums at once", "bucket"])
 def test_strategies_have_the_same_bits_where_some_steps_do_not_use_a_unit(policy):
     def rank_fn(comm, strategy):
         model, optimizer = make(comm, STRATEGIES[strategy][1], FED_BACK, policy=DebugPolicy(poison=True, **policy))
