@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 
 import optree
@@ -273,7 +275,7 @@ def test_calibrate_writes_what_it_prints(measured):
     assert all(f"{op} along {axis}" in text for op, axis in links)
     assert 0 < machine.hardware.memory_bandwidth < math.inf
     assert machine.hardware.synchronous_host
-    assert text.endswith(f"measured on Mesh(dp=2); wrote {file}")
+    assert f"measured on Mesh(dp=2); wrote {file}" in text
 
 
 def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
@@ -343,10 +345,45 @@ def test_calibrate_says_what_it_expected(argv, words, tmp_path, capsys):
     assert not (tmp_path / "hardware.json").exists()
 
 
-def test_calibrate_looks_for_the_folder_before_it_measures(tmp_path, capsys):
-    status, _, err = run(capsys, "calibrate", tmp_path / "no" / "hardware.json")
+@pytest.mark.parametrize(
+    ("path", "may_write", "words"),
+    [
+        ("no/hardware.json", True, "no does not"),
+        (".", True, "is a folder"),
+        ("hardware.json", False, "and that you may write to"),
+    ],
+)
+def test_calibrate_looks_at_the_path_before_it_measures(path, may_write, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: may_write)
+    monkeypatch.setattr(fs, "launch", lambda *_: pytest.fail("it measures"))
+    status, _, err = run(capsys, "calibrate", tmp_path / path)
     assert status == 2
     assert "expected a path in a folder that exists" in err
+    assert words in err
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_of_calibrate_alone_writes_and_warns_of_an_unknown_bandwidth(rank, tmp_path, capsys, monkeypatch):
+    speeds = {"bandwidth": {("all_gather", "dp"): math.inf}, "latency": {("all_gather", "dp"): 1e-3}}
+    hardware = fs.inspect.Hardware(compute=(0.0, 0.0), **speeds, memory_bandwidth=2e9)
+    monkeypatch.setattr(fs, "launch", lambda *_: [Machine(1e9, "float32", hardware)])
+    monkeypatch.setenv("RANK", rank)
+    status, lines, _ = run(capsys, "calibrate", tmp_path / "hardware.json", "--steps", "20")
+    assert (status, (tmp_path / "hardware.json").exists()) == (0, rank == "0")
+    if rank == "0":
+        assert "warning: the bandwidth of all_gather along dp could not be told from the latency" in lines[-1]
+        assert lines[-1].endswith("--steps 100")
+    else:
+        assert not lines
+
+
+def test_a_reader_that_stops_ends_the_command_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from fsharp.cli import main; raise SystemExit(main(['plan', 'gpt-2', '--mesh', 'dp=2']))"]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_a_machine_gives_seconds_of_units():

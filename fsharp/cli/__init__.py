@@ -3,6 +3,7 @@
 The command needs no process group, and of other packages tyro: ``pip install 'fsharp[cli]'``.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Union
@@ -54,15 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ckpt.__annotations__["command"] = conf.OmitSubcommandPrefixes[choice(CHECKPOINTS)]
     try:
-        print(
-            tyro.cli(
-                choice({**COMMANDS, "ckpt": ckpt}),
-                prog="fsharp",
-                description=_ABOUT,
-                args=argv,
-            )
-        )
+        text = tyro.cli(choice({**COMMANDS, "ckpt": ckpt}), prog="fsharp", description=_ABOUT, args=argv)
     except (FsharpError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError | PatternError) else 1
+    if text:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # the reader has seen enough, as head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its exit
+            return 1
     return 0

@@ -66,7 +66,7 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
     """Measure this machine, and write its speeds to a file for fsharp schedule --hardware and fsharp tune --hardware.
 
     One process for each rank of the mesh trains a small model for some seconds; let nothing else run. Under torchrun its
-    processes are the ranks, on one host or several.
+    processes are the ranks, on one host or several; rank 0 writes the file, and alone prints.
 
     Args:
         file: path of the JSON file to write, such as hardware.json.
@@ -82,13 +82,25 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
         raise OptionError(f"calibrate: mesh is {mesh!r}, expected at least 2 ranks: one rank sends nothing.")
     if dtype:
         dtype_of("calibrate: dtype", dtype)
-    folder = Path(file).resolve().parent
-    if not folder.is_dir():
-        raise OptionError(f"calibrate: {file!r} cannot be written, expected a path in a folder that exists: {folder} does not.")
+    is_writer = os.environ.get("RANK", "0") == "0"
+    if is_writer:
+        _check_output(file)
     found = fsharp.launch(_measure, axes.size, axes.axes, steps, dtype)[0]
-    if os.environ.get("RANK", "0") == "0":
-        Path(file).write_text(_machine_to_json(found))
-    return _describe(found, axes, file)
+    if not is_writer:
+        return ""
+    Path(file).write_text(_machine_to_json(found))
+    return _describe(found, axes, file, steps)
+
+
+def _check_output(file: str) -> None:
+    path = Path(file).resolve()
+    what = f"calibrate: {file!r} cannot be written, expected a path in a folder that exists"
+    if not path.parent.is_dir():
+        raise OptionError(f"{what}: {path.parent} does not.")
+    if path.is_dir():
+        raise OptionError(f"{what}, with the name of the file: {path} is a folder.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionError(f"{what}, and that you may write to.")
 
 
 def _measure(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
@@ -115,7 +127,7 @@ def _seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
     return median(float(text) for text in all_gather_texts(repr(median(found[1:])), comm))
 
 
-def _describe(found: Machine, mesh: Mesh, file: str) -> str:
+def _describe(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
     hardware = found.hardware
     rows = [
         ("matrix products", f"{found.flops / 1e9:,.1f} GFLOP/s in {found.dtype}"),
@@ -129,7 +141,11 @@ def _describe(found: Machine, mesh: Mesh, file: str) -> str:
         rows.append((f"{op} along {axis}", f"{text}, latency {seconds_text(latency)}"))
     if hardware.contention:
         rows.append(("cores", "shared by compute and collectives"))
-    return "\n".join([*align_columns(rows), "", f"measured on {mesh}; wrote {file}"])
+    lines = [*align_columns(rows), "", f"measured on {mesh}; wrote {file}"]
+    if unknown := [f"{op} along {axis}" for (op, axis), rate in hardware.bandwidth.items() if math.isinf(rate)]:
+        what = f"the bandwidth of {' and of '.join(unknown)} could not be told from the latency, and counts as infinite"
+        lines.append(f"warning: {what}: repeat with more steps, such as --steps {5 * steps}")
+    return "\n".join(lines)
 
 
 def _machine_to_json(machine: Machine) -> str:

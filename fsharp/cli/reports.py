@@ -9,7 +9,7 @@ def report(run_dir: str, /, *, out: str = "") -> str:
     The file needs no network and no other file.
 
     Args:
-        run_dir: folder of the run: of its checkpoints and its log.jsonl.
+        run_dir: folder with the run's checkpoints and log.jsonl.
         out: path of the file; report.html in the folder by default.
     """
     return f"wrote {write_report(run_dir, out or None)}"

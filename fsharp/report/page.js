@@ -284,8 +284,8 @@ function drawStep() {
 function drawCompared() {
   if (!data.compared.length) return;
   const rows = data.compared.map(([what, a, b]) => [esc(what), seconds(a), seconds(b), a ? (b / a).toFixed(2) : ""]);
-  byId("compared").innerHTML = "<h2>Predicted and measured</h2><p>Seconds of a step by kind of op. A ratio above 1 is slower than predicted.</p>" +
-    table(["", "predicted", "measured", "ratio"], rows, [1, 2, 3]);
+  byId("compared").innerHTML = "<h2>Predicted and measured</h2><p>Seconds of a step by kind of op; an op is one entry of the schedule, such as the gather of a unit. A ratio above 1 is slower than predicted.</p>" +
+    table(["kind of op", "predicted", "measured", "ratio"], rows, [1, 2, 3]);
 }
 
 function drawLayout() {
