@@ -61,8 +61,8 @@ class RunLog:
                 self.starts.append((step, time, value))
             elif name == "event":
                 self.events.append((step, time, str(value)))
-            elif name == "saved" and isinstance(value, int):
-                self.saved.append(step)
+            elif name == "saved" and type(value) is int:
+                self.saved.append(value)  # a later step may record it: the save went on meanwhile
             elif name == "own_s" and isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
                 self.own_s[step] = value
             elif isinstance(value, dict) and value.keys() == TIMELINE and value["timeline"] == list(SPAN):

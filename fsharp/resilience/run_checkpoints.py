@@ -40,7 +40,7 @@ class RunCheckpoints:
             )
         self.root, self.replicas = root, replicas
         self.save_every, self.refresh_every = save_every, refresh_every
-        self.saved = self.newest = -1
+        self.saved = self.newest = self._loaded = -1
         self._comm, self._config, self._options = comm, config, options
         self._names = set[str]()
 
@@ -83,7 +83,7 @@ class RunCheckpoints:
         else:
             found, loaded = load_newest(root, like, comm=self._comm, donate=True)
         self.newest = found.step
-        self.saved = found.step if os.path.dirname(found.path) == self.root else -1
+        self.saved = self._loaded = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded
 
     def begin_save(self, tree: Any, *, step: int) -> None:
@@ -99,8 +99,8 @@ class RunCheckpoints:
 
     @property
     def complete(self) -> int:
-        """Step of the newest complete checkpoint on disk that this run has written; -1 if there is none."""
-        return self._saver.saved
+        """Step of the newest complete checkpoint on disk that this run has written or loaded; -1 if there is none."""
+        return self._saver.saved if self._saver.saved >= 0 else self._loaded
 
     def raise_failed(self) -> None:
         """Raise the error of a failed save or refresh."""

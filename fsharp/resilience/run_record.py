@@ -63,10 +63,10 @@ class RunRecord:
         self.log(step, {"event": text})
 
     def log_save(self, step: int, complete: int) -> None:
-        """Record the newest complete checkpoint, if it is new."""
+        """Record the newest complete checkpoint, if it is new. ``step`` is the number of finished steps."""
         if complete != self._saved:
             self._saved = complete
-            self.log(step, {"saved": complete})
+            self.log(max(step - 1, 0), {"saved": complete})  # loggers such as wandb's take no earlier step afterwards
 
     @contextmanager
     def failures_as_warnings(self) -> Iterator[None]:

@@ -52,7 +52,8 @@ def run_dir(tmp_path):
     layout, both = timelines()
     for step in range(7):
         logger.log(step, {"loss": 10.0 - step, "own_s": [1.0, 2.0]})
-    logger.log(4, {"saved": 4, "event": "rank 1 is a <i>straggler</i>"})
+    logger.log(5, {"saved": 4})
+    logger.log(4, {"event": "rank 1 is a <i>straggler</i>"})
     with logger.path.open("ab") as file:
         file.write(b'{"step": 7, "los')
     logger.log(4, {"start": about | {"total": 12}})
@@ -121,6 +122,7 @@ def test_the_page_shows_a_run(run_dir):
     summary = context.eval("element('summary').textContent")
     assert summary.startswith("6 of 12 steps")
     assert "started 2 times" in summary
+    assert "newest checkpoint after 4 steps" in summary
     assert "1 line of the log could not be read" in summary
     assert html_of(context, "values").count('class="box"') == 2
     assert "loss<span>last: 6" in html_of(context, "value-0")
