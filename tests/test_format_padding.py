@@ -13,7 +13,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.formats import Format, Plane, hadamard, mxfp4, mxint4, stochastic
 from fsharp.testing import DebugPolicy, generate, simulate
-from tests.scheduling import ON_TWO_AXES, STRATEGIES, assert_same, buffers, every
+from tests.scheduling import DP, ON_TWO_AXES, STRATEGIES, assert_same, buffers, every
 
 SIZE = 41
 """Elements of the leaf: no number of ranks of the tests divides it, and no block."""
@@ -116,6 +116,19 @@ def test_the_norm_of_gradients_is_that_of_whole_leaves(case, path, name):
         return assert_no_padding(grads, comm.rank)
 
     assert sum(simulate(mesh, rank_fn)) > 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_the_norm_of_parameters_at_rest_is_that_of_whole_leaves(strategy, deterministic):
+    def rank_fn(comm):
+        state = make_state(comm, STRATEGIES[strategy][1], fs.Precision(stored=hadamard(mxint4)))
+        [whole] = optree.tree_leaves(fs.full_tree(state.params, comm=comm))
+        for tree in (state.params, fs.gather(state.params, comm=comm)):
+            norm = fs.optim.global_norm(tree, comm=comm, deterministic=deterministic)
+            torch.testing.assert_close(norm.double(), whole.double().norm(), rtol=1e-6, atol=0)
+
+    simulate(DP, rank_fn)
 
 
 @every(2, strategy=WIDER, path=PATHS, name=FORMATS)

@@ -1,7 +1,7 @@
 """Global norms of sharded trees, and gradient clipping."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import optree
@@ -11,7 +11,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
-from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform
 from fsharp.type_checks import options_checked
 
@@ -54,7 +54,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
                     f"global_norm(): unit {node.unit.display_name} rests partial ({node.place}): sum it by reduce_scatter() "
                     "first."
                 )
-            held = [b.detach() for b in node.decoded_buffers(comm.rank) if b.numel()]
+            held = [b.detach() for b in _values(node, comm.rank) if b.numel()]
             by_axes.setdefault(node.place.sharded_axes + node.place.varying_axes, []).extend(held)
     with torch.no_grad():
         if deterministic:
@@ -67,6 +67,15 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
                     part += chunk.to(torch.float64, copy=True).square_().sum().to(part.device)
             total += _sum(part.view(1), axes, comm)[0]
         return total.sqrt()
+
+
+def _values(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
+    """Yield the values of each buffer: of decoded parameters those of leaves, as formats may decode padding as any number."""
+    for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
+        if values is buffer and not (node.is_gathered and node.unit.has_formats):
+            yield values
+        else:
+            yield from [values[span.start : span.stop] for span in node.unit.leaf_spans(g, node.place, rank)]
 
 
 def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:

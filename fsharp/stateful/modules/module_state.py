@@ -85,6 +85,11 @@ class ModuleState:
                         f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]}, in the "
                         "layout, place and dtypes that the module's own state has: begin with that, and change its values."
                     )
+        if state.residuals is None and self.train_state.residuals is not None:
+            raise TreeError(
+                "train_state: gradients of this module travel with feedback, Precision(feedback=True), and the state has no "
+                "residuals. Assign state._replace(residuals=model.train_state.residuals), which goes on with the module's own."
+            )
         units = [node.unit for node in units_of(state.params)]
         own_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps it

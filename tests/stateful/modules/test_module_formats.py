@@ -212,13 +212,26 @@ def test_what_would_count_a_loss_twice_is_refused():
             scaler.unscale_(optimizer)
         optimizer.zero_grad()
         assert not has_residuals(model)  # those of scaled gradients are gone
-        with pytest.raises(TreeError, match=r"train_state: gradients of unit 'first' travel with feedback"):
+        with pytest.raises(TreeError, match=r"no residuals. Assign state._replace\(residuals=model.train_state.residuals\)"):
             model.train_state = model.train_state._replace(residuals=None)
         train(comm, model, optimizer, 0, 1)
         fresh, its_optimizer = make(comm, fs.zero1("dp"), FED_BACK)
         train(comm, fresh, its_optimizer, 0, 1)
         assert_same(bits(model.train_state), bits(fresh.train_state))
         assert_same(model.train_state.residuals, fresh.train_state.residuals)
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_the_loss_scaler_of_torch_is_refused_as_well(strategy):
+    def rank_fn(comm):
+        model, optimizer = make(comm, STRATEGIES[strategy][1], FED_BACK)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(inputs(comm, 0, 0)).sum()).backward()
+        with pytest.raises(ScheduleError, match=r"unscale_\(\): the module has Precision\(feedback=True\)"):
+            scaler.step(optimizer)
+        assert not has_residuals(model)
 
     simulate(DP, rank_fn)
 

@@ -218,6 +218,8 @@ class ShardedTensor(torch.Tensor):
         rows = arguments_by_computation(name, args, kwargs)
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole]
+        if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
+            owner.step.refuse_scaled_gradients("unscale_()")  # of torch's own GradScaler
         reduction = reduction_of(name, args, kwargs) if any(part._axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
