@@ -17,7 +17,7 @@ _MOST_STEPS, _LAST_TIME = 2**53, 4e12  # beyond them a browser has neither exact
 
 @dataclass
 class RunLog:
-    """What the log of a run holds.
+    """The values, events and timelines that the log of a run holds.
 
     A run that was interrupted makes some steps again, from its newest checkpoint on: the values of the last time count.
 

@@ -1,4 +1,4 @@
-"""RunRecord: what a run tells its loggers and its log: values, throughput, slow ranks, restarts and faults."""
+"""RunRecord: pass values, throughput, slow ranks, restarts and faults of a run to its loggers."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ _RATE_EVERY_S = 1.0
 
 
 class RunRecord:
-    """What a run tells its loggers. Rank 0 alone records; other ranks only take part in the search for slow ranks.
+    """The record of a run, which rank 0 passes to loggers. The other ranks only take part in the search for slow ranks.
 
     Args:
         root: folder of the run's checkpoints.

@@ -79,7 +79,7 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
 
 
 class _ReadStateDict(NamedTuple):
-    """What torch has read from a state dict.
+    """Values for parameters and buffers, which torch has read from a state dict.
 
     Attributes:
         result: what torch's method returned: missing and unexpected keys.

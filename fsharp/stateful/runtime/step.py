@@ -300,7 +300,7 @@ class Step:
         self.executor.lanes.join_ops(self.executor.fetched[-1:])  # earlier ops of the lane are over then
 
     def gather_updates(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
-        """After an update, gather updated parameters to their place, and copy offloaded state to host memory."""
+        """Gather updated parameters to their place, and copy offloaded optimizer state to host memory."""
         self._end_passed_backwards(None)
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
