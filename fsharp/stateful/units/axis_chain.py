@@ -161,17 +161,14 @@ def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str
 
     The first wait for the last Works decodes what they bring, if it comes encoded.
     """
-    if as_one:
-        return _reduce(legs, transport, label)
-    works = []
-    for i, leg in enumerate(legs):
-        works += _reduce([leg], transport, f"{label} group {i}")
-    return works
-
-
-def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
+    works = list[Work]()
+    if not as_one:
+        for i, leg in enumerate(legs):
+            works += reduce_along([leg], transport, label=f"{label} group {i}", as_one=True)
+        return works
     moving = [leg for leg in legs if leg.chain.size]
-    works = _run(moving, transport, label) if moving else []
+    if moving:
+        works = _run(moving, transport, label)
     if len(moving) == len(legs):
         return works
     found = iter(works)

@@ -34,7 +34,7 @@ class UnitRegistry:
         """Unbind all units from their nodes, for calls outside of a step, which do not use a schedule's memory."""
         self._by_memory.clear()
         for unit in self.units.values():
-            unit.unbind_node()
+            unit.bind_node(None)
 
     def bind_if_free(self, key: str, node: Sharded) -> None:
         """Bind a node to the unit with the key ``key``, if the unit exists and the node has no unit yet."""

@@ -8,7 +8,7 @@ import torch
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective, Stages
+from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective
 from fsharp.stateful.units.full import Pieces, carve_tensors, leaf_table, pieces_nbytes
 from fsharp.stateful.units.resting import RestingGradient
 
@@ -38,6 +38,9 @@ class OutgoingBlock(NamedTuple):
 class GradientRoute:
     """The stages of a unit's gradient, and the memory of each stage: the same in every step.
 
+    Args:
+        trivial: whether collectives run along axes of one rank too.
+
     Attributes:
         leaves: leaves with a gradient, in tree order.
         is_reduced: whether the gradient is reduced after each microbatch.
@@ -48,8 +51,11 @@ class GradientRoute:
         self.unit, self.device = unit, device
         self.index = leaf_table(unit)
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
-        each, once = _stages(unit, trivial=trivial)
         whole, rest, end = unit.strategy.full.dual, unit.strategy.grads, unit.strategy.optim
+        sizes = {a: unit.mesh.axis_size(a) for a in unit.strategy.order if trivial or unit.mesh.axis_size(a) > 1}
+        each = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if whole[a] is Partial and rest[a] is Shard]
+        once = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
+        once += [AxisCollective("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
         self.chains = [AxisChain(transport, unit, g, (whole, rest), each) for g in unit.trainable_groups]
         self.finishes = [AxisChain(transport, unit, g, (rest, end), once, has_target=True) for g in unit.trainable_groups]
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
@@ -110,24 +116,3 @@ def _carved(memory: torch.Tensor, rows: Sequence[Pieces]) -> list[list[torch.Ten
     """Return the tensors of each row, one row behind the other in a run of bytes."""
     tensors = iter(carve_tensors(memory, [piece for row in rows for piece in row]))
     return [[next(tensors) for _ in row] for row in rows]
-
-
-class _GradientStages(NamedTuple):
-    """The collectives that reduce a gradient after each microbatch, and once a step."""
-
-    each_microbatch: Stages
-    once_a_step: Stages
-
-
-def _stages(unit: UnitLayout, *, trivial: bool) -> _GradientStages:
-    """Return the collectives that reduce a unit's gradient after each microbatch, and those that reduce it once a step.
-
-    ``trivial``: whether axes of one rank count.
-    """
-    strategy = unit.strategy
-    full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
-    sizes = {a: unit.mesh.axis_size(a) for a in strategy.order if trivial or unit.mesh.axis_size(a) > 1}
-    each = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
-    once = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
-    once += [AxisCollective("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
-    return _GradientStages(each, once)

@@ -100,8 +100,8 @@ class UnitState:
             finish_decoded=finished.after,
         )
 
-    def bind_node(self, node: Sharded) -> None:
-        """Make a node the unit's parameters from now on."""
+    def bind_node(self, node: Sharded | None) -> None:
+        """Make a node the unit's parameters from now on; with None the unit has none."""
         self.node, self.tree_label = node, None
 
     def find_tree_label(self, comm: Comm) -> str:
@@ -137,7 +137,8 @@ class UnitState:
 
     def begin_step(self) -> None:
         """Begin a step, in which nothing of the unit is under way yet."""
-        self.node, self.tree_label, self.host_nbytes = None, None, 0
+        self.bind_node(None)
+        self.host_nbytes = 0
         if self.gradient is not None:
             self.gradient.begin_step()
 
@@ -154,13 +155,10 @@ class UnitState:
         """Set how many bytes of the unit's state an update copies to host memory."""
         self.host_nbytes = nbytes
 
-    def unbind_node(self) -> None:
-        """Drop the reference to the node."""
-        self.node = self.tree_label = None
-
     def drop_references(self) -> None:
         """Drop the references to the node, and to tensors of parameters at rest."""
-        self.node = self.tree_label = self._at_rest = None
+        self.bind_node(None)
+        self._at_rest = None
 
 
 def _coded_bytes(chains: Iterable[AxisChain]) -> CodedBytes:

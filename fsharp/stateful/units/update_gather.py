@@ -52,7 +52,10 @@ class UpdateGather:
                 continue
             if old.unit.update_format(group) is not None:
                 buffers.append(buffer := before if donate else before.clone())
-                self._send_difference(group, buffer.detach(), part, old)
+                if part.numel():
+                    encoded = part.new_empty(len(part) * math.prod(map(old.unit.mesh.axis_size, self.axes)))
+                    self.moves.append((part, nested_parts(encoded, old.unit, self.axes, rank)))
+                    self.differences.append(EncodedDifference(group, buffer.detach(), encoded))
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
@@ -62,12 +65,6 @@ class UpdateGather:
             if room.numel():
                 self.moves.append((old.unit.sent_part(group, part), nested_parts(room, old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
-
-    def _send_difference(self, group: int, params: torch.Tensor, part: torch.Tensor, old: Sharded) -> None:
-        if part.numel():
-            encoded = part.new_empty(len(part) * math.prod(map(old.unit.mesh.axis_size, self.axes)))
-            self.moves.append((part, nested_parts(encoded, old.unit, self.axes, self.rank)))
-            self.differences.append(EncodedDifference(group, params, encoded))
 
     def add_works(self, works: Sequence[Work]) -> None:
         """Add Works of the gathers, for which :meth:`wait` waits."""
