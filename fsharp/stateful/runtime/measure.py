@@ -1,6 +1,5 @@
 """measure: the speeds of the machines that ranks run on, from steps of a small model."""
 
-import json
 import os
 from collections.abc import Mapping
 from statistics import median
@@ -74,8 +73,8 @@ def measure(
     alone, _ = _trace_of_model(SingleComm(device=comm.device), steps)
     trace, schedule = _trace_of_model(comm, steps)
     mine = Hardware.fit(trace, schedule, alone=alone, **known)
-    everyones = [json.loads(text) for text in all_gather_texts(_text(mine), comm)]
-    found = {name: _median([each[name] for each in everyones]) for name in _FIELDS}
+    everyones = [Hardware.from_json(text) for text in all_gather_texts(mine.to_json(), comm)]
+    found = {name: _median([getattr(each, name) for each in everyones]) for name in _FIELDS}
     return Hardware(compute=compute, update_s=update_s, **known, **found)
 
 
@@ -118,16 +117,8 @@ def _as_text(value: Any) -> str:
     return "None" if value is None else repr(float(value))
 
 
-def _text(hardware: Hardware) -> str:
-    found = {name: getattr(hardware, name) for name in _FIELDS}
-    return json.dumps(
-        {name: [[*key, x] for key, x in value.items()] if isinstance(value, dict) else value for name, value in found.items()}
-    )
-
-
 def _median(values: list[Any]) -> Any:
     """Return the median of numbers, or of each number of tables with equal keys."""
-    if not isinstance(values[0], list):
+    if not isinstance(values[0], dict):
         return median(values)
-    tables = [{(op, axis): x for op, axis, x in each} for each in values]
-    return {link: median(table[link] for table in tables) for link in tables[0]}
+    return {link: median(table[link] for table in values) for link in values[0]}
