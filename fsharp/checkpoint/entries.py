@@ -341,7 +341,7 @@ def _entry_of_part(
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (module := part.owner()) is not None:
-        found.settings[module.settings_to_compare] = None
+        found.settings[module.scheduler.settings] = None
     return Entry(name, part.dtype, shape, piece, part.local.view(-1))
 
 

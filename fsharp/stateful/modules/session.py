@@ -67,9 +67,7 @@ class Session:
         self.calls = ModuleCallState(module, layout, chosen, specs, self.paused)
         means = MeanGradients(self.parameters, specs, scheduler)
         self.step = ModuleStep(self.state, means, scheduler, self.paused)
-        self._trained = {
-            unit.path_in_tree(leaf) for unit in layout.units for g in unit.trainable_groups for leaf in unit.leaves_of_group(g)
-        }
+        self._trained = set[str]()  # paths of trained parameters
         self.is_unsharded = self.is_averaged = False
         self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.from_tree(params, comm)), "evaluation")
 
@@ -155,11 +153,6 @@ class Session:
         """The Comm for collectives of functions that the user calls with parts."""
         self.step.reopen_scheduler()
         return self.scheduler.comm_with_history
-
-    @property
-    def settings_to_compare(self) -> str:
-        """The changes of this module so far, such as writes, as lines ``name=value``, which have to be equal on all ranks."""
-        return self.scheduler.settings
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, which read parameters for the next step, or write updated parameters."""
@@ -285,6 +278,7 @@ class Session:
                     self.parameters[path] = ShardedParameter.from_attributes(
                         data.detach(), about, requires_grad=each is not frozen
                     )
+        self._trained = {path for path, each in self.parameters.items() if each.is_trained}
         for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
             entries.swap_in(owned)
 

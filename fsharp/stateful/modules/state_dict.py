@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,12 +57,42 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
     """Run :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` calls torch's own method."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
+    given: dict[str, torch.Tensor] = {}  # values for parameters, by path
+    parts: dict[str, ShardedTensor] = {}  # this rank's parts of them
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, each with its new value
 
-    def fields(read: tuple[Any, ...]) -> dict[str, str]:
-        kinds = (f"{path}: {'part' if isinstance(x, ShardedTensor) else 'whole'}" for path, x in read[1].items())
+    def read() -> Any:
+        """Let torch read the state dict into placeholders. Return what its method returns: missing and unexpected keys."""
+        refuse_dtensors(where, session)
+        if session.is_averaged:
+            raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
+        session.state.propagate_writes()
+        awaiting: dict[str, _LoadPlaceholder] = {}
+        for path, parameter in session.parameters.items():
+            awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_LoadPlaceholder)
+            awaiting[path].__dict__.update({**parameter.attributes, "given": []})
+        with session.parameters_replaced(awaiting), copied_buffers(module) as buffers:
+            try:
+                result = load()
+            except RuntimeError as error:  # of names and shapes; torch has looked at all of them
+                raise TreeError(f"{where}: {error}") from error
+        for path, each in awaiting.items():
+            if not each.given:
+                continue
+            if len({tensor_digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
+                raise TreeError(
+                    f"{where}: {path!r} is tied, and its names have different values. Give all of them the same one."
+                )
+            given[path], parameter = each.given[0], session.parameters[path]
+            parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
+        written.extend((buffer, copy) for buffer, copy in buffers if copy._version)
+        return result
+
+    def fields(_: Any) -> dict[str, str]:
+        kinds = (f"{path}: {'part' if isinstance(x, ShardedTensor) else 'whole'}" for path, x in given.items())
         return {"parameters": "\n".join(kinds)}
 
-    result, given, parts, buffers = check_on_all_ranks(where, comm, lambda: _read(where, session, module, load), fields)
+    result = check_on_all_ranks(where, comm, read, fields)
     values, varying = {}, {}
     for path, value in given.items():
         is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
@@ -70,55 +100,12 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         varying[path] = place.varying_axes + (place.sharded_axes if is_part else ())
     check_same_on_ranks(where, values, comm, remedy=SAME_VALUES, varying=varying)
     with torch.no_grad():
-        for buffer, value in buffers:
+        for buffer, value in written:
             buffer.copy_(value)
     session.write_parameters({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
         session.record_full_load("parameters")
     return result
-
-
-class _ReadStateDict(NamedTuple):
-    """Values for parameters and buffers, which torch has read from a state dict.
-
-    Attributes:
-        result: what torch's method returned: missing and unexpected keys.
-        given: the values for parameters, by path.
-        parts: this rank's parts of these values, by path.
-        buffers: pairs of a buffer and its new value.
-    """
-
-    result: Any
-    given: dict[str, torch.Tensor]
-    parts: dict[str, ShardedTensor]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def _read(where: str, session: Session, module: nn.Module, load: Callable[[], Any]) -> _ReadStateDict:
-    """Let torch read a state dict into placeholders, and return the values for parameters and buffers."""
-    refuse_dtensors(where, session)
-    if session.is_averaged:
-        raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
-    session.state.propagate_writes()
-    awaiting: dict[str, _LoadPlaceholder] = {}
-    for path, parameter in session.parameters.items():
-        awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_LoadPlaceholder)
-        awaiting[path].__dict__.update({**parameter.attributes, "given": []})
-    with session.parameters_replaced(awaiting), copied_buffers(module) as buffers:
-        try:
-            result = load()
-        except RuntimeError as error:  # of names and shapes; torch has looked at all of them
-            raise TreeError(f"{where}: {error}") from error
-    given, parts = {}, {}
-    for path, each in awaiting.items():
-        if not each.given:
-            continue
-        if len({tensor_digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
-            raise TreeError(f"{where}: {path!r} is tied, and its names have different values. Give all of them the same one.")
-        given[path], parameter = each.given[0], session.parameters[path]
-        parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
-    written = [(buffer, copy) for buffer, copy in buffers if copy._version]
-    return _ReadStateDict(result, given, parts, written)
 
 
 def own_part(

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,22 +12,13 @@ Key = tuple[int, int]
 _HERE = nullcontext()
 
 
-class LaneRecorder(Protocol):
-    """Protocol of an object that measures when ops run on lanes."""
-
-    lane_marks: list[tuple[Any, Any]]
-
-    def mark_time(self) -> Any:
-        """Return a mark of the present time on the current stream."""
-
-
 class Lanes:
     """The lanes of a host without streams, which do nothing: the host orders ops by waiting for asynchronous collectives."""
 
-    _recorder: "LaneRecorder | None" = None
+    _recorder: Any = None  # a ``Recorder`` of fsharp.stateful.runtime, which imports this file
     has_streams = False
 
-    def set_recorder(self, recorder: "LaneRecorder | None") -> None:
+    def set_recorder(self, recorder: Any) -> None:
         """Tell a recorder when later ops run on lanes; None ends that."""
         self._recorder = recorder
 

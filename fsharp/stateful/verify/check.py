@@ -1,7 +1,6 @@
 """Check: one pass of :func:`~fsharp.stateful.verify.verify.verify` over all ops; HappensBefore: the order of ops in time."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, STREAMS, OpSpec
@@ -9,18 +8,6 @@ from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions
 
 UNDO = "Undo the edit, or compile the program again."
 _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
-
-
-class _Clocks(NamedTuple):
-    """Vector clocks of ops.
-
-    Attributes:
-        over: for each op, the last op of each stream that is over when the op ends.
-        last_awaited_gather: the last gather for which the compute stream waits in the step.
-    """
-
-    over: list[list[int]]
-    last_awaited_gather: int
 
 
 class HappensBefore:
@@ -36,12 +23,16 @@ class HappensBefore:
         self._streams = [STREAMS.index(op.stream) for op in ops]
         runs = issue_positions(ops)
         self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
-        waited = self._compute_clocks(-1).last_awaited_gather
+        clocks = zip(self._compute_clocks(-1), self._streams, strict=True)
+        waited = max((over[_GATHER] for over, stream in clocks if stream == _COMPUTE), default=-1)  # the last such gather
         first_pending = next((i for i in self.trailing_gathers() if i + len(ops) > waited), 0)
-        self._over = self._compute_clocks(first_pending - 1).over
+        self._over = self._compute_clocks(first_pending - 1)
 
-    def _compute_clocks(self, last_landed_gather: int) -> _Clocks:
-        """Compute the clocks of all ops. ``last_landed_gather`` of the previous step is over when this step starts."""
+    def _compute_clocks(self, last_landed_gather: int) -> list[list[int]]:
+        """Return for each op the last op of each stream that is over when the op ends.
+
+        ``last_landed_gather`` of the previous step is over when this step starts.
+        """
         num, over = len(self.ops), list[list[int]]()
         on = [[last_landed_gather if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
         on[_GATHER][_GATHER] = -1
@@ -61,7 +52,7 @@ class HappensBefore:
             clock[mine] = self._ends[i]
             over.append(clock)
             on[mine] = clock
-        return _Clocks(over, on[_COMPUTE][_GATHER])
+        return over
 
     def is_before(self, i: int, j: int) -> bool:
         """Return whether op ``i``, of this or the previous step, is over when op ``j`` starts."""

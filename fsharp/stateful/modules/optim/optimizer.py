@@ -434,15 +434,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
-        where = "full_state_dict()"
+        where, comm = "full_state_dict()", self.session.scheduler.comm_with_history
         self._refuse_pair(where)
         found = self.state_dict()
-        states = found["state"].values()
-        return (
-            found
-            if gather_to_rank(where, states, rank, self.session.scheduler.comm_with_history, kind_of=lambda key: key)
-            else {}
-        )
+        return found if gather_to_rank(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
