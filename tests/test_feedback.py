@@ -1,6 +1,7 @@
 """What formats lose of gradients is added to the next ones: nothing is lost for good, on any path."""
 
 from functools import partial
+from itertools import pairwise
 
 import optree
 import pytest
@@ -90,6 +91,18 @@ def test_what_is_not_finite_is_not_kept(bad):
     assert residual[32:].count_nonzero()
 
 
+@pytest.mark.parametrize("wire", FORMATS.values(), ids=FORMATS)
+def test_a_gradient_of_zeros_sends_zeros_and_keeps_its_residual(wire):
+    residual = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    before, zeros = residual.clone(), torch.zeros(64)
+    zeros[7] = -0.0
+    assert not wire.load(wire.store_summand(zeros, 32, residual), 32, torch.float32).count_nonzero()
+    assert torch.equal(residual, before)
+    zeros[7] = 1e-30
+    assert wire.load(wire.store_summand(zeros, 32, residual), 32, torch.float32).count_nonzero()
+    assert residual.norm() < 0.5 * before.norm()
+
+
 def reduced(comm, state, batch, residuals):
     """Gradients of a state's parameters, whole, and new residuals."""
     if residuals is None:
@@ -172,6 +185,77 @@ def test_strategies_have_the_same_bits():
         found = [run(comm, strategy) for strategy in FLAT]
         for each in found[1:]:
             assert_same(each[:2], found[0][:2])
+
+    simulate(DP, rank_fn)
+
+
+def test_a_rank_that_does_not_use_a_unit_keeps_its_residual_there():
+    """Under ddp and zero1 such a rank leaves the unit out; else it has a gradient of zeros, of dummy_forward."""
+
+    def loss_of(needs_all_ranks):
+        def loss(params, batch, comm):
+            total = torch.zeros(())
+            for i, layer in enumerate(params["layers"]):
+                if i != 1 or comm.rank == 0 or not batch["apart"]:
+                    total = total + fs.forward(lambda p, x: torch.tanh(x @ p["w"]).square().sum(), layer, batch["x"], comm=comm)
+                elif needs_all_ranks:
+                    total = fs.dummy_forward(layer, total, comm=comm)
+            return total
+
+        return loss
+
+    def trained(comm, strategy, policy):
+        params = {"layers": [{"w": torch.randn(6, 7, generator=torch.Generator().manual_seed(i))} for i in range(3)]}
+        state, kept = make_state(comm, strategy, params=params, precision=of()), []
+        step = fs.train_step(loss_of(strategy not in ("ddp", "zero1")), make_tx())
+        call = partial(step, comm=comm) if policy is None else fs.Scheduler(comm, policy=DebugPolicy(**policy))(step)
+        for i in range(5):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * i + comm.rank))
+            state, _ = call(state, {"x": x, "apart": i in (2, 3)})
+            kept.append([x.clone() for key, each in state.residuals.value.items() if "layers.1" in key for x in each])
+        changed = [not all(map(torch.equal, *pair)) for pair in pairwise(kept)]
+        assert changed == ([True] * 4 if comm.rank == 0 else [True, False, False, True])
+        return optree.tree_leaves(fs.full_tree(state.params, comm=comm)), kept
+
+    def rank_fn(comm):
+        expected = trained(comm, "ddp", None)
+        for strategy, policy in [("zero1", None), ("zero2", None), ("zero3", None), ("zero2", {}), ("zero3", {})]:
+            assert_same(trained(comm, strategy, policy), expected)
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("policy", [None, {}], ids=["blocking", "scheduled"])
+def test_what_is_kept_of_a_leaf_is_sent_with_the_other_leaves_of_its_unit(policy):
+    """Nothing is lost in functions, and no strategy has other bits."""
+
+    def loss(params, batch, comm):
+        def fn(p, x):
+            return (x * p["a"]).sum() + ((x * p["b"]).sum() if batch["both"] else 0)
+
+        return fs.forward(fn, params["layers"][0], batch["x"], comm=comm)
+
+    def moved(comm, strategy, precision):
+        """The sum of all gradients after each step, of both leaves: they do not depend on the parameters."""
+        params = {"layers": [{"a": torch.zeros(64), "b": torch.zeros(64)}]}
+        tx = fs.optim.sgd(1.0)
+        state = make_state(comm, strategy, tx=tx, params=params, precision=precision)
+        step, found = fs.train_step(loss, tx), []
+        call = partial(step, comm=comm) if policy is None else fs.Scheduler(comm, policy=DebugPolicy(**policy))(step)
+        for i in range(5):
+            x = torch.randn(64, generator=torch.Generator().manual_seed(10 * i + comm.rank))
+            state, _ = call(state, {"x": x, "both": i in (0, 4)})
+            found.append(torch.cat(optree.tree_leaves(fs.full_tree(state.params, comm=comm))))
+        return found
+
+    def rank_fn(comm):
+        exact, first, *others = [moved(comm, *each) for each in [("ddp", of(EXACT, False)), *((name, of()) for name in FLAT)]]
+        for each in others:
+            assert_same(each, first)
+        assert torch.equal(exact[0][64:], exact[1][64:])
+        assert not torch.equal(first[0][64:], first[1][64:])
+        apart = [(a - b).abs()[64:].max() for a, b in zip(exact, first, strict=True)]
+        assert apart[1] < 0.3 * apart[0]
 
     simulate(DP, rank_fn)
 

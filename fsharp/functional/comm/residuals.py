@@ -1,8 +1,9 @@
 """Residuals: encoding errors of gradients, which are added to the next gradients (error feedback).
 
 In each step a rank has a gradient ``g`` and a residual ``e``. It sends ``q = encode(g + e)``, and keeps ``g + e - decode(q)``.
-So the sum of all sent values and the last residual is the sum of all gradients. Each axis whose wire is a format has residuals
-of its own, for the values that a rank encodes along this axis.
+So the sum of all sent values and the last residual is the sum of all gradients. If all elements of ``g`` are zero, as in a step
+that leaves out the unit, the rank sends zeros and keeps ``e``. Each axis whose wire is a format has residuals of its own, for
+the values that a rank encodes along this axis.
 
 Gradients and residuals are sums over a batch here; :func:`~fsharp.average` divides later. If the weight of batches differs from
 step to step, a residual counts in the next step as part of the sum over that step's batch.

@@ -277,7 +277,8 @@ class Format:
         """Add a residual to the leading values of a gradient, encode the sum, and return the stored buffer.
 
         The residual is overwritten with the encoding error. The error of an infinity or NaN counts as zero, so that one
-        gradient with an infinity does not make all later gradients infinite.
+        gradient with an infinity does not make all later gradients infinite. To a gradient of zeros nothing is added, and its
+        residual is kept: some strategies send zeros where a step has no gradient, and others send nothing.
 
         Args:
             values: the gradient, 1-D.
@@ -292,11 +293,12 @@ class Format:
         """
         if residual is None:
             return self.store(values, part, facts, noise)
+        has_gradient = values.count_nonzero() > 0  # a tensor on the device, for which the host does not wait
         total = values.clone()
-        total[: len(residual)] += residual
+        total[: len(residual)].addcmul_(residual, has_gradient.to(residual.dtype))
         stored = self.store(total, part, facts, noise)
         lost = total.sub_(self.load(stored, part, total.dtype, facts))[: len(residual)]
-        residual.copy_(torch.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0))
+        residual.mul_(has_gradient.logical_not()).add_(lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         return stored
 
     def padded(self, values: int, parts: int) -> int:

@@ -139,7 +139,7 @@ class ModuleStep:
             for unit in self._units:
                 if unit.gradient is not None:
                     unit.gradient.ignore(self._paused)
-                    unit.gradient.feed_back(self._carried.get(unit.layout.name, {}), keep_unused=True)
+                    unit.gradient.feed_back(self._carried.get(unit.layout.name, {}))
             run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 

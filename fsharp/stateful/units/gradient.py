@@ -63,7 +63,6 @@ class GradientBuffer:
         self._deferred: Callable[[], None] | None = None
         self.is_under_way = False
         self._residuals: Mapping[int, ByAxis] = {}
-        self._keeps_unused = False
         self._encoded: list[torch.Tensor | None] = []
         self._ignored: set[int] = set()
 
@@ -142,18 +141,12 @@ class GradientBuffer:
             leaves = enumerate(self.route.leaves)
             self._ignored |= {i for i, leaf in leaves if self.route.unit.path_in_tree(leaf) in paths}
 
-    def feed_back(self, residuals: Mapping[int, ByAxis], *, keep_unused: bool = False) -> None:
-        """Pass residuals to reductions, by group and axis: they are added to gradients, and overwritten.
-
-        With ``keep_unused`` a gradient that no leaf has a part in is reduced without its residuals, which stay as they are.
-        """
-        self._residuals, self._keeps_unused = residuals, keep_unused
+    def feed_back(self, residuals: Mapping[int, ByAxis]) -> None:
+        """Pass residuals to reductions, by group and axis: they are added to gradients, and overwritten."""
+        self._residuals = residuals
 
     def _carried(self, group: int) -> ByAxis:
-        carried = self._residuals.get(group, {})
-        if self._keeps_unused and not self.found:
-            return {axis: each._replace(residual=None) for axis, each in carried.items()}
-        return carried
+        return self._residuals.get(group, {})
 
     def collect_in(self, block: OutgoingBlock) -> None:
         """Continue to collect in another block, to which the collected gradient is moved."""
