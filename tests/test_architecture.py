@@ -59,10 +59,11 @@ def test_only_interop_imports_jax():
 
 MAY_IMPORT = {
     "functional/formats": {"functional/formats"},
-    "functional/layout": {"functional/formats", "functional/layout"},
-    "functional/comm": {"functional/formats", "functional/layout", "functional/comm"},
-    "functional/optim": {"functional/formats", "functional/layout", "functional/comm", "functional/optim"},
-    "functional/reshard": {f"functional{name}" for name in ("", "/formats", "/layout", "/comm", "/reshard")},
+    "functional/tree": {"functional/tree"},
+    "functional/layout": {f"functional/{name}" for name in ("formats", "tree", "layout")},
+    "functional/comm": {f"functional/{name}" for name in ("formats", "tree", "layout", "comm")},
+    "functional/optim": {f"functional/{name}" for name in ("formats", "tree", "layout", "comm", "optim")},
+    "functional/reshard": {f"functional{name}" for name in ("", "/formats", "/tree", "/layout", "/comm", "/reshard")},
     "stateful/schedule": {"stateful/schedule"},
     "stateful/verify": {"stateful/schedule", "stateful/verify"},
     "stateful/inspect": {"stateful/schedule", "stateful/inspect"},

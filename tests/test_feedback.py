@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.errors import LayoutError, OptionError, ScheduleError, TreeError
 from fsharp.functional.formats.format import Format, Plane
+from fsharp.functional.layout.runs import residual_sizes
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import (
@@ -130,7 +131,7 @@ def test_over_steps_gradients_are_those_of_an_exact_wire(strategy):
         return totals, torch.cat(left)
 
     layout = make_layout(DP, strategy, precision=of())
-    assert {unit.name for unit in layout.units if unit.has_feedback} == {unit.name for unit in layout.units}
+    assert {unit.name for unit in layout.units if residual_sizes(unit)} == {unit.name for unit in layout.units}
     for (fed_back, lossy, plain), left in simulate(DP, rank_fn):
         assert len(plain) == len(left)
         torch.testing.assert_close(fed_back + left, plain, rtol=1e-4, atol=1e-4)
@@ -458,7 +459,7 @@ def test_a_layout_keeps_it():
     layout = make_layout(DP, "zero3", precision={"**": of(), "layers.1.*": of(feedback=False)})
     again = fs.Layout.from_json(layout.to_json())
     assert again == layout
-    assert [unit.has_feedback for unit in again.units] == [unit.name != "layers.1" for unit in layout.units]
+    assert [bool(residual_sizes(unit)) for unit in again.units] == [unit.name != "layers.1" for unit in layout.units]
     for each in (of(update=fs.formats.mxint8), of(stored=fs.formats.mxfp8), of({"dp": MXINT4})):
         layout = make_layout(DP, "zero3" if each.update is None else "zero1", precision=each)
         assert fs.Layout.from_json(layout.to_json()) == layout

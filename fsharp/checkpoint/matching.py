@@ -10,7 +10,7 @@ from fsharp.checkpoint.entries import Contents, Value
 from fsharp.checkpoint.manifest import Manifest
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import select_paths
+from fsharp.functional.tree.paths import select_paths
 
 _SHOWN = 12
 

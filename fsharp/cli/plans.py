@@ -8,12 +8,12 @@ from fsharp.cli.models import dtype_of, find_model, repeated_units
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from fsharp.functional.layout.plan import plan as make_plan
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
+from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.stateful.inspect.draw import draw as draw_step
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.inspect.presets import GPUS

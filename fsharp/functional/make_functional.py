@@ -9,7 +9,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.gather_hooks import has_hooks, plain_value
-from fsharp.functional.layout.paths import flatten_with_paths
+from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.type_checks import options_checked
 
 

@@ -44,6 +44,7 @@ from fsharp.functional.comm.tree_names import label_prefix
 from fsharp.functional.formats.format import Carried, Facts, plain
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
+from fsharp.functional.layout.runs import padding_of_sums
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
@@ -262,7 +263,7 @@ def reduce_partial_sums(
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
     comm = LabelledComm(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
-    gaps = partial(unit.gaps_of_sums, group, rank=comm.rank, way=(source, target))
+    gaps = partial(padding_of_sums, unit, group, rank=comm.rank, way=(source, target))
     with reporting_format_errors(comm, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:

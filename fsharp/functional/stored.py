@@ -18,6 +18,7 @@ from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.tree_names import label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import noise_of
+from fsharp.functional.layout.runs import leaves_in_run, padding_in_run
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
@@ -68,7 +69,7 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
             form, group = node.unit.update_format(g), node.unit.groups[g]
             if form is not None:
                 start = node.unit.local_start(g, node.place, rank)
-                noise = noise_of("update", step, 0, node.unit.leaves_in_run(g, start, len(value), rank))
+                noise = noise_of("update", step, 0, leaves_in_run(node.unit, g, start, len(value), rank))
                 value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.error_facts, g), noise)
             buffers.append(value)
         return node.with_buffers(buffers)
@@ -96,7 +97,7 @@ def add_encoded_difference(
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
     difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.error_facts, group))
-    for gap in unit.gaps(group, unit.local_start(group, unit.strategy.params, rank), len(params)):
+    for gap in padding_in_run(unit, group, unit.local_start(group, unit.strategy.params, rank), len(params)):
         difference[gap] = 0
     return (params.to(main) + difference).to(params.dtype)
 

@@ -17,7 +17,7 @@ from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import StoredTensor, batches_by_nbytes
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import as_patterns, select_paths
+from fsharp.functional.tree.paths import as_patterns, select_paths
 from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30  # of tensors to read in one call of Orbax, which reads its metadata again in each call

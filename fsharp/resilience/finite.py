@@ -12,9 +12,9 @@ from fsharp.checkpoint.entries import PerRank, leaves_with_paths, with_state_dic
 from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import all_gather_texts, max_over_ranks, ranks_text
 from fsharp.functional.comm.protocol import Comm, LabelledComm, reporting_format_errors
-from fsharp.functional.layout.paths import join_path
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.state import MadeBy
+from fsharp.functional.tree.paths import join_path
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
 

@@ -17,9 +17,9 @@ from fsharp.errors import RunError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import join_path
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
+from fsharp.functional.tree.paths import join_path
 from fsharp.type_checks import options_checked
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions in nodes, as a defaultdict's factory: another in each process

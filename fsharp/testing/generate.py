@@ -17,10 +17,10 @@ from fsharp.errors import StrategyError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
-from fsharp.functional.layout.paths import flatten_with_paths, self_and_ancestors
 from fsharp.functional.layout.placement import AxisRule, Partial, Replicate, Shard, Strategy
 from fsharp.functional.layout.plan import find_ties, plan
 from fsharp.functional.layout.precision import Precision
+from fsharp.functional.tree.paths import flatten_with_paths, self_and_ancestors
 
 V = TypeVar("V")
 

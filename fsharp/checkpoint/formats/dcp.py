@@ -21,7 +21,7 @@ from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import Storage, read_index_file, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.paths import as_patterns, select_paths
+from fsharp.functional.tree.paths import as_patterns, select_paths
 from fsharp.type_checks import options_checked
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import Carried, dtype_name
 from fsharp.functional.formats.stochastic import noise_of
+from fsharp.functional.layout.runs import encoded_runs, has_stochastic_wire, leaves_in_run, residual_sizes
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 
@@ -43,7 +44,7 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
     """Return residuals of zeros: by unit a tensor for each group with feedback; None if there are no such groups."""
     found = {}
     for unit in units:
-        if unit.has_feedback:
+        if residual_sizes(unit):
             found[_key(unit)] = tuple([torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _expected_tensors(unit)])
     return PerRank(found) if found else None
 
@@ -68,16 +69,16 @@ def own_residuals(
     Raises TreeError if residuals are missing or belong to other units. Raises TreeError also if a format rounds stochastically
     and ``step`` is missing, or if ``step`` is no integer of at least 0.
     """
-    units = [unit for unit in units if unit.has_feedback or unit.is_stochastic]
+    units = [unit for unit in units if residual_sizes(unit) or has_stochastic_wire(unit)]
     if step is not None and (type(step) is not int or step < 0):
         raise TreeError(f"{where}: step is {step!r:.80}, expected an integer of at least 0, such as state.step.")
-    stochastic = [unit for unit in units if unit.is_stochastic]
+    stochastic = [unit for unit in units if has_stochastic_wire(unit)]
     if stochastic and step is None:
         raise TreeError(
             f"{where}: gradients of unit {stochastic[0].display_name} are rounded stochastically, and no step says with which "
             "random numbers. Pass step=state.step."
         )
-    own = _residuals_to_overwrite(where, residuals, [unit for unit in units if unit.has_feedback], donate=donate)
+    own = _residuals_to_overwrite(where, residuals, [unit for unit in units if residual_sizes(unit)], donate=donate)
     held = {} if own is None else own.value
     return ResidualsAndViews(own, {unit.name: _carried(unit, held.get(_key(unit), ()), step, rank) for unit in units})
 
@@ -108,22 +109,21 @@ def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayo
 def _carried(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int) -> dict[int, ByAxis]:
     found: dict[int, dict[str, Carried]] = {}
     for (g, _, _), x in zip(_expected_tensors(unit), tensors, strict=True):
-        sizes = unit.residual_sizes(g)
+        sizes = residual_sizes(unit)[g]
         found[g] = {axis: Carried(part) for axis, part in zip(sizes, x.detach().split(list(sizes.values())), strict=True)}
-    if step is None or not unit.is_stochastic:
+    if step is None or not has_stochastic_wire(unit):
         return found  # type: ignore[return-value]
     for g in unit.trainable_groups:
         by_axis = found.setdefault(g, {})
-        for axis, number, start, size in unit.encoded_runs(g, rank):
-            noise = noise_of("gradient", step, number, unit.leaves_in_run(g, start, size, rank))
+        for axis, number, start, size in encoded_runs(unit, g, rank):
+            noise = noise_of("gradient", step, number, leaves_in_run(unit, g, start, size, rank))
             by_axis[axis] = by_axis.get(axis, Carried())._replace(noise=noise)
     return found  # type: ignore[return-value]
 
 
 def _expected_tensors(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
     """Return group, number of elements and dtype of each tensor of a unit's residuals."""
-    groups = [g for g in unit.trainable_groups if unit.residual_sizes(g)]
-    return [(g, sum(unit.residual_sizes(g).values()), unit.groups[g].dtypes.accumulate) for g in groups]
+    return [(g, sum(sizes.values()), unit.groups[g].dtypes.accumulate) for g, sizes in residual_sizes(unit).items()]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -133,5 +133,5 @@ def _key(unit: UnitLayout) -> str:
     A unit of the same name in another layout has another key.
     """
     leaves = [(leaf.path, leaf.shape, leaf.group, leaf.offset) for leaf in unit.leaves]
-    about = leaves, [unit.residual_sizes(g) for g in unit.trainable_groups], unit.mesh.axes
+    about = leaves, [residual_sizes(unit).get(g, {}) for g in unit.trainable_groups], unit.mesh.axes
     return f"{unit.name or '(root)'}@{hashlib.sha256(repr(about).encode()).hexdigest()[:8]}"

@@ -1,7 +1,7 @@
 """Names of trees in labels of collectives, so that ranks never mix values of two trees of equal shapes.
 
 Ranks make trees in one order, so the numbers in names of trees are the same on all ranks. See
-:mod:`~fsharp.functional.layout.tree_name`.
+:mod:`~fsharp.functional.tree.tree_name`.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ from typing import Any
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.layout.placement import Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.layout.tree_name import UNNAMED, TreeName
+from fsharp.functional.tree.tree_name import UNNAMED, TreeName
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Where each element of each leaf is, from shapes alone: meshes, placements, units, layouts. Reads no other folder."""
+"""Where each element of each leaf is, from shapes alone: meshes, placements, layouts. Reads ``formats`` and ``tree``."""

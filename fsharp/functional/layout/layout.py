@@ -10,11 +10,12 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.paths import innermost_prefix
 from fsharp.functional.layout.precision import Dtypes
+from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
 from fsharp.functional.layout.text import nbytes_text, table_html, units_rows, units_table
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.tree.paths import innermost_prefix
 from fsharp.tracebacks import api_boundary
 
 
@@ -70,7 +71,7 @@ class Layout:
                 if kind != "params" and not group.trainable:
                     continue
                 if kind == "residuals":
-                    total += sum(unit.residual_sizes(i).values()) * (dtype or group.dtypes.accumulate).itemsize
+                    total += sum(residual_sizes(unit).get(i, {}).values()) * (dtype or group.dtypes.accumulate).itemsize
                 elif kind == "params" and dtype is None:
                     total += unit.stored_nbytes(i, place)
                 else:

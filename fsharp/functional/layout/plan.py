@@ -13,11 +13,11 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
-from fsharp.functional.layout.paths import Patterns, flatten_with_paths, join_path, select_paths, value_by_path
 from fsharp.functional.layout.placement import P, Strategy
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_scale
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
-from fsharp.functional.layout.units import cut_at, unit_names
+from fsharp.functional.tree.paths import Patterns, flatten_with_paths, join_path, select_paths, value_by_path
+from fsharp.functional.tree.units import cut_at, unit_names
 from fsharp.type_checks import options_checked
 
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.tree.tree_name import UNNAMED, TreeName
 from fsharp.tracebacks import api_boundary, hide_frames
 
 PlaceName = str | Place

@@ -11,12 +11,12 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.plan import find_ties
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.functional.layout.units import cut_at
+from fsharp.functional.tree.paths import flatten_with_paths
+from fsharp.functional.tree.units import cut_at
 from fsharp.type_checks import options_checked
 
 

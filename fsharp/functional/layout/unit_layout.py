@@ -21,7 +21,7 @@ from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import Facts, Format, LeafClass, LeafPart, aligned, dtype_name, first_few
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
-from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard, Strategy
+from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.tracebacks import api_boundary
 
@@ -97,22 +97,6 @@ class Span(NamedTuple):
     stop: int
     first: int
     last: int
-
-
-class EncodedRun(NamedTuple):
-    """Elements ``[start, start + size)`` of a gradient's buffer, which a rank encodes along an axis.
-
-    Attributes:
-        axis: the axis.
-        number: how often these elements have been encoded before, along other axes.
-        start: index of the first element in the whole buffer of the group.
-        size: number of elements.
-    """
-
-    axis: str
-    number: int
-    start: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -249,83 +233,11 @@ class UnitLayout:
             return self.gather_nbytes(group, self.strategy.optim)
         return form.size(self.groups[group].capacity) * form.dtype.itemsize
 
-    def residual_sizes(self, group: int) -> Mapping[str, int]:
-        """Return by axis how many values of a group's gradient a rank encodes with feedback, in order of the reductions."""
-        return self._residual_sizes.get(group, {})
-
-    @cached_property
-    def _residual_sizes(self) -> dict[int, dict[str, int]]:
-        found = {}
-        for g in self.trainable_groups:
-            runs = self.encoded_runs(g, 0)
-            if sizes := {run.axis: run.size for run in runs if self.groups[g].dtypes.has_feedback(run.axis)}:
-                found[g] = sizes
-        return found
-
-    def encoded_runs(self, group: int, rank: int, way: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
-        """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions.
-
-        ``way`` has the places between which the gradient is reduced. None: from its summands to the optimizer's place.
-        """
-        (source, target), number = way or (self.strategy.full.dual, self.strategy.optim), 0
-        dtypes = self.groups[group].dtypes
-        start, size = self.local_start(group, source, rank), self.local_size(group, source)
-        axes = [axis for axis in source.order if source[axis] is not Shard and self.mesh.axis_size(axis) > 1]
-        for axis in sorted(axes, key=lambda axis: target[axis] is not Shard):  # as reduce_partial_sums() has them
-            if source[axis] is Partial and size and not dtypes.wire_format_along(axis).is_plain:
-                yield EncodedRun(axis, number, start, size)
-                number += 1
-            if target[axis] is Shard:
-                size //= self.mesh.axis_size(axis)
-                start += self.mesh.coord(axis, rank) * size
-
-    def gaps_of_sums(self, group: int, axis: str, rank: int, way: tuple[Place, Place]) -> list[slice]:
-        """Return the padding in the sums that a rank decodes along an axis. ``way`` is as for :meth:`encoded_runs`."""
-        _, _, start, size = next(run for run in self.encoded_runs(group, rank, way) if run.axis == axis)
-        part = self.groups[group].dtypes.wire_format_along(axis).padded(size, self.mesh.axis_size(axis))
-        return self.gaps(group, start + self.mesh.coord(axis, rank) * part, part)
-
-    def gaps(self, group: int, start: int, size: int) -> list[slice]:
-        """Return the padding in a run of a group's buffer, as slices of the run.
-
-        Decoded gradients and differences are set to zero there, as norms and later steps count padding. Formats that mix the
-        values of a block, such as :func:`~fsharp.formats.hadamard`, decode the zeros of padding as other numbers.
-        """
-        found, end = [], 0
-        for leaf in self.leaves_of_group(group):
-            begin = min(leaf.offset - start, size)
-            if begin > end:
-                found.append(slice(end, begin))
-            end = max(end, leaf.offset + leaf.numel - start)
-        return [*found, slice(end, size)] if end < size else found
-
-    def leaves_in_run(self, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
-        """Yield, for each leaf in a run of a group's buffer: begin and end in the run, path, and index of its first element.
-
-        Along axes on which the unit varies all ranks' leaves are one, as in checkpoints.
-        """
-        before = self.mesh.index_along(self.varying_axes, rank)
-        for leaf in self.leaves_of_group(group):
-            low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
-            if low < high:
-                yield low - start, high - start, self.path_in_tree(leaf), before * leaf.numel + low - leaf.offset
-
-    @cached_property
-    def is_stochastic(self) -> bool:
-        """Whether gradients of some group are rounded stochastically."""
-        rows = [(self.groups[g].dtypes, run.axis) for g in self.trainable_groups for run in self.encoded_runs(g, 0)]
-        return any(dtypes.wire_format_along(axis).seed is not None for dtypes, axis in rows)
-
     @cached_property
     def has_noisy_updates(self) -> bool:
         """Whether updates of some group are rounded stochastically."""
         forms = [self.update_format(g) for g in self.trainable_groups]
         return any(form is not None and form.seed is not None for form in forms)
-
-    @cached_property
-    def has_feedback(self) -> bool:
-        """Whether some group has error feedback: what encoding loses of a gradient is added to the next gradient."""
-        return bool(self._residual_sizes)
 
     def scales_size(self, group: int) -> int:
         """Return the bytes of the scales of whole leaves, at the end of a group's buffer; 0 if the format has none."""

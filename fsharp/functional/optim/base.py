@@ -19,9 +19,9 @@ from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.paths import value_by_path
 from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_sharded, units_of
 from fsharp.functional.optim.probe import try_pair
+from fsharp.functional.tree.paths import value_by_path
 from fsharp.tracebacks import api_boundary
 
 

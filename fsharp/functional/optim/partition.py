@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from fsharp.errors import LayoutError, PatternError, problem
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.paths import select_paths
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import (
     Inner,
@@ -17,6 +16,7 @@ from fsharp.functional.optim.base import (
     value_per_leaf,
     wrapper_name,
 )
+from fsharp.functional.tree.paths import select_paths
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 

@@ -22,7 +22,7 @@ from functools import partial
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import value_by_path
+from fsharp.functional.tree.paths import value_by_path
 from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes
 from fsharp.stateful.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.stateful.inspect.presets import ADAM_NBYTES, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S

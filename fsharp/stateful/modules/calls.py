@@ -15,10 +15,10 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import innermost_prefix, prefixes_with_parents
 from fsharp.functional.layout.sharded import Sharded, units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import independent_clone
+from fsharp.functional.tree.paths import innermost_prefix, prefixes_with_parents
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module

@@ -13,8 +13,8 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.gather_hooks import format_of, hooked_in
 from fsharp.functional.formats.te import formats_in
 from fsharp.functional.layout.packing import Element, Rows
-from fsharp.functional.layout.paths import matches_or_contains
 from fsharp.functional.layout.precision import Precision
+from fsharp.functional.tree.paths import matches_or_contains
 
 
 def formats_of_tensor_classes(

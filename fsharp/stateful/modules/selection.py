@@ -8,7 +8,7 @@ from torch import nn
 
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import innermost_prefix, matches
+from fsharp.functional.tree.paths import innermost_prefix, matches
 from fsharp.type_checks import short_repr
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]

@@ -17,13 +17,13 @@ from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element
-from fsharp.functional.layout.paths import Patterns, prefixes_with_parents
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
+from fsharp.functional.tree.paths import Patterns, prefixes_with_parents
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.initial.initial import initial_parameters
 from fsharp.stateful.modules.module import ShardedModule

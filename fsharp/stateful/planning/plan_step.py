@@ -7,7 +7,7 @@ from typing import Literal, cast
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import select_paths
+from fsharp.functional.tree.paths import select_paths
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program

@@ -12,8 +12,8 @@ import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import value_by_path
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
+from fsharp.functional.tree.paths import value_by_path
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.planning.plan_step import Backend, plan_step
 from fsharp.stateful.schedule.policy import SchedulePolicy

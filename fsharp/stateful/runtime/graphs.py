@@ -6,6 +6,7 @@ import optree
 import torch
 
 from fsharp.errors import ScheduleError
+from fsharp.functional.layout.runs import has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
@@ -108,9 +109,8 @@ def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warm
         raise ScheduleError("CapturedStep(): a graph needs optimizer state at fixed device addresses: leave out offload=True.")
     if policy.gather_at_start:
         raise ScheduleError("CapturedStep(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
-    if seeded := [
-        node.unit.display_name for node in units_of(state.params) if node.unit.is_stochastic or node.unit.has_noisy_updates
-    ]:
+    units = [node.unit for node in units_of(state.params)]
+    if seeded := [unit.display_name for unit in units if has_stochastic_wire(unit) or unit.has_noisy_updates]:
         raise ScheduleError(
             f"CapturedStep(): unit {seeded[0]} has a format that rounds stochastically, and a graph would draw the same random "
             "numbers in each step. Pass the format itself."

@@ -16,6 +16,7 @@ from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.residuals import Views
+from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.release import independent_clone, inner_tensors
@@ -63,7 +64,7 @@ class HandedOutGradients:
     def check_unsent(self) -> None:
         """Raise an error if other gradients are reduced after some of these were sent with residuals."""
         for unit in self.units:
-            if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and unit.layout.has_feedback:
+            if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
                 raise ScheduleError(
                     f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after it had been sent with feedback, as "
                     "the schedule has it. Make the same changes in each step, from the first one on."

@@ -10,6 +10,7 @@ import torch
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.formats.format import Carried, Format
 from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.runs import padding_of_sums
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_reduce_group
 from fsharp.stateful.transport.base import Summand, Transport, Work, encode_parts
@@ -189,7 +190,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
             pairs = zip(legs, xs, strict=True)
             stored = [leg.chain.encode(x, leg.residuals, k) if k or leg.encoded is None else leg.encoded for leg, x in pairs]
             sent = [each for each in stored if each is not None]
-            gaps = [leg.chain.unit.gaps_of_sums(leg.chain.group, axis, transport.comm.rank, leg.chain.way) for leg in legs]
+            gaps = [padding_of_sums(leg.chain.unit, leg.chain.group, axis, transport.comm.rank, leg.chain.way) for leg in legs]
             wire = chain.dtypes.wire_format_along(axis)
             last = transport.reduce_scatter_encoded(summands, sent, axis, n, wire, facts, gaps, label=label)
         elif op == "all_reduce":

@@ -17,6 +17,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import LeafClass, LeafPart
+from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOutLeaf
 
@@ -71,7 +72,7 @@ class LeafTable:
 
     def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndGaps":
         """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
-        gaps = [flat[gap] for group, flat in flats.items() for gap in self.unit.gaps(group, 0, len(flat))]
+        gaps = [flat[gap] for group, flat in flats.items() for gap in padding_in_run(self.unit, group, 0, len(flat))]
         return LeavesAndGaps(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), gaps)
 
 

@@ -7,8 +7,8 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.plan import find_ties
+from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.testing.generate import cases, precisions, trees
 
 PLACES = ("params", "grads", "optim", "full")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, MeshError
-from fsharp.functional.layout.paths import flatten_with_paths
 from fsharp.functional.layout.plan import find_ties
+from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.testing.generate import cases
 
 

@@ -5,7 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.layout.paths import flatten_with_paths
+from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import descend, values, wrap

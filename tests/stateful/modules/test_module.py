@@ -198,7 +198,7 @@ def test_functional_shares_memory_and_is_transformed(strategy):
         model.load_state_dict(mine, strict=False)
         for *_, (x, y) in results:  # what is differentiated is the sum over ranks
             model(x, y)["loss"].backward()
-        paths, leaves, _ = fs.functional.layout.paths.flatten_with_paths(grads)
+        paths, leaves, _ = fs.functional.tree.paths.flatten_with_paths(grads)
         close(dict(zip(paths, leaves)), {name: p.grad for name, p in model.named_parameters()})
 
 

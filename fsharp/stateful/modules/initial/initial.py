@@ -17,12 +17,12 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.formats.gather_hooks import plain_value
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import self_and_ancestors
 from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.layout.slicing import build_shard, shard_for
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import mesh_independent_seed
+from fsharp.functional.tree.paths import self_and_ancestors
 from fsharp.stateful.modules.initial.dtensors import local_tensor
 
 SEED_ALIKE = (

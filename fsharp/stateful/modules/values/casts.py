@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from fsharp.errors import LayoutError, problem
-from fsharp.functional.layout.paths import matches_or_contains, value_by_path
 from fsharp.functional.layout.precision import Precision
+from fsharp.functional.tree.paths import matches_or_contains, value_by_path
 from fsharp.stateful.modules.values.outputs import map_tensors
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharp.errors import PatternError
-from fsharp.functional.layout.paths import (
+from fsharp.functional.tree.paths import (
     flatten_with_paths,
     innermost_prefix,
     is_literal,
@@ -20,7 +20,7 @@ from fsharp.functional.layout.paths import (
     self_and_ancestors,
     value_by_path,
 )
-from fsharp.functional.layout.units import cut_at, unit_names
+from fsharp.functional.tree.units import cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
 
 PATHS = ["embed.w", "layers.0.attn.q", "layers.0.mlp.w", "layers.1.attn.q", "layers.1.mlp.w", "layers.10.mlp.w", "norm"]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.layout.paths import (
+from fsharp.functional.tree.paths import (
     as_patterns,
     innermost_prefix,
     is_literal,
