@@ -1,10 +1,13 @@
 import os
 import sys
+from functools import partial
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fsharp.testing.processes import _Launcher
+import fsharp as fs
+from fsharp.testing.processes import _Launcher, processes
 
 # Ranks are forked from a process that has imported what tests import, and what optimizers of torch import when they are made:
 # else each rank takes more than half a second to do so.
@@ -21,3 +24,15 @@ settings.register_profile(
 )
 settings.register_profile("deep", max_examples=400, deadline=None, database=None, print_blob=True, suppress_health_check=_slow)
 settings.load_profile("deep" if os.environ.get("FSHARP_DEEP") else "default")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, request):
+    """A folder for the tests of one file."""
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
+
+
+@pytest.fixture(scope="module")
+def found(folder, request):
+    """Return what ``on_two_ranks(folder, comm)`` of a test file returns in two processes, run once for all its tests."""
+    return processes(fs.Mesh({"dp": 2}), partial(request.module.on_two_ranks, str(folder)), timeout=280)

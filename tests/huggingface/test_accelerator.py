@@ -93,16 +93,6 @@ def on_two_ranks(folder, comm):
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("states")
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)))
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_same_training_as_with_ddp(name, steps, found):

@@ -1,7 +1,6 @@
 """PEFT's LoRA under fsharp's Trainer and Accelerator: as with DistributedDataParallel, and adapters as PEFT writes them."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader
 
 import fsharp as fs
-from fsharp.testing import processes
 from tests.huggingface.test_accelerator import as_torchrun
 from tests.huggingface.test_trainer import data, tiny_llama, train
 
@@ -95,16 +93,6 @@ def without_adapter(model):
 
 
 pytestmark = pytest.mark.deep
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("peft")
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)), timeout=250)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])

@@ -1,13 +1,11 @@
 """TRL's DPOTrainer with fsharp's Trainer: losses as under DDP; the reference is the model without its adapter."""
 
 import os
-from functools import partial
 
 import pytest
 import torch
 
 import fsharp as fs
-from fsharp.testing import processes
 from tests.huggingface.test_accelerator import as_torchrun
 from tests.huggingface.test_peft import adapter
 from tests.huggingface.test_trainer import tiny_llama
@@ -91,16 +89,6 @@ def on_two_ranks(folder, comm):
     found["whole, DDP"] = train(trl.DPOTrainer, None, f"{folder}/c", lora=False)[0]
     found["whole"] = train(DPOTrainer, fs.zero3("dp"), f"{folder}/d", lora=False)[0]
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("trl")
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)), timeout=280)
 
 
 pytestmark = pytest.mark.deep

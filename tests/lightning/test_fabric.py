@@ -1,14 +1,11 @@
 """fsharp.lightning.fabric.Strategy: the training of Fabric's DDPStrategy, in real processes."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import fsharp as fs
 from fsharp.errors import FsharpError, OptionError
-from fsharp.testing import processes
 from tests.huggingface.test_accelerator import Net, as_torchrun, data
 
 
@@ -113,16 +110,6 @@ def refusals(fabric):
     with pytest.raises(FsharpError) as error:
         optimizer.step()
     return [*texts, str(error.value)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fabric")
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)), timeout=200)
 
 
 @pytest.mark.parametrize("name", ["zero3", "zero1"])

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader
 
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
-from fsharp.testing import processes
 from tests.huggingface.test_accelerator import Net, as_torchrun, data
 
 
@@ -97,16 +96,6 @@ def on_two_ranks(folder, comm):
         run(Strategy(), fs.zero3("dp"), f"{folder}/refused", precision="bf16-mixed")
     found["refused"] = str(error.value)
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("lightning")
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return processes(fs.Mesh({"dp": 2}), partial(on_two_ranks, str(folder)), timeout=250)
 
 
 pytestmark = pytest.mark.deep
