@@ -113,7 +113,7 @@ def _check_ties(nodes: Sequence[Sharded]) -> None:
 def _check_classes(units: Any) -> None:
     """Raise a TreeError if leaves have a tensor class of their own, which a blocking gather would decode to plain tensors."""
     for node in units_of(units):
-        if node.unit.leaf_classes:
+        if node.unit.tensor_classes:
             raise TreeError(
                 f"forward(): weights of unit {node.unit.display_name} have a tensor class such as TransformerEngine's, and "
                 "only a scheduler passes such tensors to functions. Pass comm=fs.Scheduler(comm), outside of torch.func "

@@ -89,7 +89,7 @@ class LeafPart:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafClass:
+class EncodedTensorClass:
     """A tensor class with which functions compute on encoded leaves, without decoding, such as TransformerEngine's.
 
     A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. At the release of
@@ -131,7 +131,7 @@ class LeafCodec:
     agreed: Callable[[Shape], Sequence[tuple[int, torch.dtype]]]
     encode: Callable[[Sequence[LeafPart], AgreeMax], None]
     decode: Callable[[LeafPart], torch.Tensor]
-    tensors: LeafClass | None = None
+    tensors: EncodedTensorClass | None = None
 
 
 def _by_leaf(values: Any) -> Any:
@@ -359,7 +359,7 @@ class Format:
         )
 
     @api_boundary
-    def decode_leaf(self, part: LeafPart, facts: Facts = tuple) -> torch.Tensor:
+    def decode_part(self, part: LeafPart, facts: Facts = tuple) -> torch.Tensor:
         """Return the elements of a part of a leaf.
 
         Raises:

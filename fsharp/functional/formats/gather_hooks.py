@@ -25,8 +25,8 @@ from fsharp.functional.formats import te
 from fsharp.functional.formats.agreement import Agreement
 from fsharp.functional.formats.format import (
     AgreeMax,
+    EncodedTensorClass,
     Format,
-    LeafClass,
     LeafCodec,
     LeafPart,
     Plane,
@@ -99,7 +99,7 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
     Cost: calls of the hooks for the whole parameter and for one row, in memory of their own.
     """
     hooks = _Hooks(parameter, compute, main, device, policy)
-    planes, block = hooks.planes(tuple(parameter.shape))
+    planes, block = hooks.planes_and_block(tuple(parameter.shape))
     hooks.make_one(tuple(parameter.shape))
     about = re.sub(r" at 0x[0-9a-f]+", "", repr(hooks.settings))
     text = f"{hooks.cls.__module__}.{hooks.cls.__qualname__} {about} {planes} {block} {compute} {main}"
@@ -108,9 +108,8 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
     for other, form in alike:
         if other.device == device and other.cls is hooks.cls and bool(other.settings == hooks.settings):
             return form
-    codec = LeafCodec(
-        hooks.scales_nbytes, hooks.agreed, hooks.encode, hooks.decode, LeafClass(hooks.make, lambda _: None, lambda _: None)
-    )
+    tensors = EncodedTensorClass(hooks.make, lambda _: None, lambda _: None)
+    codec = LeafCodec(hooks.scales_nbytes, hooks.agreed, hooks.encode, hooks.decode, tensors)
     form = register_format(Format(f"{label}_{len(alike)}" if alike else label, planes, block=block, leaves=codec))
     alike.append((hooks, form))
     return form
@@ -118,6 +117,13 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
 
 _made: dict[str, list[tuple["_Hooks", Format]]] = {}
 """Registered formats by the text of their settings: equal settings give one format."""
+
+
+class _PlanesAndBlock(NamedTuple):
+    """The planes of a format, and the number of values in a block."""
+
+    planes: tuple[Plane, ...]
+    block: int
 
 
 class _Made(NamedTuple):
@@ -210,8 +216,8 @@ class _Hooks:
             self._tried[shape] = made._replace(inputs=tuple([torch.empty_like(x, device="meta") for x in made.inputs]))
         return self._tried[shape]
 
-    def planes(self, shape: Shape) -> tuple[tuple[Plane, ...], int]:
-        """Return the planes of the format for a parameter of this shape, and the number of values in a block.
+    def planes_and_block(self, shape: Shape) -> _PlanesAndBlock:
+        """Return the planes and the block of the format for a parameter of this shape.
 
         Each tensor that the first hook returns for gathers is a plane.
 
@@ -232,7 +238,7 @@ class _Hooks:
                 "maxima of as many numbers for any rows."
             )
         block = lcm(*[size // gcd(size, n) for n in counts])
-        return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
+        return _PlanesAndBlock(tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block)
 
     def scales_nbytes(self, shape: Shape) -> int:
         """Return the bytes of the tensors in the metadata of a leaf."""

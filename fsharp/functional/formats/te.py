@@ -17,8 +17,8 @@ from fsharp.errors import OptionError
 from fsharp.functional.formats.agreement import Agreement
 from fsharp.functional.formats.format import (
     AgreeMax,
+    EncodedTensorClass,
     Format,
-    LeafClass,
     LeafCodec,
     LeafPart,
     Plane,
@@ -208,7 +208,7 @@ def _codec(kind: Kind, tensors: "_Tensors") -> LeafCodec:
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
-        LeafClass(tensors.make, tensors.derive, tensors.forget),
+        EncodedTensorClass(tensors.make, tensors.derive, tensors.forget),
     )
 
 

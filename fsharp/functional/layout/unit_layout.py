@@ -18,7 +18,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import Facts, Format, LeafClass, LeafPart, aligned, dtype_name, first_few
+from fsharp.functional.formats.format import EncodedTensorClass, Facts, Format, LeafPart, aligned, dtype_name, first_few
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
@@ -288,7 +288,7 @@ class UnitLayout:
                 yield start, LeafPart(*about, first, first + stop - start, held, scales[begin : begin + size], own)
 
     @cached_property
-    def leaf_classes(self) -> Mapping[int, LeafClass]:
+    def tensor_classes(self) -> Mapping[int, EncodedTensorClass]:
         """The classes of tensors that functions get, by group; only groups whose class is not torch.Tensor."""
         codecs = {i: group.dtypes.stored_format.leaves for i, group in enumerate(self.groups)}
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
@@ -350,7 +350,7 @@ class UnitLayout:
         out = torch.zeros(self.local_size(group, place), dtype=dtype, device=stored.device)
         for start, part in self.leaf_parts(group, place, rank, stored, scales, None):
             if part.first < part.last:
-                out[start : start + part.last - part.first] = form.decode_leaf(part, partial(self.error_facts, group))
+                out[start : start + part.last - part.first] = form.decode_part(part, partial(self.error_facts, group))
         return out
 
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:

@@ -128,7 +128,7 @@ class BoundSchedule:
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()
-                if not unit.gradient.leave_arena():
+                if not unit.gradient.try_leave_arena():
                     self.stranded[unit.key] = self._opens[unit.key]
 
 

@@ -16,7 +16,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import LeafClass, LeafPart
+from fsharp.functional.formats.format import EncodedTensorClass, LeafPart
 from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOutLeaf
@@ -106,8 +106,8 @@ class FullUnit:
 
     def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[torch.Tensor] = ()) -> None:
         self.index, self.flats, self.stored = leaf_table(unit), tuple(flats), stored or flats
-        classed: dict[int, tuple[LeafClass, LeafPart]] = {}
-        for g, cls in unit.leaf_classes.items():
+        classed: dict[int, tuple[EncodedTensorClass, LeafPart]] = {}
+        for g, cls in unit.tensor_classes.items():
             form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
             if len(flats[g]):
                 planes = carve_tensors(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
@@ -117,7 +117,7 @@ class FullUnit:
                 classed[self.index.position[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
-        plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in unit.leaf_classes}
+        plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}
         self._aliases = tuple(plain.values())  # of a version counter each, which all leaves of the group share
         self._leaves = tuple(self.index.leaf_views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
         self._handed_out: list[HandedOutLeaf] = []
@@ -127,9 +127,9 @@ class FullUnit:
         """Decode the gathered groups that have a format, into the memory from which functions read parameters."""
         unit = self.index.unit
         for g, flat, data in zip(unit.all_groups, self.flats, self.stored, strict=True):
-            if g not in unit.leaf_classes and data is not flat:
+            if g not in unit.tensor_classes and data is not flat:
                 flat.copy_(unit.decode_stored(g, data, unit.scales_in(g, data), unit.strategy.full, rank, flat.dtype))
-            elif g in unit.leaf_classes and len(flat):
+            elif g in unit.tensor_classes and len(flat):
                 num_parts, start = unit.groups[g].num_parts, 0
                 rows = unit.sent_part(g, data).view(num_parts, -1)
                 for column in unit.groups[g].dtypes.stored_format.columns(rows, unit.groups[g].capacity):
@@ -247,7 +247,7 @@ def pieces_nbytes(pieces: Pieces) -> int:
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return number of elements and dtype of each group's full buffer, as functions use it."""
     return [
-        (group.size, group.dtypes.compute) if i not in unit.leaf_classes else (encoded_nbytes(unit, i), torch.uint8)
+        (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (encoded_nbytes(unit, i), torch.uint8)
         for i, group in enumerate(unit.groups)
     ]
 

@@ -100,7 +100,7 @@ class GradientBuffer:
         if self._place is not None:
             self.rest, self._is_open = self._place, True
 
-    def leave_arena(self) -> bool:
+    def try_leave_arena(self) -> bool:
         """Move the gradient out of the arena, into memory of its own. Return False if a caller's view prevents this."""
         self._place, self._is_open = None, False
         if self.rest.in_arena:

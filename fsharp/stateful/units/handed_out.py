@@ -6,7 +6,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import LeafClass
+from fsharp.functional.formats.format import EncodedTensorClass
 from fsharp.functional.release import inner_tensors
 
 
@@ -20,7 +20,7 @@ class HandedOutLeaf:
 
     __slots__ = ("_cls", "_inner", "_path", "_place", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor, path: str, cls: LeafClass | None, place: int) -> None:
+    def __init__(self, tensor: torch.Tensor, path: str, cls: EncodedTensorClass | None, place: int) -> None:
         self._tensor, self._cls, self._path, self._place = TensorWeakRef(tensor), cls, path, place
         inner = [x for x in inner_tensors(tensor) if x.untyped_storage().data_ptr() == place]
         self._inner = [(TensorWeakRef(x), int(x.storage_offset()), x.shape, x.stride()) for x in inner]

@@ -115,7 +115,7 @@ class UnitState:
         """Return the parameters of a unit that rests in full."""
         assert self.node is not None
         buffers = self.node.raw_buffers
-        if self.layout.leaf_classes:
+        if self.layout.tensor_classes:
             stored = [b.detach() for b in self.node.buffers]
             rows = zip(self.layout.groups, full_sizes(self.layout), stored, strict=True)
             flats = [b if g.dtypes.format is None else torch.empty(n, dtype=t, device=b.device) for g, (n, t), b in rows]
