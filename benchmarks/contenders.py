@@ -198,10 +198,17 @@ def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.SchedulePolicy
 
 
 def sharded(
-    name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.SchedulePolicy | None, **options: Any
+    name: str,
+    shape: gpt.Shape,
+    comm: fs.Comm,
+    strategy: fs.Strategy,
+    policy: fs.SchedulePolicy | None,
+    *,
+    remat: bool = False,
+    **options: Any,
 ) -> FsharpContender:
     """The GPT with a strategy of fsharp's; ``options`` are precision, optimizer and microbatches."""
-    loss_fn = partial(gpt.loss, heads=shape.heads)
+    loss_fn = partial(gpt.loss, heads=shape.heads, remat=remat)
     return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy, **options)
 
 

@@ -112,13 +112,13 @@ def head(params: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def loss(params: Any, batch: Any, comm: fs.Comm, *, heads: int) -> torch.Tensor:
-    """The model over sharded parameters: ``fs.train_step`` takes it."""
+def loss(params: Any, batch: Any, comm: fs.Comm, *, heads: int, remat: bool = False) -> torch.Tensor:
+    """The model over sharded parameters: ``fs.train_step`` takes it. ``remat``: recompute all activations in the backward."""
     one_block = partial(block, heads=heads)
-    x = fs.forward(embed, params["embed"], batch["inputs"], comm=comm)
+    x = fs.forward(embed, params["embed"], batch["inputs"], comm=comm, remat=remat)
     for layer in params["layers"]:
-        x = fs.forward(one_block, layer, x, comm=comm)
-    return fs.forward(head, params["head"], x, batch["targets"], comm=comm)
+        x = fs.forward(one_block, layer, x, comm=comm, remat=remat)
+    return fs.forward(head, params["head"], x, batch["targets"], comm=comm, remat=remat)
 
 
 def plain_loss(params: Any, batch: Any, *, heads: int) -> torch.Tensor:

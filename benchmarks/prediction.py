@@ -119,4 +119,5 @@ def described(hardware: fs.inspect.Hardware) -> dict[str, Any]:
         "contention": hardware.contention,
         "host_share": hardware.host_share,
         "issue_s": hardware.issue_s,
+        "issue_bandwidth": hardware.issue_bandwidth if math.isfinite(hardware.issue_bandwidth) else None,
     }

@@ -299,7 +299,7 @@ def _tune(part: Mapping[str, Any]) -> Table:
             rows.append(
                 (
                     first[0],
-                    f"{row['layout']}, {row['policy']}",
+                    ", ".join(filter(None, (row["layout"], row["policy"], row["remat"]))),
                     *(f"{1e3 * row[key]:.0f}" for key in ("predicted_s", "measured_s")),
                     *first[1:],
                 )

@@ -3,6 +3,9 @@
 The hardware is that of ``benchmarks.prediction``: rates of collectives from a trace of ONE case under zero3, and the times of
 compute and update from a step of each case without communication.
 
+Candidates are all strategies under all policies; under the first policy also with recomputed activations, and with gradients
+that travel in 8 bits, whose codec is measured in one traced step.
+
 [Note: noise]
 Candidates with equal schedules, such as ``ddp`` under any ``prefetch``, are one candidate. Candidates are measured in turns.
 Each time is the median over rounds of its ratio to the step without communication of the same round. Those of rounds 1, 3, ...
@@ -41,12 +44,17 @@ POLICIES = {
     "no prefetch": fs.SchedulePolicy(prefetch=0),
     APART: fs.SchedulePolicy(bucket_nbytes=0),
 }
-TRACED = ("zero3", APART)
+FIRST = "prefetch 1"
+RECOMPUTED = "recomputed"
+FORMATS = {"": fs.Precision(), "8-bit gradients": fs.Precision(wire=fs.formats.mxint8)}
+TRACED = ("zero3", APART, "")
 """What the hardware is fitted on: collectives of different sizes tell the most of latency and bandwidth."""
+CODED = ("zero3, 8-bit gradients", FIRST, "")
+"""What the speed of the codec is fitted on."""
 UNITS = "layers.*"
 ORDER = ("embed", UNITS, "head")
-Key = tuple[str, str]
-"""A strategy and a policy."""
+Key = tuple[str, str, str]
+"""A layout, a policy, and whether activations are recomputed."""
 
 
 class Case(NamedTuple):
@@ -76,27 +84,42 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     fitted: fs.inspect.Hardware | None = None
     for name, case in cases(options).items():
         tree = gpt.tree_of(gpt.build(case.shape))
-        layouts = {s: fs.plan(tree, comm.mesh, strategy, units=UNITS) for s, strategy in STRATEGIES.items()}
+        layouts = {
+            ", ".join(filter(None, (s, form))): fs.plan(tree, comm.mesh, strategy, units=UNITS, precision=precision)
+            for (s, strategy), (form, precision) in product(STRATEGIES.items(), FORMATS.items())
+        }
+        plain = {name: layout for name, layout in layouts.items() if name in STRATEGIES}
         plan = {"order": ORDER, "microbatches": case.microbatches, "backend": "gloo"}
         keys = distinct(
-            {(s, p): fs.schedules.plan_step(layouts[s], POLICIES[p], **plan) for s, p in product(layouts, POLICIES)}
+            {(s, p, ""): fs.schedules.plan_step(plain[s], POLICIES[p], **plan) for s, p in product(plain, POLICIES)}
         )
-        found = {key: _contender(", ".join(key), case, comm, *key) for key in keys}
+        keys += [(s, FIRST, RECOMPUTED) for s in plain] + [(s, FIRST, "") for s in layouts if s not in plain]
+        found = {key: _contender(_text(key), case, comm, *key) for key in keys}
         alone = c.sharded(
             ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
         )
         trace = alone.scheduled.trace()
-        traced = found[TRACED].scheduled.trace() if fitted is None else None
-        as_long = replace(options, rounds=max(options.rounds * 2 // comm.mesh.size, 2))  # with more processes fewer rounds
+        traced = {key: found[key].scheduled.trace() for key in (TRACED, CODED)} if fitted is None else {}
+        as_long = replace(
+            options, rounds=max(options.rounds * 4 // (2 + comm.mesh.size), 2)
+        )  # with more processes fewer rounds
         everyone = {each.name: each for each in (alone, *found.values())}
         rounds = over_ranks(in_turns(everyone, case.shape, as_long, partial(_say, say, name))[0])[1]
         if fitted is None:
             known = {"synchronous_host": True, "contention": contention(comm.mesh.size), "alone": trace}
-            fitted = fs.inspect.Hardware.fit(traced, found[TRACED].scheduled.schedule, **known)
+            fitted, coded = (fs.inspect.Hardware.fit(traced[key], found[key].scheduled.schedule, **known) for key in traced)
+            fitted = replace(fitted, codec_bandwidth=coded.codec_bandwidth)
         own = replace(fitted, compute=trace.compute_times(), update_s=trace.update_time())
         hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
-        choice = fs.tune(layouts, hardware, budget=1e12, policies=POLICIES, **plan)
-        predicted = {(x.layout, x.policy): x.step_s for x in choice.candidates}
+        predicted = {}
+        for chosen, policies, remat in (
+            (plain, POLICIES, {"": ()}),
+            (layouts, {FIRST: POLICIES[FIRST]}, {"": (), RECOMPUTED: "**"}),
+        ):
+            choice = fs.tune(
+                chosen, hardware, budget=1e12, policies=policies, remat=remat, activations=(0.0, 0.0), effort=math.inf, **plan
+            )
+            predicted |= {(x.layout, x.policy, x.remat): x.step_s for x in choice.candidates}
         result[f"{name}, {comm.mesh.size} processes"] = _of_rank_0(judged({key: predicted[key] for key in keys}, rounds))
     return summed_up(result)
 
@@ -129,7 +152,7 @@ def judged(predicted: Mapping[Key, float], rounds: Sequence[Mapping[str, float]]
     apart = [pair for pair in combinations(predicted, 2) if _differ(*(measured[key] for key in pair), 2 * noise)]
     right = sum((measured[a] < measured[b]) == (predicted[a] < predicted[b]) and predicted[a] != predicted[b] for a, b in apart)
     rows = [
-        {"layout": key[0], "policy": key[1], "predicted_s": predicted[key], "measured_s": measured[key]}
+        {"layout": key[0], "policy": key[1], "remat": key[2], "predicted_s": predicted[key], "measured_s": measured[key]}
         for key in sorted(predicted, key=predicted.__getitem__)
     ]
     return {
@@ -150,11 +173,17 @@ def _differ(a: float, b: float, by: float) -> bool:
 
 def _seconds(rounds: Sequence[Mapping[str, float]], key: Key) -> float:
     """What slows a round down slows all of its steps: seconds are those of the step alone, times ratios within rounds."""
-    return times(rounds, ALONE).median * median(row[", ".join(key)] / row[ALONE] for row in rounds)
+    return times(rounds, ALONE).median * median(row[_text(key)] / row[ALONE] for row in rounds)
 
 
-def _contender(name: str, case: Case, comm: fs.Comm, strategy: str, policy: str) -> c.FsharpContender:
-    return c.sharded(name, case.shape, comm, STRATEGIES[strategy], POLICIES[policy], microbatches=case.microbatches)
+def _text(key: Key) -> str:
+    return ", ".join(filter(None, key))
+
+
+def _contender(name: str, case: Case, comm: fs.Comm, layout: str, policy: str, remat: str) -> c.FsharpContender:
+    strategy, _, form = layout.partition(", ")
+    options = {"microbatches": case.microbatches, "precision": FORMATS[form], "remat": bool(remat)}
+    return c.sharded(name, case.shape, comm, STRATEGIES[strategy], POLICIES[policy], **options)
 
 
 def _say(say: Callable[[str], None], name: str, text: str) -> None:

@@ -33,6 +33,6 @@ from fsharp.stateful.inspect.timeline import Timeline as Timeline
 from fsharp.stateful.inspect.timeline import TimeSpan as TimeSpan
 from fsharp.stateful.inspect.trace import Trace as Trace
 from fsharp.stateful.inspect.trace import compare as compare
-from fsharp.stateful.planning.tune import Candidate as Candidate
-from fsharp.stateful.planning.tune import Choice as Choice
+from fsharp.stateful.planning.choice import Candidate as Candidate
+from fsharp.stateful.planning.choice import Choice as Choice
 from fsharp.stateful.runtime.measure import measure as measure

@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "stateful/inspect": {"stateful/schedule", "stateful/inspect"},
     "stateful/transport": {"stateful/transport"},
     "stateful/units": {"stateful/schedule", "stateful/transport", "stateful/units"},
-    "stateful/planning": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "planning")},
+    "stateful/planning": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "modules", "planning")},
     "stateful/runtime": {f"stateful/{name}" for name in ("schedule", "verify", "inspect", "transport", "units", "runtime")},
     "stateful/modules/initial": {"stateful/modules/initial"},
     "stateful/modules/values": {"stateful/modules/initial", "stateful/modules/values"},

@@ -351,9 +351,12 @@ def test_parts_of_two_ranks(fsharp_alone):
     assert tuned == fsharp_alone[1]["tune"] == tuning.merged([tuned])
     assert set(tuned["shapes"]) == {f"{name}, 2 processes" for name in tuning.cases(SMALL_OPTIONS)}
     for each in tuned["shapes"].values():
-        keys = {(row["layout"], row["policy"]) for row in each["rows"]}
-        assert keys < set(product(tuning.STRATEGIES, tuning.POLICIES))
-        assert {strategy for strategy, _ in keys} == set(tuning.STRATEGIES)
+        keys = {(row["layout"], row["policy"], row["remat"]) for row in each["rows"]}
+        usual = {key[:2] for key in keys if not key[2] and key[0] in tuning.STRATEGIES}
+        assert usual < set(product(tuning.STRATEGIES, tuning.POLICIES))
+        assert {strategy for strategy, _ in usual} == set(tuning.STRATEGIES)
+        assert {key[0] for key in keys if key[2]} == set(tuning.STRATEGIES)
+        assert {key[0] for key in keys} - set(tuning.STRATEGIES) == {f"{each}, 8-bit gradients" for each in tuning.STRATEGIES}
         predicted_s = [row["predicted_s"] for row in each["rows"]]
         assert predicted_s == sorted(predicted_s)
         assert each["regret"] == each["rows"][0]["measured_s"] / min(row["measured_s"] for row in each["rows"]) - 1 >= 0
@@ -367,9 +370,9 @@ def test_parts_of_two_ranks(fsharp_alone):
 
 def test_predictions_are_judged_by_candidates_that_differ_by_more_than_noise():
     """A and B are equally fast within the noise; C is much slower."""
-    keys = [("a", "x"), ("b", "x"), ("c", "x")]
+    keys = [("a", "x", ""), ("b", "x", ""), ("c", "x", "")]
     seconds = [(1.00, 1.02, 2.0), (1.02, 1.00, 2.1), (1.00, 1.02, 2.0), (1.02, 1.00, 2.1)]
-    rounds = [{tuning.ALONE: 1.0} | {", ".join(key): x for key, x in zip(keys, row, strict=True)} for row in seconds]
+    rounds = [{tuning.ALONE: 1.0} | {f"{key[0]}, x": x for key, x in zip(keys, row, strict=True)} for row in seconds]
     found = tuning.judged(dict(zip(keys, (1.1, 0.9, 2.0), strict=True)), rounds)
     assert [(row["layout"], row["predicted_s"]) for row in found["rows"]] == [("b", 0.9), ("a", 1.1), ("c", 2.0)]
     assert found["noise"] == pytest.approx(0.02, rel=0.02)
@@ -382,7 +385,7 @@ def test_predictions_are_judged_by_candidates_that_differ_by_more_than_noise():
 def test_equal_schedules_are_one_candidate_and_the_traced_one_is_kept():
     schedule = fs.schedules.compile_schedule(units.program(3), fs.SchedulePolicy())
     other = schedule.replace_ops(schedule.ops[:-1])
-    keys = ("zero3", "prefetch 1"), ("zero3", "gathered once"), tuning.TRACED
+    keys = ("zero3", "prefetch 1", ""), ("zero3", "gathered once", ""), tuning.TRACED
     assert tuning.distinct(dict(zip(keys, (schedule, other, schedule), strict=True))) == [keys[1], tuning.TRACED]
 
 

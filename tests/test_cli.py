@@ -13,7 +13,9 @@ import torch
 import fsharp as fs
 from fsharp.cli import main, plans
 from fsharp.cli.machine import Machine, calibrate, mesh_of, read_machine
-from fsharp.cli.models import find_model, repeated_units
+from fsharp.cli.models import find_model
+from fsharp.stateful.planning.space import order_of_use, repeated_units
+from fsharp.stateful.planning.tune import POLICIES
 from tests.gpt_like import make_params
 
 
@@ -230,11 +232,22 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
     assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
-def test_tune_lists_every_strategy_under_every_policy(capsys):
-    status, lines, _ = run(capsys, "tune", "gpt-2", "--mesh", "outer=2,inner=4", "--budget", "1")
+def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
+    file = tmp_path / "choice.json"
+    argv = ["tune", "gpt-2", "--mesh", "outer=2,inner=4", "--budget", "10", "--units", "layers.*"]
+    status, lines, _ = run(capsys, *argv, "--rows", "0", "--json", file)
     assert status == 0
     assert lines[1].endswith("chosen")
-    assert len({tuple(line.split()[:3]) for line in lines[1:]}) == 6 * 5
+    assert lines[-1] == "activations: estimated from shapes"
+    assert len(lines[1:-1]) == 6 * len(POLICIES) * 2
+    choice = fs.inspect.Choice.from_json(file.read_text())
+    assert choice.table().splitlines() == lines
+    status, short, _ = run(capsys, *argv, "--rows", "3", "--draw", tmp_path / "step.svg")
+    assert short == [*lines[:4], f"... and {len(lines) - 5} more", lines[-1]]
+    assert (tmp_path / "step.svg").stat().st_size > 1000
+    status, lines, _ = run(capsys, "tune", "gpt-2", "--mesh", "4", "--tokens", "128", "--rows", "0")
+    assert status == 0
+    assert any("outer=2,inner=2" in line for line in lines)
     status, _, err = run(capsys, "tune", "gpt-2", "--budget", "0.01")
     assert status == 1
     assert "no candidate fits into the budget" in err
@@ -397,7 +410,7 @@ def test_a_machine_gives_seconds_of_units():
 def test_units_are_in_the_order_in_which_the_tree_has_them():
     tree = {"z": torch.ones(1), "layers": [torch.ones(1), torch.ones(1)], "a": torch.ones(1)}
     layout = fs.plan(tree, fs.Mesh({"dp": 1}), fs.ddp("dp"), units="layers.*")
-    assert plans._order_of_use(tree, layout) == ["z", "layers.0", "layers.1", "a"]
+    assert order_of_use(tree, layout) == ["z", "layers.0", "layers.1", "a"]
 
 
 @pytest.mark.parametrize(
@@ -408,6 +421,8 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["schedule", "gpt-2", "--mesh", "8"], 2, "schedule: mesh is '8'"),
         (["tune", "gpt-2", "--gpu", "V100"], 2, "'V100'"),
         (["tune", "gpt-2", "--tokens", "0"], 2, "tokens is 0"),
+        (["tune", "gpt-2", "--rows", "-1"], 2, "rows is -1"),
+        (["tune", "gpt-2", "--mesh", "0"], 1, "mesh is 0"),
         (["tune", "gpt-2", "--efficiency", "1.5"], 2, "efficiency is 1.5"),
         (["tune", "gpt-2", "--hardware", "absent.json"], 2, "hardware is 'absent.json', expected a file that fsharp calibrate"),
     ],

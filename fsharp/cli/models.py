@@ -148,20 +148,6 @@ def _of_config(config: dict[str, Any]) -> Any:
         return kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
 
 
-def repeated_units(paths: list[str]) -> list[str]:
-    """Return a pattern of units for each outermost list with at least two subtrees, such as ``layers.*`` for a list of layers.
-
-    Each subtree in such a list becomes one unit.
-    """
-    found: dict[str, set[str]] = {}
-    for path in paths:
-        keys = path.split(".")
-        number = next((i for i, key in enumerate(keys[:-1]) if key.isdigit()), None)
-        if number is not None:
-            found.setdefault(".".join([*keys[:number], "*"]), set()).add(keys[number])
-    return [pattern for pattern, numbers in found.items() if len(numbers) > 1]
-
-
 def dtype_of(option: str, name: str) -> torch.dtype:
     """Return the dtype called ``name``. Raises OptionError, which names the option, if torch has no such dtype."""
     found = getattr(torch, name, None)

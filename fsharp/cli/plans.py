@@ -1,14 +1,13 @@
 """The subcommands ``plan``, ``schedule`` and ``tune``: predictions for a model, before anything is allocated."""
 
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from fsharp.cli.machine import mesh_of, read_machine
-from fsharp.cli.models import dtype_of, find_model, repeated_units
+from fsharp.cli.models import dtype_of, find_model
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from fsharp.functional.layout.plan import plan as make_plan
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.layout.text import align_columns, nbytes_text
@@ -16,17 +15,13 @@ from fsharp.functional.traffic import step_traffic
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.stateful.inspect.draw import draw as draw_step
 from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.presets import GPUS
+from fsharp.stateful.inspect.presets import EFFICIENCY, GPUS, host_links
 from fsharp.stateful.inspect.table import table
 from fsharp.stateful.planning.plan_step import plan_step
+from fsharp.stateful.planning.space import FLAT, HYBRID, order_of_use, repeated_units
 from fsharp.stateful.planning.tune import POLICIES
 from fsharp.stateful.planning.tune import tune as choose
 
-FLAT: tuple[Callable[..., Strategy], ...] = (ddp, zero1, zero2, zero3)
-"""Strategies that treat all axes of a mesh alike."""
-HYBRID: tuple[Callable[..., Strategy], ...] = (hsdp, hfsdp)
-"""Strategies of an outer and an inner axis."""
-GPUS_OF_A_HOST = 8
 DEFAULT_GPU = "H100"
 
 
@@ -145,7 +140,7 @@ def schedule(
         raise OptionError(f"schedule: policy is {policy!r}, expected one of {', '.join(map(repr, POLICIES))}.")
     tree, axes, layouts = _layouts("schedule", model, mesh, strategy, units, compute, main)
     layout = layouts[strategy]
-    planned = plan_step(layout, POLICIES[policy], order=_order_of_use(tree, layout), microbatches=microbatches)
+    planned = plan_step(layout, POLICIES[policy], order=order_of_use(tree, layout), microbatches=microbatches)
     timeline = predict(planned, _hardware("schedule", layout, gpu, hardware, tokens, efficiency))
     if draw:
         draw_step(timeline, draw)
@@ -179,17 +174,25 @@ def tune(
     hardware: str = "",
     tokens: int = 8192,
     efficiency: float | None = None,
+    rows: int = 20,
+    json: str = "",
+    draw: str = "",
 ) -> str:
-    """Predict each strategy under each policy, and show the fastest that fits into memory first.
+    """Predict steps under many strategies, meshes, units and policies, and show the fastest that fits into memory first.
+
+    Costs of units are estimated from shapes: each matrix multiplies the vectors of all tokens, and keeps these vectors.
 
     Args:
         model: as for fsharp plan.
-        mesh: sizes of the axes, the outermost first. The last 8 ranks share a host.
-        units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
+        mesh: sizes of the axes, the outermost first; or a number of ranks, to try one axis, and hosts of up to 8 ranks times
+            ranks of a host. The last 8 ranks share a host.
+        units: pattern of the subtrees to gather one by one; by default each repeated layer, each part of such a layer, and the
+            whole model are tried.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
         budget: most GB that one rank may use.
-        activations: GB that each unit keeps from its forward to its backward.
+        activations: GB that each unit keeps from its forward to its backward, in place of the estimate. Recomputation is then
+            not tried, as it is unknown what it would keep.
         microbatches: number of microbatches of a step.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         gpu: A100, H100, H200 or B200; H100 by default.
@@ -197,19 +200,33 @@ def tune(
         tokens: number of tokens of one rank in a microbatch.
         efficiency: part of the FLOP/s that the model reaches while it computes: 0.4 of a data sheet's by default, all of the
             measured ones.
+        rows: most rows of the table to show; 0 shows all.
+        json: path of a file to write, such as choice.json: the choice and all rows, for fs.inspect.Choice.from_json.
+        draw: path of a picture of the predicted step, such as step.png; needs matplotlib.
     """
-    tree, _, layouts = _layouts("tune", model, mesh, "", units, compute, main)
-    layout = next(iter(layouts.values()))
+    if rows < 0:
+        raise OptionError(f"tune: rows is {rows}, expected at least 0.")
+    _check_speed("tune", tokens, efficiency)
+    tree, frozen = find_model(model)
+    meshes = int(mesh) if mesh.isdigit() else mesh_of("tune", mesh)
     choice = choose(
-        layouts,
-        _hardware("tune", layout, gpu, hardware, tokens, efficiency),
+        tree,
+        lambda layout: _hardware("tune", layout, gpu, hardware, tokens, efficiency),
         budget=1e9 * budget,
-        activations=1e9 * activations,
-        order=_order_of_use(tree, layout),
+        batch=tokens,
+        mesh=meshes,
+        units=units or None,
+        formats={"": Precision(compute=dtype_of("tune: compute", compute), main=dtype_of("tune: main", main))},
+        frozen=frozen,
+        activations=1e9 * activations if activations else None,
         microbatches=microbatches,
         optimizer_buffers=optimizer_buffers,
     )
-    return str(choice)
+    if json:
+        Path(json).write_text(choice.to_json())
+    if draw:
+        choice.draw(draw)
+    return choice.table(rows or None)
 
 
 def _layouts(
@@ -217,8 +234,8 @@ def _layouts(
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
     """Return the parameters of a model, the mesh, and a layout for each strategy, or for ``strategy`` alone."""
     axes = mesh_of(where, mesh)
-    hybrid = HYBRID if len(axes.names) == 2 else ()
-    named = {make.__name__: make(*axes.names) for make in (*FLAT, *hybrid)}
+    makers = {**FLAT, **(HYBRID if len(axes.names) == 2 else {})}
+    named = {name: make(*axes.names) for name, make in makers.items()}
     if strategy and strategy not in named:
         raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
     tree, frozen = find_model(model)
@@ -229,27 +246,15 @@ def _layouts(
     return tree, axes, {name: make_plan(tree, axes, named[name], **options) for name in chosen}
 
 
-def _order_of_use(tree: Any, layout: Layout) -> list[str]:
-    """Return the names of the units in the order of the leaves in the tree's dicts, which is that of their use."""
-    names = [unit.name for unit in layout.units if unit.groups]
-    units = [name for path in _leaf_paths(tree) for name in names if f"{path}.".startswith(f"{name}.")]
-    return list(dict.fromkeys(units))
-
-
-def _leaf_paths(tree: Any, *keys: str) -> Iterator[str]:
-    """Yield the paths of leaves, with keys of dicts in the order in which they were added."""
-    if isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaf_paths(value, *keys, str(key))
-    else:
-        yield ".".join(keys)
+def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
+    if tokens < 1 or not 0 < (1 if efficiency is None else efficiency) <= 1:
+        expected = "expected at least 1, and more than 0 and at most 1"
+        raise OptionError(f"{where}: tokens is {tokens} and efficiency is {efficiency}, {expected}.")
 
 
 def _hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
     """Return the hardware of a file, or the preset of a GPU. In a preset the last 8 ranks of the mesh share a host."""
-    if tokens < 1 or not 0 < (1 if efficiency is None else efficiency) <= 1:
-        expected = "expected at least 1, and more than 0 and at most 1"
-        raise OptionError(f"{where}: tokens is {tokens} and efficiency is {efficiency}, {expected}.")
+    _check_speed(where, tokens, efficiency)
     if hardware:
         if gpu:
             raise OptionError(f"{where}: got gpu {gpu!r} and hardware {hardware!r}, expected one of them.")
@@ -261,9 +266,5 @@ def _hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, 
         return machine.hardware_of(layout, tokens=tokens, efficiency=1.0 if efficiency is None else efficiency)
     if (gpu := gpu or DEFAULT_GPU) not in GPUS:
         raise OptionError(f"{where}: gpu is {gpu!r}, expected one of {', '.join(GPUS)}; or measure your own: fsharp calibrate.")
-    links: dict[str, Any] = {"within": [], "across": [], "spanning": []}
-    inner = 1
-    for axis, size in reversed(layout.mesh.axes):
-        links["within" if inner * size <= GPUS_OF_A_HOST else "across" if inner >= GPUS_OF_A_HOST else "spanning"].append(axis)
-        inner *= size
-    return Hardware.preset(gpu, layout, tokens=tokens, efficiency=0.4 if efficiency is None else efficiency, **links)
+    links = host_links(layout.mesh)
+    return Hardware.preset(gpu, layout, tokens=tokens, efficiency=EFFICIENCY if efficiency is None else efficiency, **links)

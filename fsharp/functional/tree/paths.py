@@ -159,7 +159,11 @@ def value_by_path(
     if isinstance(rules, Mapping):
         result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)
         for pattern, value in rules.items():
-            hit = [path for path in paths if matches_or_contains(pattern, path)]
+            if is_literal(pattern):  # without regular expressions: there may be a pattern for each path
+                within = f"{pattern}."
+                hit = [path for path in paths if path == pattern or path.startswith(within)]
+            else:
+                hit = [path for path in paths if matches_or_contains(pattern, path)]
             if not hit:
                 raise no_match_error(where, pattern, paths)
             result.update(dict.fromkeys(hit, value))

@@ -12,7 +12,7 @@ import torch
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
-from fsharp.stateful.schedule.ops import Phase, Stream, buffer_nbytes, kinds_where
+from fsharp.stateful.schedule.ops import GATHER, Phase, Stream, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_nbytes_by_axis
 
@@ -38,7 +38,9 @@ def calibrate(
     in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
-    updates, issuing = [], []
+    updates: list[float] = []
+    first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
+    issuing: dict[tuple[int, ...], list[float]] = {}
     casts: dict[int, list[float]] = {}
     for (start, stop), mine in steps:
         host = sorted((span for span in self_times(mine) if span.stream == "compute"), key=lambda span: span.start_s)
@@ -46,16 +48,15 @@ def calibrate(
         seconds: dict[tuple[int, str], float] = {}
         for span in host:
             seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.full_speed_length(span, host_speed)
-        issues, begun = 0.0, sorted({row[5] for row in mine if schedule.ops[row[0]].spec.cost == "send"})
+        begun = sorted({(row[5], first[row[0]]) for row in mine if schedule.ops[row[0]].spec.cost == "send"})
         for gap_start, gap_stop in _uncovered_stretches(host, start, stop):
-            is_issuing = bisect_right(begun, gap_stop) > bisect_left(begun, gap_start)
+            issued = begun[bisect_left(begun, (gap_start, -1)) : bisect_right(begun, (gap_stop, len(schedule.ops)))]
             following = next((span for span in host if span.start_s >= gap_stop), None)
             gap_s = in_flight.full_speed_length((gap_start, gap_stop), host_speed)
-            if is_issuing:
-                issues += gap_s
+            if issued:
+                issuing.setdefault(tuple([op for _, op in issued]), []).append(gap_s)
             elif following is not None:  # what the host does in front of an op is a part of the op
                 seconds[following.op, following.kind] += gap_s
-        issuing.append(issues)
         updated_s = 0.0
         for (i, kind), taken in seconds.items():
             op = schedule.ops[i]
@@ -98,8 +99,34 @@ def calibrate(
         "codec_bandwidth": codec_bandwidth,
         "host_bandwidth": _host_bandwidth(schedule, rows),
         "update_s": median(updates),
-        "issue_s": median(issuing) / len(flights) if flights else 0.0,
+        **_fit_issues(schedule, issuing),
     }
+
+
+def own_part_nbytes(op: Op, facts: UnitFacts) -> int:
+    """Return the bytes of a rank's own part, which the host copies into the arena when it issues the gather of a unit."""
+    return max(facts.gathered - sum(call.nbytes for call in facts.gather), 0) if op.spec is GATHER else 0
+
+
+def _fit_issues(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, float]:
+    """Return the seconds of the issue of a collective, and the bandwidth of the copies in it.
+
+    ``issuing``: seconds in each step of the stretches in which these collectives were issued, by their first ops. Errors count
+    relative to the seconds.
+    """
+    if not issuing:
+        return {"issue_s": 0.0, "issue_bandwidth": math.inf}
+    facts, runs = schedule.program.facts, {run[0]: run for run in issue_positions(schedule.ops)}
+    rows, target = [], []
+    for issued, seconds in issuing.items():
+        nbytes = sum(own_part_nbytes(schedule.ops[i], facts[schedule.ops[i].unit]) for op in issued for i in runs[op])
+        weight = math.sqrt(len(seconds)) / max(median(seconds), 1e-6)
+        rows.append([weight * len(issued), weight * nbytes])
+        target.append(weight * median(seconds))
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    scale = matrix.norm(dim=0).clamp_min(1e-300)
+    issue_s, byte_s = (_nonnegative_least_squares(matrix / scale, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
+    return {"issue_s": issue_s, "issue_bandwidth": 1 / byte_s if byte_s > 0 else math.inf}
 
 
 def host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:

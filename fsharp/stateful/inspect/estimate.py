@@ -23,9 +23,9 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes
+from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes, own_part_nbytes
 from fsharp.stateful.inspect.hardware_json import fields_from_json, fields_to_json
-from fsharp.stateful.inspect.presets import ADAM_NBYTES, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
+from fsharp.stateful.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
@@ -41,7 +41,8 @@ _NOW = 0.0, 0.0
 PerLink = float | Mapping[str | Channel, float]
 """One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
 ``{("reduce_scatter", "dp"): x}``, which counts before that of the axis. An ``all_reduce`` without a number is a
-``reduce_scatter`` and an ``all_gather``, of half of its bytes each: so a fit to ZeRO-3 predicts DDP."""
+``reduce_scatter`` and an ``all_gather``, of half of its bytes each: so a fit to ZeRO-3 predicts DDP. An ``all_to_all`` without
+a number is a ``reduce_scatter``."""
 ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callable[[str], tuple[float, float]]
 """Seconds of a unit's forward and of its backward: for all units, by key-path pattern, or as a function of the name."""
 
@@ -68,8 +69,8 @@ class Hardware:
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
         host_share: the host's share, from 0 to 1, of the core for which it contends. While both work, the host has
             ``1 - contention * (1 - host_share)`` of its speed, and collectives have ``1 - contention * host_share`` of theirs.
-        issue_s: seconds in which a synchronous host is busy with the issue of one collective: it makes labels, and copies this
-            rank's own part.
+        issue_s: seconds in which a synchronous host is busy with the issue of one collective, beside a copy of its bytes.
+        issue_bandwidth: bytes per second that a synchronous host copies at the issue of a gather: this rank's own part.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -86,11 +87,13 @@ class Hardware:
     contention: float = 0.0
     host_share: float = 0.5
     issue_s: float = 0.0
+    issue_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "latency", "memory_bandwidth", "codec_bandwidth", "host_bandwidth", "update_s", "issue_s"):
+        rates = ("bandwidth", "memory_bandwidth", "codec_bandwidth", "host_bandwidth", "issue_bandwidth")
+        for name in (*rates, "latency", "update_s", "issue_s"):
             value = getattr(self, name)
-            is_rate = name.endswith("bandwidth")
+            is_rate = name in rates
             for number in value.values() if isinstance(value, Mapping) else (value,):
                 if not (number > 0 if is_rate else 0 <= number < math.inf):
                     expected = "more than 0" if is_rate else "at least 0 and finite"
@@ -98,8 +101,8 @@ class Hardware:
         for name in ("contention", "host_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ScheduleError(f"Hardware(): {name} is {getattr(self, name)!r}, expected 0 to 1.")
-        for name in ("contention", "issue_s"):
-            if getattr(self, name) and not self.synchronous_host:
+        for name, none in (("contention", 0.0), ("issue_s", 0.0), ("issue_bandwidth", math.inf)):
+            if getattr(self, name) != none and not self.synchronous_host:
                 what = f"{name} is {getattr(self, name)!r}, which is for a host that computes: pass synchronous_host=True."
                 raise ScheduleError(f"Hardware(): {what}")
 
@@ -111,7 +114,7 @@ class Hardware:
         layout: Layout,
         *,
         tokens: float,
-        efficiency: float = 0.4,
+        efficiency: float = EFFICIENCY,
         link_efficiency: float = 0.8,
         recompute: bool = False,
         within: Sequence[str] = ("inner",),
@@ -226,7 +229,7 @@ class Hardware:
             trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=synchronous_host
         )
         if not synchronous_host:
-            found["issue_s"] = 0.0
+            found |= {"issue_s": 0.0, "issue_bandwidth": math.inf}
         return replace(host, **{**found, **own})
 
     @api_boundary
@@ -273,14 +276,15 @@ class Hardware:
     def _collectives_in(self, link: Channel) -> tuple[Channel, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
-        For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather.
+        For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather. For an
+        ``all_to_all``, in which ranks exchange encoded gradients, it is a reduce_scatter.
         """
         op, axis = link
-        halves = ("reduce_scatter", axis), ("all_gather", axis)
+        parts = {"all_reduce": ("reduce_scatter", "all_gather"), "all_to_all": ("reduce_scatter",)}.get(op, ())
         known = [value for value in (self.bandwidth, self.latency) if isinstance(value, Mapping)]
         has_own = any(link in value or axis in value for value in known)
-        if op == "all_reduce" and known and not has_own and all(half in value for half in halves for value in known):
-            return halves
+        if parts and known and not has_own and all((part, axis) in value for part in parts for value in known):
+            return tuple((part, axis) for part in parts)
         return (link,)
 
 
@@ -322,21 +326,27 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     return timeline
 
 
+def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return the seconds ``(forward, backward)`` of units; ScheduleError if they are no such pair."""
+    times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
+    for unit, pair in times.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(0 <= each < math.inf for each in pair)):
+            what = f"Hardware.compute of unit {unit!r} is {pair!r}, expected seconds (forward, backward) of at least 0."
+            raise ScheduleError(problem("predict()", what))
+    return times
+
+
 class _Simulation:
     """A simulation of steps. Each op comes after the ops for which it waits, so one pass over the ops is a step."""
 
     def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
         self.ops, self.schedule = schedule.ops, schedule
-        self.is_synchronous, self.issue_s = hardware.synchronous_host, hardware.issue_s
+        self.is_synchronous = hardware.synchronous_host
         self.host_speed, self.sending_speed = hardware.speeds
         on_host = [self.is_synchronous and op.spec.cost != "send" for op in self.ops]
         self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
-        times = value_by_path("Hardware.compute", hardware.compute, entered) if entered else {}
-        for unit, pair in times.items():
-            if not (isinstance(pair, tuple) and len(pair) == 2 and all(0 <= each < math.inf for each in pair)):
-                what = f"Hardware.compute of unit {unit!r} is {pair!r}, expected seconds (forward, backward) of at least 0."
-                raise ScheduleError(problem("predict()", what))
+        times = compute_times(hardware, entered)
         facts = schedule.program.facts
         self.issues = []
         for run in issue_positions(self.ops):
@@ -347,7 +357,8 @@ class _Simulation:
                 else {}
             )
             latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
-            self.issues.append((run, _seconds(ops, facts, hardware, times), latency_s))
+            copied_s = sum(own_part_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
+            self.issues.append((run, _seconds(ops, facts, hardware, times), latency_s, hardware.issue_s + copied_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
@@ -365,7 +376,7 @@ class _Simulation:
         times: dict[int, Interval] = {}
         flying: list[int] = []
         spans: list[TimeSpan] = []
-        for run, seconds, latency_s in self.issues:
+        for run, seconds, latency_s, issue_s in self.issues:
             queue, sends = self.queues[run[0]], self.ops[run[0]].spec.cost == "send"
             idle = start = free[queue] - latency_s  # which may pass while earlier collectives are under way
             for i in run:
@@ -380,7 +391,7 @@ class _Simulation:
                 times |= dict.fromkeys(run, (start, stop))
                 flying += run
             # What the host itself does in this, and since when: both are slower while collectives are under way.
-            works_s = seconds if queue == "compute" else self.issue_s if sends else 0.0
+            works_s = seconds if queue == "compute" else issue_s if sends else 0.0
             since = start if queue == "compute" else free["compute"]
             busy = max(free["gather"], free["reduce"], since) - since  # were the host to stand still
             if works_s and busy and (self.host_speed, self.sending_speed) != (1.0, 1.0):

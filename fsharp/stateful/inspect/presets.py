@@ -16,10 +16,14 @@ data sheet; https://glennklockwood.com/garden/processors has the numbers of GPUs
 Latencies are no data: they are assumptions, of the order that nccl-tests report for small messages on such machines.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from fsharp.functional.layout.mesh import Mesh
 
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 2e-5, 4e-5
 """Assumed seconds of a collective that do not depend on its bytes: between the GPUs of one host, and between hosts."""
+EFFICIENCY = 0.4
+"""Assumed part of the peak FLOP/s that a model reaches while it computes."""
 ADAM_NBYTES = 28
 """Bytes that a step of Adam reads and writes for each parameter: float32 parameter, two averages (both ways) and gradient."""
 
@@ -51,3 +55,17 @@ GPUS = {
     "B200": GPU(2250e12, 8e12, 900e9, 50e9, 64e9),
 }
 """GPUs by name. [Note: data sheets] has the source of each number."""
+
+
+def host_links(mesh: Mesh, per_host: int = 8) -> dict[str, Any]:
+    """Return the axes of a mesh by their links, for :meth:`~fsharp.inspect.Hardware.preset`. The last ranks share a host.
+
+    >>> host_links(Mesh({"a": 3, "b": 4, "c": 4}))
+    {'within': ['c'], 'across': ['a'], 'spanning': ['b']}
+    """
+    links: dict[str, list[str]] = {"within": [], "across": [], "spanning": []}
+    inner = 1
+    for axis, size in reversed(mesh.axes):
+        links["within" if inner * size <= per_host else "across" if inner >= per_host else "spanning"].append(axis)
+        inner *= size
+    return links

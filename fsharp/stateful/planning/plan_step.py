@@ -1,8 +1,10 @@
 """plan_step: the schedule of a training step, from a layout alone, before any rank exists."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, cast
+from itertools import count
+from typing import Literal, NamedTuple, cast
 
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -21,32 +23,49 @@ from fsharp.type_checks import options_checked
 Backend = Literal["nccl", "gloo"]
 
 
+class Use(NamedTuple):
+    """One call of a step that uses units, such as one :func:`~fsharp.forward`.
+
+    Attributes:
+        units: names of the units, in the order in which the call gathers them: owners of tied leaves come first.
+        inner: the calls inside of this one, as of a module within a module.
+    """
+
+    units: tuple[str, ...]
+    inner: tuple["Use", ...] = ()
+
+
 @options_checked
 def plan_step(
     layout: Layout,
     policy: SchedulePolicy = SchedulePolicy(),
     *,
-    order: Sequence[str] = (),
+    order: Sequence[str | Use] = (),
+    remat: str | Sequence[str] = (),
     microbatches: int = 1,
     optimizer_buffers: int = 2,
     backend: Backend = "nccl",
 ) -> Schedule:
     """Return the schedule of a training step, from a layout alone: without ranks, process groups and memory.
 
-    The step uses each unit once in each microbatch. :class:`~fsharp.Scheduler` compiles the same schedule at the first call of
-    this step. A step that uses units in another way gets another schedule.
+    :class:`~fsharp.Scheduler` compiles the same schedule at the first call of this step. A step that uses units in another way
+    gets another schedule.
 
     Args:
         layout: layout of the parameters.
         policy: policy of the schedule.
-        order: patterns of unit names in the order in which the loss uses the units, such as
-            ``("embed", "layers.*", "head")``. If empty, the order is that of the tree, where keys of dicts are sorted.
+        order: the uses of units in a microbatch, in order: patterns of unit names, such as ``("embed", "layers.*", "head")``,
+            or a :class:`~fsharp.schedules.Use` for a call with several units, or with calls inside. A unit with leaves tied to
+            other units is used together with them. If empty, each unit is used once, in the order of the tree, where keys of
+            dicts are sorted.
+        remat: patterns of units whose activations are recomputed in the backward, as by ``forward(remat=True)``. The root's
+            name is ``(root)``.
         microbatches: number of microbatches, as for ``train_step``.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum. Only ``offload`` uses it.
         backend: backend of the process groups. ``"gloo"`` has no streams.
 
     Raises:
-        LayoutError: ``order`` does not match a unit, or matches it twice.
+        LayoutError: ``order`` leaves a unit out, or patterns select a unit twice.
         PatternError: a pattern matches no unit.
         ScheduleError: even the schedule with the least memory exceeds ``policy.memory_budget``.
 
@@ -54,45 +73,70 @@ def plan_step(
     """
     if microbatches < 1:
         raise LayoutError(f"plan_step(): microbatches is {microbatches}, expected at least 1.")
-    if tied := [unit for unit in layout.units if unit.tied_units]:
-        what = f"unit {tied[0].name!r} has leaves of {', '.join(map(repr, sorted(tied[0].tied_units)))}, and uses them as well."
-        raise LayoutError(problem("plan_step()", what, remedy="Record such a step: call it once under a scheduler."))
     if policy.separate_groups is None:
         policy = replace(policy, separate_groups=backend == "gloo")
     # How much scratch a reduction needs depends on the mesh alone, which a layout has, too.
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
-    names = _in_order(layout, order)
-    trained = [name for name in names if layout[name].trainable_groups]
-    keys = {name: name or "(root)" for name in names}
-    units = {name: _unit(layout, name, transport, optimizer_buffers if policy.offload else None) for name in names}
-    known = {"several_uses": False, "several_microbatches": microbatches > 1}
-    facts = tuple(unit.facts(policy, trained=name in trained, updated=name in trained, **known) for name, unit in units.items())
-    events = [event for i in range(microbatches) for event in _microbatch(keys, trained, first_use=i * len(names))]
-    fetches = [Event("fetch", keys[unit.name]) for unit in layout.units if policy.offload and unit.name in trained]
-    program = Program(facts, (*events, Event("reduce"), *fetches, Event("update")))
+    uses = in_order(layout, order)
+    times = Counter(name for use in uses for name in _names(use))
+    trained = {name for name in times if layout[name].trainable_groups}
+    recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in times])
+    units = {name: _unit(layout, name, transport, optimizer_buffers if policy.offload else None) for name in times}
+    facts = []
+    for name, unit in units.items():
+        known = {"several_uses": times[name] > 1, "several_microbatches": microbatches > 1}
+        facts.append(unit.facts(policy, trained=name in trained, updated=name in trained, **known))
+    step = _Events(trained, recomputed)
+    for _ in range(microbatches):
+        step.add_microbatch(uses)
+    fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if policy.offload and unit.name in trained]
+    program = Program(tuple(facts), (*step.events, Event("reduce"), *fetches, Event("update")))
     return compile_schedule(program, policy, has_streams=backend == "nccl")
 
 
-def _in_order(layout: Layout, order: Sequence[str]) -> list[str]:
-    """Return the names of the units with elements, in the order of their use."""
-    names = [unit.name for unit in layout.units if unit.groups]
-    if not order:
-        return names
-    selected = [select_paths("plan_step()", (pattern,), names) for pattern in order]
-    found = [name for each in selected for name in names if name in each]
-    if missing := [name for name in names if name not in found]:
-        what, remedy = f"order says nothing of unit {missing[0]!r}.", "Add its name, or a pattern, where the loss uses it."
-        raise LayoutError(problem("plan_step()", what, [("order", ", ".join(order))], remedy))
-    if len(found) > len(names):
+ROOT = "(root)"
+"""The name in programs of the unit of a whole tree."""
+
+
+def in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
+    """Return the uses of a microbatch, in order. Each unit with elements has a use."""
+    names = [unit.name for unit in layout.units if unit.groups or unit.tied_units]
+    patterns = [each for each in order if not isinstance(each, Use)]
+    selected = {each: {each} if each in names else select_paths("plan_step()", (each,), names) for each in patterns}
+    found = [name for each in patterns for name in names if name in selected[each]]
+    facts = [("order", ", ".join(map(str, order)))]
+    if len(set(found)) < len(found):
         twice = next(name for i, name in enumerate(found) if name in found[:i])
-        raise LayoutError(problem("plan_step()", f"order selects unit {twice!r} twice.", [("order", ", ".join(order))]))
-    return found
+        raise LayoutError(problem("plan_step()", f"order selects unit {twice!r} twice.", facts))
+    uses: list[Use] = []
+    for each in order or names:
+        if isinstance(each, Use):
+            uses.append(each)
+            continue
+        mine = [name for name in names if name in selected[each]] if order else [each]
+        uses += [Use((*sorted(layout[name].tied_units), name)) for name in mine]
+    used = {name for use in uses for name in _names(use)}
+    if unknown := sorted(used - {unit.name for unit in layout.units}):
+        raise LayoutError(
+            problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has none of this name.", facts)
+        )
+    if missing := [name for name in names if name not in used]:
+        remedy = "Add its name, or a pattern, where the loss uses it."
+        raise LayoutError(problem("plan_step()", f"order says nothing of unit {missing[0]!r}.", facts, remedy))
+    return tuple(uses)
+
+
+def _names(use: Use) -> Iterator[str]:
+    """Yield the units of a use and of the uses inside."""
+    yield from use.units
+    for each in use.inner:
+        yield from _names(each)
 
 
 def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
     """Return a trained unit. ``buffers``: number of its buffers of optimizer state in host memory; None: all on the device."""
-    unit = UnitState(name or "(root)", layout[name], trivial=False)
+    unit = UnitState(name or ROOT, layout[name], trivial=False)
     unit.begin_gradient(transport, None)
     if buffers is not None:
         alone = Layout(layout.mesh, (layout[name],), layout.spec)
@@ -100,17 +144,42 @@ def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) 
     return unit
 
 
-def _microbatch(keys: dict[str, str], trained: Sequence[str], *, first_use: int) -> Iterator[Event]:
-    """Yield the events of a forward and a backward. No gradient passes through units in front of the first trained one.
+class _Events:
+    """The events of a step, one microbatch after another. No gradient passes through uses before that of a trained unit."""
 
-    ``keys``: keys of units by name, in order of use. ``first_use``: number of the first use.
-    """
-    uses = [(name, key, first_use + i) for i, (name, key) in enumerate(keys.items())]
-    for _, key, use in uses:
-        yield Event("forward", key, use)
-        yield Event("forward_end", key, use)
-    passed = [each for i, each in enumerate(uses) if any(name in trained for name, _, _ in uses[: i + 1])]
-    for name, key, use in reversed(passed):
-        yield Event("backward", key, use)
-        yield Event("backward_end", key, use, bare=name not in trained)
-    yield Event("microbatch_end")
+    def __init__(self, trained: Collection[str], recomputed: Collection[str]) -> None:
+        self.events: list[Event] = []
+        self._trained, self._recomputed, self._numbers = trained, recomputed, count()
+
+    def add_microbatch(self, uses: Sequence[Use]) -> None:
+        """Add the forwards of uses, then the backwards in reverse order."""
+        done = [self._forward(use) for use in uses]
+        begun = [any(name in self._trained for use in uses[: i + 1] for name in _names(use)) for i in range(len(uses))]
+        for use, passed in reversed(list(zip(done, begun, strict=True))):
+            if passed:
+                self._backward(use)
+        self.events.append(Event("microbatch_end"))
+
+    def _forward(self, use: Use) -> "_Done":
+        keys = [(name or ROOT, next(self._numbers)) for name in use.units]
+        self.events += [Event("forward", key, number) for key, number in keys]
+        inner = [self._forward(each) for each in use.inner]
+        self.events += [Event("forward_end", key, number) for key, number in reversed(keys)]
+        return _Done(use, keys, inner)
+
+    def _backward(self, done: "_Done") -> None:
+        self.events += [Event("backward", key, number) for key, number in done.keys]
+        if any(key in self._recomputed for key, _ in done.keys):
+            self._forward(done.use)
+        for each in reversed(done.inner):
+            self._backward(each)
+        for name, (key, number) in reversed(list(zip(done.use.units, done.keys, strict=True))):
+            self.events.append(Event("backward_end", key, number, bare=name not in self._trained))
+
+
+class _Done(NamedTuple):
+    """A use whose forward is over: the key and the number of each of its units, and the uses inside."""
+
+    use: Use
+    keys: list[tuple[str, int]]
+    inner: list["_Done"]

@@ -27,7 +27,7 @@ from fsharp.type_checks import options_checked
 _WIDTHS = (32, 256, 64, 512, 128, 1024)
 """Of square weights, each a unit: 4 KiB to 4 MiB in float32. Units of different sizes tell latency and bandwidth apart."""
 _WARMUP = 3
-_FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s")
+_FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s", "issue_bandwidth")
 
 
 @options_checked

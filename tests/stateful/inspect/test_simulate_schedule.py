@@ -138,6 +138,7 @@ def test_an_all_reduce_without_numbers_is_a_reduce_scatter_and_an_all_gather():
     }
     hardware = replace(HARDWARE, **numbers)
     assert hardware.collective_s([both]) == pytest.approx(hardware.collective_s([reduce]) + hardware.collective_s([gather]))
+    assert hardware.collective_s([Call("all_to_all", "dp", 50)]) == hardware.collective_s([reduce])
     own = {name: {**value, ("all_reduce", "dp"): 1.0} for name, value in numbers.items()}
     assert replace(HARDWARE, **own).collective_s([both]) == 101.0
 
@@ -269,6 +270,7 @@ def test_what_the_hardware_does_not_say(change, error, match):
         ({"contention": 0.5}, "contention is 0.5, which is for a host that computes: pass synchronous_host=True"),
         ({"host_share": -0.5}, "host_share is -0.5, expected 0 to 1"),
         ({"issue_s": 0.5}, "issue_s is 0.5, which is for a host that computes"),
+        ({"issue_bandwidth": 1.0}, "issue_bandwidth is 1.0, which is for a host that computes"),
         ({"issue_s": -0.5, "synchronous_host": True}, "issue_s is -0.5, expected at least 0"),
     ],
 )

@@ -1,0 +1,346 @@
+"""Choice: the result of a search, with a row for each candidate. It prints, draws, is saved as JSON, edited and followed."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
+from fsharp.stateful.inspect.draw import draw
+from fsharp.stateful.inspect.estimate import Hardware, predict
+from fsharp.stateful.inspect.timeline import Timeline
+from fsharp.stateful.planning.plan_step import Use, plan_step
+from fsharp.stateful.planning.space import owned_share
+from fsharp.stateful.schedule.policy import SchedulePolicy
+from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.tracebacks import api_boundary
+
+_SHOWN = 24
+"""Candidates that a printed choice shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The prediction for one layout under one policy, with or without recomputation.
+
+    Attributes:
+        layout: name of the layout.
+        policy: name of the policy.
+        remat: name of the choice of units whose activations are recomputed.
+        step_s: predicted seconds of a step; infinite if parameters, optimizer state and activations alone exceed the budget.
+        memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``residuals``, ``arena``,
+            ``activations``.
+        peak_nbytes: the largest sum of these bytes at any one time.
+        sent_nbytes: bytes that one rank sends in a step, without those of collectives in the loss.
+        lost: why another candidate was chosen; empty for the chosen one.
+        is_bound: whether the step was not simulated, as it cannot be the fastest, or not by much: ``step_s`` is the least that
+            computing or sending take, and the arena does not count.
+    """
+
+    layout: str
+    policy: str
+    remat: str
+    step_s: float
+    memory: Mapping[str, int]
+    peak_nbytes: int
+    sent_nbytes: int
+    lost: str = ""
+    is_bound: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What plan_step() and predict() need beside layout and policy.
+
+    Attributes:
+        uses: the uses of units in a microbatch.
+        remat: names in programs of the units whose activations are recomputed.
+        hardware: the hardware of the layout; ``update_s`` is for all parameters on one rank.
+        microbatches: number of microbatches of a step.
+        optimizer_buffers: values of optimizer state for each parameter.
+        backend: backend of the process groups.
+        activation_nbytes: bytes of activations of a rank.
+    """
+
+    uses: tuple[Use, ...]
+    remat: tuple[str, ...]
+    hardware: Hardware
+    microbatches: int
+    optimizer_buffers: int
+    backend: Any
+    activation_nbytes: int
+
+    def schedule(self, layout: Layout, policy: SchedulePolicy) -> Schedule:
+        """Return the schedule of a step."""
+        return plan_step(
+            layout,
+            policy,
+            order=self.uses,
+            remat=self.remat,
+            microbatches=self.microbatches,
+            optimizer_buffers=self.optimizer_buffers,
+            backend=self.backend,
+        )
+
+    def predict(self, schedule: Schedule, layout: Layout) -> Timeline:
+        """Return the predicted step of a rank, which updates its part of the parameters."""
+        return predict(schedule, replace(self.hardware, update_s=owned_share(layout) * self.hardware.update_s))
+
+    def at_rest(self, layout: Layout) -> dict[str, int]:
+        """Return the bytes of a rank by kind, without those of an arena."""
+        return {
+            "params": layout.nbytes("params"),
+            "main": layout.nbytes("main"),
+            "optimizer": self.optimizer_buffers * layout.nbytes("optim"),
+            "residuals": layout.nbytes("residuals"),
+            "arena": 0,
+            "activations": self.activation_nbytes,
+        }
+
+    def candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
+        """Return the prediction. ``names``: of layout, policy and remat."""
+        schedule = self.schedule(layout, policy)
+        memory = {**self.at_rest(layout), "arena": schedule.arena}
+        sent = sum(call.nbytes * count for call, count in schedule.calls().items())
+        return Candidate(*names, self.predict(schedule, layout).step_s, memory, peak_nbytes(memory, policy), sent)
+
+
+def peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
+    """Return the most bytes of memory that a rank needs at one time.
+
+    Offloaded state is on the device only during the update, when there are no activations.
+    """
+    state = memory["main"] + memory["optimizer"]
+    work = max(state, memory["activations"]) if policy.offload else state + memory["activations"]
+    return memory["params"] + memory["residuals"] + memory["arena"] + work
+
+
+def judged(candidates: Sequence[Candidate], budget: float) -> tuple[Candidate, ...]:
+    """Return candidates, those that fit first, by their seconds and then by their memory. Each has the reason why it lost."""
+    ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
+    best = ranked[0]
+    return replace(best, lost=""), *(replace(x, lost=_lost(x, best, budget)) for x in ranked[1:])
+
+
+def _lost(candidate: Candidate, best: Candidate, budget: float) -> str:
+    if candidate.peak_nbytes > budget:
+        return f"{nbytes_text(candidate.peak_nbytes)}, and the budget is {nbytes_text(budget)}"
+    if candidate.is_bound and candidate.step_s <= best.step_s:
+        return f"not simulated: at most {1 - candidate.step_s / best.step_s:.1%} faster"
+    if candidate.step_s > best.step_s:
+        return f"{'at least ' * candidate.is_bound}{candidate.step_s / best.step_s - 1:.1%} slower"
+    return "as fast, with more memory" if candidate.peak_nbytes > best.peak_nbytes else "as fast"
+
+
+@api_boundary
+@dataclass(frozen=True)
+class Choice:
+    """The result of :func:`~fsharp.tune`: the chosen layout, policy and recomputation, and the predictions for all candidates.
+
+    ``print(choice)`` shows the first rows of the table. ``fs.Scheduler(comm, policy=choice.policy)`` runs the predicted step of
+    functions, and ``fs.shard_module(module, **choice.module_options)`` that of a module.
+
+    Attributes:
+        name: name of the chosen layout.
+        layout: the chosen layout.
+        policy: the chosen policy.
+        remat: names of the units whose activations are recomputed in the predicted step; ``(root)`` is the unit of a whole
+            tree. Call ``forward(remat=True)`` for these units, or wrap these modules in a checkpoint of torch.
+        candidates: all candidates; candidates that fit into the budget come first, in order of their speed.
+        budget: the most bytes that a rank may use.
+        activations: where the bytes of activations come from, in words.
+        made_by: arguments of :func:`~fsharp.plan` that make the layout: mesh, strategy, units and precision; empty if layouts
+            were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
+    """
+
+    name: str
+    layout: Layout
+    policy: SchedulePolicy
+    remat: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    budget: float
+    activations: str
+    made_by: Mapping[str, Any]
+    _planned: Planned = field(repr=False)
+    _others: Mapping[tuple[str, str, str], Any] = field(repr=False, compare=False, default_factory=dict)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule of the chosen step."""
+        return self._planned.schedule(self.layout, self.policy)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted step, op by op."""
+        return self._planned.predict(self.schedule, self.layout)
+
+    @property
+    def module_options(self) -> dict[str, Any]:
+        """Arguments of :func:`~fsharp.shard_module`: mesh, strategy, units, precision and policy."""
+        if not self.made_by:
+            what = "the choice does not have the options of its layout, as layouts were passed, or it was read from JSON."
+            raise ScheduleError(problem("Choice.module_options", what, remedy="Pass the module to tune()."))
+        return {**self.made_by, "policy": self.policy}
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Draw the predicted step, as :func:`~fsharp.inspect.draw` does."""
+        draw(self.timeline, path)
+
+    def pick(self, layout: str, policy: str, remat: str = "") -> "Choice":
+        """Return the choice of another candidate, by the names in its row. The table stays, with this candidate in front.
+
+        Raises:
+            ScheduleError: there is no such candidate, it does not fit into the budget, or the choice was read from JSON.
+        """
+        found = self._others.get((layout, policy, remat))
+        if found is None:
+            known = [("candidates", ", ".join(" / ".join(filter(None, key)) for key in self._others) or "those of a file")]
+            what = f"there is no candidate {(layout, policy, remat)}."
+            raise ScheduleError(problem("Choice.pick()", what, known, "Pass the names of a row of the table."))
+        option, chosen, planned = found
+        return self._with(
+            planned.candidate(option.layout, chosen, (layout, policy, remat)), option.layout, chosen, planned, option
+        )
+
+    def edit(self, **changes: Any) -> "Choice":
+        """Return the choice with changed fields of its policy, such as ``prefetch=3``, predicted anew.
+
+        >>> choice.edit(prefetch=3, release="backward").candidates[0].step_s  # doctest: +SKIP
+
+        Raises:
+            ScheduleError: the edited step does not fit into the budget, or a field is out of range.
+            OptionError: a field is unknown, or has a wrong type.
+        """
+        policy = replace(self.policy, **changes)
+        first = self.candidates[0]
+        text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+        names = (first.layout, f"{first.policy}, {text}" if text else first.policy, first.remat)
+        return self._with(self._planned.candidate(self.layout, policy, names), self.layout, policy, self._planned, None)
+
+    def _with(self, first: Candidate, layout: Layout, policy: SchedulePolicy, planned: Planned, option: Any) -> "Choice":
+        if first.peak_nbytes > self.budget:
+            what = f"it takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
+            raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
+        key = (first.layout, first.policy, first.remat)
+        rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != key]
+        rows = (replace(first, lost=""), *(replace(x, lost=_compared(x, first, self.budget)) for x in rest))
+        made_by = self.made_by if option is None else option.made_by
+        return replace(
+            self,
+            name=first.layout,
+            layout=layout,
+            policy=policy,
+            remat=planned.remat,
+            candidates=rows,
+            made_by=made_by,
+            _planned=planned,
+        )
+
+    def to_json(self) -> str:
+        """Return the choice as JSON: ``layout``, ``policy``, ``remat`` and what else the step needs, and the ``candidates``.
+
+        Candidates are objects with the attributes of :class:`Candidate`; null stands for infinite seconds. Fields of the policy
+        may be edited in the text: :meth:`from_json` then predicts the edited step.
+
+        Raises:
+            ScheduleError: the seconds of compute are a function, which JSON cannot hold.
+        """
+        rows = [asdict(each) for each in self.candidates]
+        planned = {each.name: getattr(self._planned, each.name) for each in fields(self._planned)}
+        body = {
+            "name": self.name,
+            "policy": asdict(self.policy),
+            "remat": list(self.remat),
+            "budget": self.budget,
+            "activations": self.activations,
+            "candidates": [{**row, "step_s": row["step_s"] if math.isfinite(row["step_s"]) else None} for row in rows],
+            "step": {**planned, "hardware": json.loads(self._planned.hardware.to_json())},
+            "layout": json.loads(self.layout.to_json()),
+        }
+        return json.dumps(body, indent=1)
+
+    @classmethod
+    @api_boundary
+    def from_json(cls, text: str) -> "Choice":
+        """Return the choice that :meth:`to_json` wrote as text. An edited policy is predicted anew.
+
+        Raises:
+            ScheduleError: the text is no choice, or the edited step does not fit into the budget.
+        """
+        try:
+            body = json.loads(text)
+            step = dict(body["step"])
+            hardware = Hardware.from_json(json.dumps(step.pop("hardware")))
+            uses = tuple(map(_use, step.pop("uses")))
+            remat = tuple(step.pop("remat"))
+            if body["remat"] != list(remat):
+                raise ValueError("remat was edited, which changes the activations: take pick()")
+            planned = Planned(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
+            policy = _policy(body["policy"])
+            rows = tuple(
+                Candidate(**{**row, "step_s": math.inf if row["step_s"] is None else row["step_s"]})
+                for row in body["candidates"]
+            )
+            layout = Layout.from_json(json.dumps(body["layout"]))
+            found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, planned)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            what = f"the text is no choice: {type(error).__name__}: {error}."
+            raise ScheduleError(
+                problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
+            ) from error
+        first = rows[0]
+        again = planned.candidate(layout, policy, (first.layout, first.policy, first.remat))
+        if replace(again, lost="") == replace(first, lost=""):
+            return found
+        return found._with(replace(again, policy=f"{first.policy}, edited"), layout, policy, planned, None)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        has_remat = any(x.remat for x in self.candidates)
+        head = ("layout", "policy", *["recomputed"] * has_remat, "ms a step", "memory", "sent", "")
+        rows: list[tuple[str, ...]] = [head]
+        for x in self.candidates:
+            least = "> " * x.is_bound
+            times = (f"{least}{1e3 * x.step_s:.2f}", "" if x.is_bound else nbytes_text(x.sent_nbytes))
+            shown = times if math.isfinite(x.step_s) else ("", "")
+            lost = x.lost or "chosen"
+            memory = f"{'> ' * (x.is_bound or not math.isfinite(x.step_s))}{nbytes_text(x.peak_nbytes)}"
+            rows.append((x.layout, x.policy, *[x.remat] * has_remat, shown[0], memory, shown[1], lost))
+        return rows
+
+    @property
+    def _right(self) -> set[int]:
+        first = 3 if any(x.remat for x in self.candidates) else 2
+        return {first, first + 1, first + 2}
+
+    def table(self, rows: int | None = None) -> str:
+        """Return the table of candidates, as text: the first ``rows`` of them, or all."""
+        lines = align_columns(self._rows(), right=self._right)
+        if rows is not None and len(lines) > rows + 1:
+            lines[rows + 1 :] = [f"... and {len(lines) - rows - 1} more"]
+        return "\n".join([*lines, f"activations: {self.activations}"])
+
+    def __str__(self) -> str:
+        return self.table(_SHOWN)
+
+    def _repr_html_(self) -> str:
+        return table_html(f"The fastest that fits is {self.name}", self._rows(), right=self._right)
+
+
+def _compared(candidate: Candidate, first: Candidate, budget: float) -> str:
+    if candidate.peak_nbytes <= budget and candidate.step_s < first.step_s:
+        return f"{1 - candidate.step_s / first.step_s:.1%} faster{', at most' * candidate.is_bound}"
+    return _lost(candidate, first, budget)
+
+
+def _use(row: Any) -> Use:
+    units, inner = row
+    return Use(tuple(units), tuple(map(_use, inner)))
+
+
+def _policy(row: Mapping[str, Any]) -> SchedulePolicy:
+    return SchedulePolicy(**{**row, "together": tuple(tuple(each) for each in row["together"])})

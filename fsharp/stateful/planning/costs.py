@@ -1,0 +1,157 @@
+"""Costs: what the units of a layout compute, and what they keep from their forward to their backward."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import mean
+from typing import Any, NamedTuple
+
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.tree.paths import value_by_path
+from fsharp.stateful.planning.plan_step import ROOT, Use, in_order
+from fsharp.stateful.planning.trial import UnitCall
+
+Activations = float | tuple[float, float]
+"""Bytes that a unit keeps from its forward to its backward; or these, and those that it keeps if it is recomputed."""
+
+
+class KeptBytes(NamedTuple):
+    """What a call of units keeps for its backward.
+
+    Attributes:
+        units: names of the units in programs.
+        kept_nbytes: bytes without recomputation, without those of inner calls.
+        input_nbytes: bytes with recomputation; nan if they are unknown.
+        inner: calls inside.
+    """
+
+    units: tuple[str, ...]
+    kept_nbytes: float
+    input_nbytes: float
+    inner: "tuple[KeptBytes, ...]" = ()
+
+    def walk(self) -> "Iterator[KeptBytes]":
+        """Yield this call and all calls inside."""
+        yield self
+        for each in self.inner:
+            yield from each.walk()
+
+    @property
+    def total_nbytes(self) -> float:
+        """Bytes without recomputation, with those of inner calls."""
+        return self.kept_nbytes + sum(each.total_nbytes for each in self.inner)
+
+
+class Costs(NamedTuple):
+    """What the units of a layout compute and keep in a microbatch.
+
+    Attributes:
+        uses: the uses of units, in order.
+        kept: what each of the uses keeps.
+        flops: operations of the forward, by name of the unit in programs; empty if they are unknown.
+        seconds: measured seconds ``(forward, backward)`` by name of the unit; empty if they are unknown.
+        source: where the numbers come from, in words.
+    """
+
+    uses: tuple[Use, ...]
+    kept: tuple[KeptBytes, ...]
+    flops: Mapping[str, float]
+    seconds: Mapping[str, tuple[float, float]]
+    source: str
+
+    def calls(self) -> list[KeptBytes]:
+        """Return all calls, with those inside of others."""
+        return [each for outer in self.kept for each in outer.walk()]
+
+    def innermost(self) -> list[KeptBytes]:
+        """Return the calls without others inside."""
+        return [each for each in self.calls() if not each.inner]
+
+    def activation_nbytes(self, recomputed: Collection[str]) -> float:
+        """Return the largest sum of kept bytes, if the activations of some units are recomputed one call at a time.
+
+        The sum is nan if it is unknown what a recomputed unit keeps.
+        """
+        kept, largest, todo = 0.0, 0.0, list(self.kept)
+        while todo:
+            call = todo.pop()
+            if recomputed and any(name in recomputed for name in call.units):
+                kept, largest = kept + call.input_nbytes, max(largest, call.total_nbytes)
+            else:
+                kept += call.kept_nbytes
+                todo += call.inner
+        return kept + largest
+
+
+def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activations | Mapping[str, Activations]) -> Costs:
+    """Return costs of uses in order, with the bytes of activations that the caller knows."""
+    uses = in_order(layout, order)
+    units = [unit.name or ROOT for unit in layout.units]
+    given: Any = activations
+    kept: dict[str, Any] = value_by_path("tune(activations=)", given, units, default=0.0)
+    for unit, found in kept.items():
+        for nbytes in found if isinstance(found, tuple) else (found,):
+            if not 0 <= nbytes < math.inf:
+                what = f"activations of unit {unit!r} are {nbytes!r} bytes, expected a finite number of at least 0."
+                raise ScheduleError(problem("tune()", what))
+
+    def of(use: Use) -> KeptBytes:
+        mine = kept[use.units[-1] or ROOT]
+        kept_nbytes, input_nbytes = mine if isinstance(mine, tuple) else (mine, math.nan if mine else 0.0)
+        return KeptBytes(tuple(name or ROOT for name in use.units), kept_nbytes, input_nbytes, tuple(map(of, use.inner)))
+
+    return Costs(uses, tuple(map(of, uses)), {}, {}, "given")
+
+
+def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
+    """Return costs that are estimated from shapes: each matrix multiplies the vectors of all tokens, and keeps these vectors.
+
+    Attention, and what lies between the matrices, does not count.
+    """
+    uses = in_order(layout, order)
+    flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
+
+    def of(use: Use) -> KeptBytes:
+        inputs = [tokens * each for name in use.units for each in _input_nbytes(layout[name])] or [0.0]
+        return KeptBytes(tuple(name or ROOT for name in use.units), sum(inputs), inputs[0])
+
+    return Costs(uses, tuple(map(of, uses)), flops, {}, "estimated from shapes")
+
+
+def _input_nbytes(unit: UnitLayout) -> list[float]:
+    """Return, for each stored leaf of a unit, the bytes that one token brings to the leaf."""
+    return [
+        math.prod(leaf.shape[:-2]) * leaf.shape[-1] * unit.groups[leaf.group].dtypes.compute.itemsize
+        for leaf in unit.leaves
+        if leaf.tied_to is None and leaf.shape
+    ]
+
+
+def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
+    """Return the costs of the calls of a trial. The seconds of a call are those of its last unit."""
+    every = [each for outer in calls for each in outer.walk()]
+    flops: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
+    rates = [3 * each.flops / (each.forward_s + each.backward_s) for each in every if each.forward_s > 0 and each.flops]
+    for call in every:
+        spent = call.forward_s, call.backward_s
+        if math.isnan(call.forward_s):  # not measured, as other calls are inside: as fast as these
+            spent = (call.flops / mean(rates), 2 * call.flops / mean(rates)) if rates else (0.0, 0.0)
+        for name in call.units:
+            is_last = name == call.units[-1]
+            flops.setdefault(name or ROOT, []).append(call.flops * is_last)
+            seconds.setdefault(name or ROOT, []).append(spent if is_last else (0.0, 0.0))
+    measured = any(not math.isnan(call.forward_s) for call in every)
+    return Costs(
+        tuple(call.use for call in calls),
+        tuple(map(_kept, calls)),
+        {name: mean(each) for name, each in flops.items()},
+        {name: (mean(x for x, _ in each), mean(x for _, x in each)) for name, each in seconds.items()} if measured else {},
+        source,
+    )
+
+
+def _kept(call: UnitCall) -> KeptBytes:
+    units = tuple(name or ROOT for name in call.units)
+    return KeptBytes(units, call.kept_nbytes, call.input_nbytes, tuple(map(_kept, call.inner)))

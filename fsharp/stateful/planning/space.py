@@ -1,0 +1,191 @@
+"""Space: the layouts of a model under each strategy, mesh, choice of units and format."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1, zero2, zero3
+from fsharp.functional.layout.plan import plan
+from fsharp.functional.layout.precision import Precision, Precisions
+from fsharp.functional.make_functional import parameter_tree
+from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, prefixes_with_parents
+
+Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
+"""Strategies by name; or functions that return one for the axes of a mesh, such as :func:`~fsharp.zero3`."""
+FLAT: Mapping[str, Callable[..., Strategy]] = {"ddp": ddp, "zero1": zero1, "zero2": zero2, "zero3": zero3}
+"""Strategies that treat all axes of a mesh alike."""
+HYBRID: Mapping[str, Callable[..., Strategy]] = {"hsdp": hsdp, "hfsdp": hfsdp}
+"""Strategies of an outer and an inner axis."""
+UnitPatterns = str | Sequence[str] | None
+Cut = tuple[str, str]
+"""The name of a choice of units, and that of a format."""
+RANKS_OF_A_HOST = 8
+MOST_UNITS = 200
+"""Units that a layout may have for parts of repeated layers to be tried as units of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """A layout, and how to make it again.
+
+    Attributes:
+        name: name in tables.
+        layout: the layout.
+        cut: names of its choice of units and of its format.
+        made_by: arguments of :func:`~fsharp.plan`: mesh, strategy, units and precision; empty for a layout that was passed.
+    """
+
+    name: str
+    layout: Layout
+    cut: Cut
+    made_by: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The parameters of a model, as a tree of shapes, and the patterns of frozen leaves. ``module``: if it is one."""
+
+    tree: Any
+    frozen: Patterns = ()
+    module: nn.Module | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the leaves."""
+        return flatten_with_paths(self.tree)[0]
+
+
+def model_of(model: Any, frozen: Patterns) -> Model:
+    """Return the tree of a module or of tensors."""
+    if not isinstance(model, nn.Module):
+        return Model(model, frozen)
+    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    return Model(parameter_tree("tune()", model), lambda path: path not in trained, model)
+
+
+def meshes_of(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
+    """Return the meshes to try. For a number of ranks: one axis ``dp``, and hosts of up to 8 ranks times ranks of a host.
+
+    >>> [str(mesh) for mesh in meshes_of(16)]
+    ['Mesh(dp=16)', 'Mesh(outer=8, inner=2)', 'Mesh(outer=4, inner=4)', 'Mesh(outer=2, inner=8)']
+    """
+    if isinstance(mesh, Mesh):
+        return (mesh,)
+    if not isinstance(mesh, int):
+        meshes = tuple(mesh)
+        if len({each.size for each in meshes}) != 1:
+            found = ", ".join(map(str, meshes)) or "no mesh"
+            raise ScheduleError(problem("tune()", f"expected meshes with one number of ranks, got {found}."))
+        return meshes
+    if mesh < 1:
+        raise ScheduleError(f"tune(): mesh is {mesh!r}, expected a number of ranks of at least 1.")
+    inner = [n for n in range(2, mesh) if mesh % n == 0 and (n % RANKS_OF_A_HOST == 0 or RANKS_OF_A_HOST % n == 0)]
+    return (Mesh({"dp": mesh}), *(Mesh({"outer": mesh // n, "inner": n}) for n in inner))
+
+
+def repeated_units(paths: Sequence[str]) -> list[str]:
+    """Return a pattern of units for each outermost list with at least two subtrees, such as ``layers.*`` for a list of layers.
+
+    Each subtree in such a list becomes one unit.
+    """
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        keys = path.split(".")
+        number = next((i for i, key in enumerate(keys[:-1]) if key.isdigit()), None)
+        if number is not None:
+            found.setdefault(".".join([*keys[:number], "*"]), set()).add(keys[number])
+    return [pattern for pattern, numbers in found.items() if len(numbers) > 1]
+
+
+def units_to_try(model: Model, *, has_own_calls: bool) -> dict[str, UnitPatterns]:
+    """Return choices of units by name: repeated layers; parts of these layers; one unit.
+
+    ``has_own_calls``: a loss of functions gathers certain subtrees, and never the whole tree.
+    """
+    paths = model.paths
+    layers = repeated_units(paths)
+    found: dict[str, UnitPatterns] = {}
+    if layers:
+        around = [path for path in prefixes_with_parents(paths) if path]
+        if (
+            model.module is not None
+        ):  # selected by paths, as a pattern may match modules without parameters, or one module twice
+            modules = {path for path, _ in model.module.named_modules()}
+            around = [path for path in around if path in modules or path in paths]
+        whole = [path for path in around if any(matches(pattern, path) for pattern in layers)]
+        if model.module is None or set(whole).isdisjoint(paths):  # a parameter is no module
+            found[", ".join(layers)] = layers if model.module is None else whole
+        parts = [path for path in around if any(matches(f"{pattern}.*", path) for pattern in layers)]
+        if 0 < len(parts) <= MOST_UNITS and (model.module is None or set(parts).isdisjoint(paths)):
+            found[", ".join(f"{pattern}.*" for pattern in layers)] = parts
+    if not has_own_calls or not found:
+        found["one unit"] = None
+    return found
+
+
+def options_of(
+    model: Model,
+    meshes: Sequence[Mesh],
+    strategies: Strategies | None,
+    units: Mapping[str, UnitPatterns],
+    formats: Mapping[str, Precisions],
+) -> list[Option]:
+    """Return the layouts of a model for each combination."""
+    several = len(meshes) > 1, len(units) > 1, len(formats) > 1
+    result = []
+    for mesh in meshes:
+        is_split = len(mesh.names) == 2 and any(len(each.names) == 1 for each in meshes)  # flat strategies have that mesh
+        default = {**({} if is_split else FLAT), **(HYBRID if len(mesh.names) == 2 else {})}
+        for (strategy, make), (cut, patterns), (form, precision) in product(
+            (default if strategies is None else strategies).items(), units.items(), formats.items()
+        ):
+            chosen = make if isinstance(make, Strategy) else make(*mesh.names)
+            shape = ",".join(f"{axis}={size}" for axis, size in mesh.axes)
+            name = ", ".join([strategy, *(text for text, shown in zip((shape, cut, form), several, strict=True) if shown)])
+            made_by: dict[str, Any] = {"mesh": mesh, "strategy": chosen, "units": patterns, "precision": precision}
+            layout = plan(model.tree, **made_by, frozen=model.frozen)
+            result.append(Option(name, layout, (cut, form), made_by))
+    return result
+
+
+def trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Precisions) -> Layout:
+    """Return the layout for one rank, with the dtypes of compute alone, on which a trial runs."""
+    alone = Mesh(dict.fromkeys(mesh.names, 1))
+    rules = {"**": precision} if isinstance(precision, Precision) else precision
+    computed = {pattern: Precision(compute=each.compute) for pattern, each in rules.items()}
+    return plan(model.tree, alone, ddp(*mesh.names), units=units, precision=computed, frozen=model.frozen)
+
+
+def num_elements(layout: Layout) -> int:
+    """Return the number of trained elements."""
+    return sum(group.used for unit in layout.units for group in unit.groups if group.trainable)
+
+
+def owned_share(layout: Layout) -> float:
+    """Return the part of all trained elements that one rank updates."""
+    everything = num_elements(layout)
+    return layout.nbytes("optim", torch.uint8) / everything if everything else 0.0
+
+
+def order_of_use(tree: Any, layout: Layout) -> list[str]:
+    """Return the names of the units in the order of the leaves in the tree's dicts, which is usually that of their use."""
+    names = [unit.name for unit in layout.units if unit.groups or unit.tied_units]
+    around = set(names)
+    found = [innermost_prefix(path, around) for path in _leaf_paths(tree)]
+    return list(dict.fromkeys([*(name for name in found if name is not None), *names]))
+
+
+def _leaf_paths(tree: Any, *keys: str) -> Iterator[str]:
+    """Yield the paths of leaves, with keys of dicts in the order in which they were added."""
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaf_paths(value, *keys, str(key))
+    else:
+        yield ".".join(keys)

@@ -1,0 +1,362 @@
+"""Trial: run a loss or a module once, to see which units it uses, and what each use computes and keeps for its backward.
+
+A trial on meta tensors takes no memory and computes nothing: it counts operations and bytes. A trial on a device runs one call
+of each kind of unit, with random values, and measures seconds and bytes.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsharp.errors import FsharpError, ScheduleError, problem
+from fsharp.functional.comm.protocol import Engine, SingleComm
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.slicing import shard_for
+from fsharp.functional.loss import split_batch
+from fsharp.stateful.planning.plan_step import Use
+
+_ROUNDS = 3
+
+
+@dataclass(eq=False)
+class UnitCall:
+    """One call that uses units, in a trial.
+
+    Attributes:
+        units: names of the units, owners of tied leaves first.
+        run: calls the same function on other tensors; it takes what ``operands`` holds.
+        operands: parameters and arguments, with tensors on the meta device.
+        inner: calls inside of this one.
+        flops: operations of the forward, without those of inner calls.
+        kept_nbytes: bytes that autograd keeps for the backward, beside parameters and what earlier calls keep, without those of
+            inner calls.
+        input_nbytes: bytes of the tensors in the arguments, which a recomputation needs.
+        forward_s: measured seconds of the forward; nan without a measurement.
+        backward_s: measured seconds of the backward.
+    """
+
+    units: tuple[str, ...]
+    run: Callable[..., Any]
+    operands: Any
+    inner: list["UnitCall"] = field(default_factory=list)
+    flops: float = 0.0
+    kept_nbytes: int = 0
+    input_nbytes: int = 0
+    forward_s: float = float("nan")
+    backward_s: float = float("nan")
+
+    @property
+    def use(self) -> Use:
+        """The use for :func:`~fsharp.schedules.plan_step`."""
+        return Use(self.units, tuple(each.use for each in self.inner))
+
+    def add_kept(self, nbytes: int) -> None:
+        """Count bytes that autograd keeps."""
+        self.kept_nbytes += nbytes
+
+    def add_forward(self, flops: float, input_nbytes: int) -> None:
+        """Count the operations of a forward, with those of inner calls, and the bytes of its arguments."""
+        self.flops += flops - sum(each.flops for inner in self.inner for each in inner.walk())
+        self.input_nbytes += input_nbytes
+
+    def set_measured(self, forward_s: float, backward_s: float, kept_nbytes: int) -> None:
+        """Take what a run on a device has measured."""
+        self.forward_s, self.backward_s, self.kept_nbytes = forward_s, backward_s, kept_nbytes
+
+    def walk(self) -> Iterator["UnitCall"]:
+        """Yield this call and all calls inside."""
+        yield self
+        for each in self.inner:
+            yield from each.walk()
+
+
+class _Recorder:
+    """Records the calls of a trial, and what autograd keeps in each of them.
+
+    Attributes:
+        calls: the calls that are not inside of others.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        self.calls: list[UnitCall] = []
+        self._open: list[UnitCall] = []
+        self._held: list[Any] = []
+        self._flops = FlopCounterMode(display=False)
+        self._seen: dict[Any, torch.Tensor] = {}
+        self.add_known(known)
+
+    def add_known(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add tensors that are there in any case, such as parameters."""
+        self._seen |= {_storage_key(x): x for x in tensors}
+
+    def hold(self, result: Any) -> None:
+        """Keep the graph of a result alive until the recorder ends, so that no two tensors get one key."""
+        self._held.append(result)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record in this context."""
+        with saved_tensors_hooks(self._keep, lambda x: x), self._flops:
+            self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            yield
+
+    @contextmanager
+    def call(self, call: UnitCall, inputs: Any) -> Iterator[None]:
+        """Record a call around what runs in this context."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) != self._hooks:
+            what = f"unit {call.units[-1] or '(root)'!r} is used in a checkpoint, or by forward(remat=)."
+            raise ScheduleError(problem("tune()", what, remedy="Leave that out: tune() predicts steps with and without."))
+        (self._open[-1].inner if self._open else self.calls).append(call)
+        input_nbytes = sum(_nbytes(x) for x in _unique(_tensors(inputs)))
+        before = self._flops.get_total_flops()
+        self._open.append(call)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            call.add_forward(self._flops.get_total_flops() - before, input_nbytes)
+
+    def _keep(self, x: torch.Tensor) -> torch.Tensor:
+        key = _storage_key(x)
+        if key not in self._seen and self._open:
+            self._seen[key] = x
+            self._open[-1].add_kept(_nbytes(x))
+        return x
+
+
+class _TrialEngine(SingleComm, Engine):
+    """An Engine of one rank that records the calls of :func:`~fsharp.forward`, and calls the functions on meta tensors."""
+
+    def __init__(self, mesh: Mesh, recorder: _Recorder) -> None:
+        super().__init__(mesh, device="meta")
+        self._recorder = recorder
+
+    def can_run_forward(self, units: Any) -> bool:
+        return True
+
+    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
+        sharded, ties = units
+        nodes = [*ties, *units_of(sharded)]
+        trees = optree.tree_map(lambda node: _trained(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded))
+        self._recorder.add_known(_tensors(trees))
+        call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs))
+        with self._recorder.call(call, (args, kwargs)):
+            return fn(trees, *args, **kwargs)
+
+    def report_failure(self, error: Exception, where: str) -> None:
+        raise error
+
+    def run_value_and_grad(self, loss_fn: Any, params: Any, parts: list[Any], residuals: Any) -> tuple[Any, Any]:
+        raise _not_in_a_loss("value_and_grad")
+
+    def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
+        raise _not_in_a_loss("reduce_scatter")
+
+    def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+        raise _not_in_a_loss("update")
+
+    def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+        raise _not_in_a_loss("update")
+
+
+def _not_in_a_loss(name: str) -> ScheduleError:
+    return ScheduleError(f"tune(): loss_fn calls {name}(). Pass the loss alone, as for fs.train_step.")
+
+
+def trial_of_loss(loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch: Any, *, microbatches: int) -> list[UnitCall]:
+    """Return the calls of ``loss_fn(params, batch, comm)`` on meta tensors. ``layout`` is for one rank of a mesh."""
+    given = on_meta(batch)
+    part = split_batch(given, microbatches)[0] if microbatches > 1 else given
+    recorder = _Recorder(_tensors(part))
+    params = shard_for(on_meta(tree), layout, 0)
+    with _explained(), recorder.recording():
+        recorder.hold(loss_fn(params, part, _TrialEngine(layout.mesh, recorder)))
+    return recorder.calls
+
+
+def trial_of_module(module: nn.Module, layout: Layout, owners: Mapping[str, Sequence[str]], batch: Any) -> list[UnitCall]:
+    """Return the calls of a module on meta tensors.
+
+    ``owners``: by path of a module, the names of the units that are gathered when it is called. ``batch``: a mapping of keyword
+    arguments, a tuple of arguments, or one argument.
+    """
+    dtypes = {
+        unit.path_in_tree(leaf): unit.groups[leaf.group].dtypes.compute
+        for unit in layout.units
+        for leaf in unit.leaves
+        if leaf.tied_to is None
+    }
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        empty = torch.empty_like(parameter, device="meta", dtype=dtypes.get(name))
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    memo |= {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
+    skeleton = copy.deepcopy(module, memo)
+    given = on_meta(batch)
+    recorder = _Recorder([*skeleton.parameters(), *skeleton.buffers(), *_tensors(given)])
+    open_: list[Any] = []
+
+    def enter(names: tuple[str, ...], each: nn.Module, args: Any, kwargs: Any) -> Any:
+        first = next((p.dtype for p in each.parameters() if p.is_floating_point()), None)
+        both: Any = args, kwargs
+        args, kwargs = optree.tree_map(partial(_cast, dtype=first), both)
+        tensors = dict(each.named_parameters(remove_duplicate=False)) | dict(each.named_buffers(remove_duplicate=False))
+        call = recorder.call(UnitCall(names, partial(_call_module, each), (tensors, args, kwargs)), (args, kwargs))
+        call.__enter__()
+        open_.append(call)
+        return args, kwargs
+
+    def leave(each: nn.Module, args: Any, out: Any) -> None:
+        open_.pop().__exit__(None, None, None)
+
+    for path, names in owners.items():
+        if names:
+            ties = sorted({tied for name in names for tied in layout[name].tied_units} - set(names))
+            each = skeleton.get_submodule(path)
+            each.register_forward_pre_hook(partial(enter, (*ties, *names)), with_kwargs=True)
+            each.register_forward_hook(leave)
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
+    with _explained(), recorder.recording():
+        recorder.hold(skeleton(*args, **kwargs))
+    for call in (inner for outer in recorder.calls for inner in outer.walk()):
+        call.run.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
+        call.run.args[0]._forward_pre_hooks.clear()  # type: ignore[attr-defined]
+    return recorder.calls
+
+
+def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
+    """Run one call of each kind on a device, and write seconds and kept bytes to all calls of the kind.
+
+    Calls with others inside are not run. Calls of one kind run one function, on tensors of equal shapes and dtypes. Return the
+    number of kinds.
+    """
+    kinds: dict[Any, list[UnitCall]] = {}
+    for call in (each for outer in calls for each in outer.walk() if not each.inner):
+        kinds.setdefault(_kind(call), []).append(call)
+    for alike in kinds.values():
+        found = [_measured(alike[0], device) for _ in range(_ROUNDS + 1)][1:]
+        for call in alike:
+            call.set_measured(median(row[0] for row in found), median(row[1] for row in found), found[0][2])
+    return len(kinds)
+
+
+def _measured(call: UnitCall, device: torch.device) -> tuple[float, float, int]:
+    """Return seconds of the forward and the backward of a call on a device, and the bytes that are kept in between."""
+    generator = torch.Generator().manual_seed(0)
+    params, args, kwargs = optree.tree_map(partial(_filled, device=device, generator=generator), call.operands)
+    recorder = _Recorder(_tensors(params))
+    recorder._open.append(kept := UnitCall((), call.run, ()))
+    _synchronize(device)
+    began = time.perf_counter()
+    with saved_tensors_hooks(recorder._keep, lambda x: x):
+        out = call.run(params, *args, **kwargs)
+    _synchronize(device)
+    middle = time.perf_counter()
+    results = [x for x in _tensors(out) if x.requires_grad]
+    if results:
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+    _synchronize(device)
+    return middle - began, time.perf_counter() - middle, kept.kept_nbytes
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def _filled(x: Any, device: torch.device, generator: torch.Generator) -> Any:
+    """Return a tensor on a device in place of one on meta: random numbers, or zeros where they may be indices."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if not x.is_floating_point():
+        return torch.zeros(x.shape, dtype=x.dtype, device=device)
+    filled = torch.randn(x.shape, generator=generator).mul_(0.02).to(device, x.dtype)
+    return filled.requires_grad_(x.requires_grad)
+
+
+def _kind(call: UnitCall) -> Any:
+    run = call.run
+    if isinstance(run, partial) and run.func is _call_module:
+        what: Any = type(run.args[0])
+    else:
+        while isinstance(run, partial):
+            run = run.func
+        what = run
+    leaves, spec = optree.tree_flatten(call.operands)
+    shapes = [(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+    return what, tuple(shapes), spec
+
+
+def _call_module(module: nn.Module, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
+
+
+def _trained(node: Sharded, ties: Sequence[Sharded]) -> Any:
+    """Return the subtree of a node on the meta device, as leaves that require gradients where the node is trained."""
+    trainable = {leaf.path for leaf in node.unit.leaves if leaf.tied_to or node.unit.groups[leaf.group].trainable}
+    leaves, spec = optree.tree_flatten(node.tree(tuple(ties)))
+    paths = [leaf.path for leaf in node.unit.leaves]
+    return spec.unflatten(
+        [x.detach().requires_grad_(path in trainable and x.is_floating_point()) for path, x in zip(paths, leaves, strict=True)]
+    )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn an error of the user's code on meta tensors into one that says what to do instead."""
+    try:
+        yield
+    except FsharpError:
+        raise
+    except Exception as error:
+        what = f"the trial on meta tensors failed: {type(error).__name__}: {error}"
+        remedy = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
+        raise ScheduleError(problem("tune()", what, remedy=remedy)) from error
+
+
+def on_meta(tree: Any) -> Any:
+    """Return a tree with its tensors on the meta device. Tied tensors stay tied."""
+    storages: dict[Any, torch.Tensor] = {}
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+            return x
+        key = (_storage_key(x), x.storage_offset(), tuple(x.shape), x.dtype)
+        if key not in storages:
+            storages[key] = torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
+        return storages[key]
+
+    return optree.tree_map(one, tree)
+
+
+def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None else x
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _unique(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list({_storage_key(x): x for x in tensors}.values())
+
+
+def _storage_key(x: torch.Tensor) -> Any:
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    return x.untyped_storage().nbytes() if x.layout is torch.strided else x.numel() * x.element_size()

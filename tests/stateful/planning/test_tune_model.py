@@ -1,0 +1,335 @@
+"""tune of a model: what a trial finds is what runs; meshes, units, formats and recomputation; odd models and mistakes."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optree import tree_leaves, tree_map
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, OptionError, PatternError, ScheduleError, TreeError
+from fsharp.inspect import Choice
+from fsharp.stateful.planning.space import meshes_of
+from fsharp.stateful.planning.tune import POLICIES
+from fsharp.testing import processes
+from tests.gpt_like import block, cross_entropy, embed, head, make_batches, make_params, plain_logits
+from tests.scheduling import DP
+
+SLOW = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e6, latency=1e-4, update_s=1e-3)
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """Tied embeddings, buffers, and units within the root."""
+
+    def __init__(self, dim=8, layers=3):
+        super().__init__()
+        self.embed = nn.Embedding(16, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def module_step(comm, units):
+    """The schedule that a module's step follows, and the planned one."""
+    model = fs.shard_module(Tied(), mesh=comm, strategy=fs.zero3("dp"), units=units or None)
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    for _ in range(2):
+        F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = fs.tune(
+        Tied(),
+        SLOW,
+        budget=1e9,
+        batch=TOKENS,
+        mesh=comm.mesh,
+        strategies={"zero3": fs.zero3},
+        units={"": units},
+        backend="gloo",
+    )
+    return model.step.schedule, found.pick("zero3", "prefetch 1").schedule
+
+
+def test_the_schedule_of_a_module_is_the_one_that_it_follows():
+    def rank_fn(comm):
+        for units in (["layers.*"], ["layers.*", "head"], []):
+            followed, planned = module_step(comm, units)
+            assert planned.program.events == followed.program.events, units
+            assert planned == followed, units
+        return True
+
+    assert processes(DP, rank_fn) == [True] * DP.size
+
+
+def _loss(params, batch, comm, *, remat=False):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    for layer in params["layers"]:
+        x = fs.forward(block, layer, x, comm=comm, remat=remat)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+BATCH = make_batches(1, 16)[0]
+CHOICES = {"mesh": DP, "strategies": {"zero3": fs.zero3}, "units": "layers.*", "backend": "gloo"}
+
+
+def kept_in_a_run(params, batch):
+    """The bytes that autograd keeps beside parameters and batch, in a run on ordinary tensors."""
+    known = {x.untyped_storage().data_ptr() for x in (*tree_leaves(params), *batch.values())}
+    kept = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in known:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = cross_entropy(plain_logits(params, batch["x"]), batch)
+    return sum(x.untyped_storage().nbytes() for x in kept.values()) + 0 * out.sum.numel()
+
+
+def test_activations_of_a_trial_are_what_autograd_keeps():
+    params = tree_map(lambda x: x.requires_grad_(), make_params())
+    found = fs.tune(make_params(), SLOW, budget=1e9, batch=BATCH, loss_fn=_loss, **CHOICES)
+    exact = kept_in_a_run(params, BATCH)
+    inside = found.candidates[0].memory["activations"]
+    # The run keeps what the loss computes behind the last unit as well.
+    assert 0.8 * exact <= inside <= exact
+    on_device = fs.tune(make_params(), SLOW, budget=1e9, batch=BATCH, loss_fn=_loss, device="cpu", **CHOICES)
+    assert on_device.candidates[0].memory["activations"] == pytest.approx(inside, rel=0.1)
+    assert on_device.activations == "measured on cpu, one call of each kind of unit"
+    assert found.activations == "estimated by a trial on meta tensors"
+    assert found.edit().timeline.step_s != on_device.edit().timeline.step_s
+
+
+def test_recomputation_keeps_what_a_unit_is_given_and_computes_its_forward_again():
+    found = fs.tune(make_params(), SLOW, budget=1e9, batch=BATCH, loss_fn=_loss, effort=math.inf, **CHOICES)
+    rows = {(x.policy, x.remat): x for x in found.candidates}
+    usual, again = rows["prefetch 1", ""], rows["prefetch 1", "all"]
+    assert again.memory["activations"] < usual.memory["activations"]
+    assert again.step_s > usual.step_s
+    assert found.pick("zero3", "prefetch 1", "all").remat == ("embed", "head", "layers.0", "layers.1")
+    only = fs.tune(make_params(), SLOW, budget=1e9, batch=BATCH, loss_fn=_loss, remat={"layers": "layers.*"}, **CHOICES)
+    assert only.remat == ("layers.0", "layers.1")
+    # A budget between the two is met by recomputation alone.
+    budget = min(x.peak_nbytes for x in rows.values() if not x.remat) - 1
+    tight = fs.tune(make_params(), SLOW, budget=budget, batch=BATCH, loss_fn=_loss, **CHOICES)
+    assert tight.candidates[0].remat == "all"
+
+
+def test_all_dimensions_are_tried():
+    formats = {"float32": fs.Precision(), "4 bits": fs.Precision(wire=fs.formats.mxint4)}
+    found = fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, formats=formats, effort=math.inf)
+    names = {x.layout for x in found.candidates}
+    assert {name.split(", ")[0] for name in names} == {"ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"}
+    assert {name.rsplit(", ", 1)[1] for name in names} == set(formats)
+    for part in ("dp=4", "outer=2,inner=2", "layers.*, ", "layers.*.*", "one unit"):
+        assert any(part in name for name in names), part
+    assert {x.policy for x in found.candidates} == set(POLICIES)
+    assert {x.remat for x in found.candidates} == {"", "all"}
+    assert (
+        found.candidates
+        == fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, formats=formats, effort=math.inf).candidates
+    )
+    sent = {x.layout: x.sent_nbytes for x in found.candidates}
+    assert sent["zero1, dp=4, layers.*, 4 bits"] < sent["zero1, dp=4, layers.*, float32"]
+    assert found.activations == "estimated from shapes"
+
+
+def test_the_effort_bounds_what_is_simulated_and_the_table_says_so():
+    found = fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, effort=1)
+    simulated = [x for x in found.candidates if not x.is_bound]
+    assert len({x.layout for x in simulated}) == 1
+    texts = [x.lost for x in found.candidates if x.is_bound]
+    assert all("slower" in text or text.startswith("not simulated: at most ") for text in texts)
+    assert any(text.startswith("not simulated") for text in texts)
+    assert "> " in found.table()
+
+
+def test_a_choice_is_saved_edited_and_picked(tmp_path):
+    found = fs.tune(
+        make_params(), SLOW, budget=1e6, batch=BATCH, loss_fn=_loss, **{**CHOICES, "strategies": None}, effort=math.inf
+    )
+    again = Choice.from_json(found.to_json())
+    assert (again.candidates, again.policy, again.remat, again.layout) == (
+        found.candidates,
+        found.policy,
+        found.remat,
+        found.layout,
+    )
+    assert again.schedule == found.schedule
+    body = json.loads(found.to_json())
+    body["policy"]["prefetch"] = 0
+    edited = Choice.from_json(json.dumps(body))
+    assert edited.policy == replace(found.policy, prefetch=0) == found.edit(prefetch=0).policy
+    assert edited.candidates[0].step_s == found.edit(prefetch=0).candidates[0].step_s == edited.timeline.step_s
+    body["remat"] = ["embed"]
+    with pytest.raises(ScheduleError, match="remat was edited"):
+        Choice.from_json(json.dumps(body))
+    with pytest.raises(ScheduleError, match="the text is no choice: KeyError: 'step'"):
+        Choice.from_json("{}")
+    other = found.pick("ddp", "prefetch 1")
+    assert (other.name, other.layout.units[0].strategy) == ("ddp", fs.ddp("dp"))
+    assert len(other.candidates) == len(found.candidates)
+    assert any("faster" in x.lost for x in other.candidates[1:]) or other.candidates[0].step_s == found.candidates[0].step_s
+    with pytest.raises(ScheduleError, match=r"there is no candidate \('ddp', 'nothing', ''\)"):
+        found.pick("ddp", "nothing")
+    with pytest.raises(OptionError, match="prefetch is 'a'"):
+        found.edit(prefetch="a")
+    found.draw(tmp_path / "step.svg")
+    assert (tmp_path / "step.svg").stat().st_size > 1000
+
+
+def test_the_options_of_a_module_are_those_of_shard_module():
+    found = fs.tune(Tied(), SLOW, budget=1e9, batch=(TOKENS,), mesh=fs.Mesh({"dp": 1}), units="layers.*", backend="gloo")
+    model = fs.shard_module(Tied(), **found.module_options)
+    assert model(TOKENS).shape == (2, 6, 16)
+    with pytest.raises(ScheduleError, match="does not have the options of its layout"):
+        _ = Choice.from_json(found.to_json()).module_options
+
+
+class Odd(nn.Module):
+    """A model of one kind, that gets ``[batch, dim]``."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+ODD = {
+    "1,000 tiny units": ([nn.Linear(1, 1) for _ in range(1000)], 1),
+    "one giant leaf": ([nn.Linear(3000, 3000, bias=False)], 3000),
+    "parts without parameters": ([nn.Linear(4, 4), nn.Dropout(), nn.ReLU(), nn.BatchNorm1d(4)] * 2, 4),
+    "frozen layers": ([nn.Linear(4, 4).requires_grad_(i > 1) for i in range(4)], 4),
+    "no trained parameter": ([nn.Linear(4, 4).requires_grad_(False) for i in range(3)], 4),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_models(name):
+    layers, dim = ODD[name]
+    found = fs.tune(Odd(layers), "H100", budget=10e9, batch=torch.ones(8, dim), mesh=8)
+    assert found.timeline.step_s == found.candidates[0].step_s >= 0
+    assert found.layout.num_params == sum(p.numel() for p in {id(p): p for p in Odd(layers).parameters()}.values())
+
+
+class ListOfParameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(4, 4)) for _ in range(3)])
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+def test_parameters_of_a_list_are_no_units_of_a_module():
+    found = fs.tune(ListOfParameters(), "H100", budget=1e9, batch=torch.ones(2, 4), mesh=8)
+    assert found.made_by["units"] is None
+
+
+def recomputing(params, batch, comm):
+    return _loss(params, batch, comm, remat=True)
+
+
+def reading(params, batch, comm):
+    return _loss(params, batch, comm).sum.item()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"mesh": None}, ScheduleError, r"pass mesh=, a mesh or a number of ranks; or comm="),
+        ({"mesh": 0}, ScheduleError, "mesh is 0, expected a number of ranks of at least 1"),
+        ({"mesh": []}, ScheduleError, "expected meshes with one number of ranks, got no mesh"),
+        ({"mesh": [fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3})]}, ScheduleError, r"got Mesh\(dp=2\), Mesh\(dp=3\)"),
+        ({"loss_fn": None}, ScheduleError, "batch= of tensors needs loss_fn="),
+        ({"batch": 64}, ScheduleError, "loss_fn= is for a tree of tensors, with batch= of tensors"),
+        ({"batch": 0, "loss_fn": None}, ScheduleError, "batch is 0 tokens"),
+        ({"batch": None, "loss_fn": None, "device": "cpu"}, ScheduleError, "device= measures what a trial runs"),
+        ({"batch": None, "loss_fn": None, "hardware": "H100"}, ScheduleError, "hardware 'H100' needs batch="),
+        ({"hardware": "V100"}, ScheduleError, "hardware is 'V100', expected a Hardware, or one of A100"),
+        ({"hardware": lambda layout: None}, ScheduleError, "a function that returned None"),
+        ({"order": ("embed",)}, ScheduleError, "both tell the order of units"),
+        ({"loss_fn": recomputing}, ScheduleError, r"'layers.0' is used in a checkpoint, or by forward\(remat=\)"),
+        ({"loss_fn": reading}, ScheduleError, "the trial on meta tensors failed: .*\n.*batch=number of tokens"),
+        ({"remat": {"x": "tail"}}, PatternError, "'tail' matches nothing"),
+        ({"units": "blocks.*"}, PatternError, "matches nothing"),
+        ({"microbatches": 0}, ScheduleError, "microbatches is 0"),
+        ({"activations": 10.0, "remat": {"all": "**"}}, ScheduleError, "it is unknown what recomputed units keep"),
+        ({"effort": 0}, ScheduleError, "effort is 0, expected more than 0"),
+        ({"strategies": {}}, ScheduleError, "there is no strategy"),
+        ({"budget": 100}, ScheduleError, r"no candidate fits into the budget.\n.*100 B\n.*smallest"),
+    ],
+)
+def test_mistakes_are_explained(options, error, match):
+    given = {"hardware": SLOW, "budget": 1e9, "batch": BATCH, "loss_fn": _loss, **CHOICES, **options}
+    with pytest.raises(error, match=match):
+        fs.tune(make_params(), given.pop("hardware"), **given)
+
+
+def test_layouts_have_their_own_mesh():
+    layout = fs.plan(make_params(), DP, fs.zero3("dp"))
+    with pytest.raises(ScheduleError, match="got mesh= beside layouts"):
+        fs.tune({"a": layout}, SLOW, budget=1e9, mesh=DP)
+    with pytest.raises(ScheduleError, match="got hardware 'H100' with layouts"):
+        fs.tune({"a": layout}, "H100", budget=1e9)
+    with pytest.raises(ScheduleError, match="got frozen= beside layouts"):
+        fs.tune({"a": layout}, SLOW, budget=1e9, frozen="embed")
+    with pytest.raises(ScheduleError, match=r"call requires_grad_\(False\)"):
+        fs.tune(Tied(), SLOW, budget=1e9, batch=TOKENS, mesh=DP, frozen="embed")
+    with pytest.raises(TreeError, match="Identity has no parameters"):
+        fs.tune(nn.Identity(), SLOW, budget=1e9, batch=TOKENS, mesh=DP)
+    with pytest.raises(ScheduleError, match="the model has no parameters"):
+        fs.tune([], SLOW, budget=1e9, batch=8, mesh=DP, units={"": None})
+
+
+def test_ranks_compare_arguments_and_share_measurements():
+    def rank_fn(comm):
+        options = {"budget": 1e9, "batch": BATCH, "loss_fn": _loss, **CHOICES, "mesh": None, "comm": comm}
+        with pytest.raises(AgreementError, match=r"budget +rank 0: 1000000000.0"):
+            fs.tune(make_params(), SLOW, **{**options, "budget": (1 + comm.rank) * 1e9})
+        with pytest.raises(AgreementError, match="hardware"):
+            fs.tune(make_params(), replace(SLOW, latency=0.1 * comm.rank), **options)
+        with pytest.raises(AgreementError, match="microbatches is 0"):
+            fs.tune(make_params(), SLOW, **options, microbatches=1 - comm.rank)
+        found = fs.tune(make_params(), SLOW, **options, device="cpu")
+        return found.candidates, found.policy, found.layout.mesh
+
+    first, second = processes(DP, rank_fn)
+    assert first == second
+    assert first[2] == DP
+
+
+def test_meshes_of_a_number_of_ranks():
+    assert [dict(mesh.axes) for mesh in meshes_of(6)] == [{"dp": 6}, {"outer": 3, "inner": 2}]
+    assert [dict(mesh.axes) for mesh in meshes_of(1)] == [{"dp": 1}]
+    assert len(meshes_of(16384)) == 14
