@@ -113,6 +113,8 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/train_cnn.py
 	@echo "--- dp_sgd: per-sample clipping and noise under ZeRO-3"
 	@$(RUN)/python examples/dp_sgd.py
+	@echo "--- lose_a_rank: a rank killed in a step comes back alone"
+	@$(RUN)/python examples/lose_a_rank.py
 	@echo "--- survive_a_kill: killed three times, restarted, and ends with the bits of an undisturbed run"
 	@$(RUN)/python examples/survive_a_kill.py
 	@echo "--- property_test_roundtrip: a hypothesis test of sharding, for your own tree"

@@ -50,6 +50,13 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_a_rank_comes_back_and_the_others_stay() -> None:
+    text = output(sys.executable, "examples/lose_a_rank.py")
+    steps = {int(rank): steps for rank, steps in numbers(text, r"rank (\d): process \d+ has made (\d+) steps")}
+    assert steps[2] < 10 <= min(steps[rank] for rank in (0, 1, 3))  # rank 2's last process began in the middle
+    assert "equal bits: True" in text
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_llama_of_transformer_engine_trains_as_the_unsharded_one(recipe: str) -> None:

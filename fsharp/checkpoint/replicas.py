@@ -53,6 +53,7 @@ from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
 from fsharp.functional.comm.agree import all_gather_bytes, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -139,6 +140,11 @@ class Replicas(BackgroundSaver):
         self._domain_size, self._created, self._claim = size, 0.0, None
         token = secrets.token_bytes(_TOKEN_NBYTES)
 
+        def exchange_tokens() -> list[bytes]:
+            tokens = all_gather_bytes(token, comm)
+            self._run, self._numbers = tokens[0], count()
+            return tokens
+
         def check() -> None:
             if not isinstance(inner, ProcessGroupComm) and comm.mesh.size > 1:
                 raise CheckpointError(f"Replicas(): comm is {type(comm).__name__}, expected what connect() returns.")
@@ -162,14 +168,18 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks(
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
-            tokens = all_gather_bytes(token, comm)
-            self._run, self._numbers = tokens[0], count()
+            tokens = setup_calls.run(exchange_tokens)
             check_on_all_ranks("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_reduced))
             own = inner.on_host(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
             self._close_claim()
             raise
         super().__init__(comm, own, "refresh", in_thread=True)
+
+    def _begin_again(self) -> None:
+        super()._begin_again()
+        if self._claim is not None:
+            remove_incomplete(self._folder)
 
     def _close_claim(self) -> None:
         if self._claim is not None:

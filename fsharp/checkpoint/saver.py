@@ -29,6 +29,7 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost_comm
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -51,6 +52,11 @@ class BackgroundSaver:
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # of what several threads may ask for
+        setup_calls.call_again(self._begin_again)
+
+    def _begin_again(self) -> None:
+        """Begin as a new one does, with a restarted rank: forget the save that was under way, which has ended."""
+        self._forget()
 
     def _begin(self, shot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
         if self._worker is None:
@@ -191,6 +197,12 @@ class Saver(BackgroundSaver):
         inner = innermost_comm(comm)
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
+
+    def _begin_again(self) -> None:
+        super()._begin_again()
+        self._saved_at = math.inf  # the save that was under way may be complete all the same
+        if self._comm.rank == 0:
+            name_path_in_errors(self._root, lambda: _prepare(self._root))
 
     @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:

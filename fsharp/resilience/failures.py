@@ -43,7 +43,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:
         yield
         return
-    hook = _ReportingExcepthook(found.watch.ranks, found.watch.ranks.board, sys.excepthook)
+    hook = _ReportingExcepthook(found, sys.excepthook)
     sys.excepthook = hook
     try:
         yield
@@ -61,15 +61,26 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
 class _ReportingExcepthook:
     """The excepthook of a rank: it prints the error, with a traceback if no other rank has failed before."""
 
-    def __init__(self, ranks: RankStatuses, board: StatusBoard, before: Callable[..., None]) -> None:
-        self.ranks, self.board, self.before = ranks, board, before
+    def __init__(self, comm: ProcessGroupComm, before: Callable[..., None]) -> None:
+        self._comm, self.before = comm, before
         self.error: BaseException | None = None
         self.is_own = False
+
+    @property
+    def ranks(self) -> RankStatuses:
+        """The notes of the ranks, which are others in each generation of the job."""
+        return self._comm.watch.ranks
+
+    @property
+    def board(self) -> StatusBoard:
+        """Where ranks write to each other."""
+        assert self.ranks.board is not None
+        return self.ranks.board
 
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
         """Tell other ranks of an error, unless the error came from another rank."""
         heard = {id(watch.error) for watch in list(self.ranks.watches.values()) if watch.error is not None}
-        self.is_own = not any(id(each) in heard for each in _chain(error))
+        self.is_own = not any(id(each) in heard for each in error_chain(error))
         self.error = error
         me = f"rank {self.ranks.rank} of {self.ranks.size}"
         told = f"in {where}; its last collective: {self.ranks.last or 'none yet'!r}"
@@ -113,7 +124,8 @@ class _ReportingExcepthook:
             time.sleep(_LOOK_EVERY_S)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause or context, the cause of that, and so on."""
     seen = set[int]()
     while error is not None and id(error) not in seen:  # causes may go in a circle
         yield error

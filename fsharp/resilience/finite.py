@@ -2,7 +2,7 @@
 
 import cmath
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
@@ -55,6 +55,10 @@ class LeftOutSteps:
     def record_finite_step(self) -> None:
         """Record that a step had a finite loss and finite gradients, which ends a row of left-out steps."""
         self._in_row = 0
+
+    def begin_again(self, steps: Iterable[int]) -> None:
+        """Go on from a checkpoint of a run that has left out these steps."""
+        self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, what: str) -> None:
         """Record that a step had an infinity or NaN, which ``what`` describes.

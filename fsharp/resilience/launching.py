@@ -1,5 +1,6 @@
 """launch: run a function in several processes of this machine, from a script or a notebook."""
 
+import json
 import logging
 import os
 import pickle
@@ -18,6 +19,7 @@ import cloudpickle
 
 from fsharp.errors import AgreementError, CommError, OptionError
 from fsharp.functional.comm.process_group import destroy
+from fsharp.resilience.restarting import Restarter
 from fsharp.type_checks import options_checked
 
 if TYPE_CHECKING:
@@ -25,16 +27,22 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_PROCESS = f"import sys; from {__name__} import _run_rank; _run_rank(sys.argv[1])"
+_PROCESS = f"import sys; from {__name__} import run_rank; run_rank(sys.argv[1])"
 """The program of each process. With ``-m`` Python would warn: the package has imported this file before the file is run."""
+_SPARE_PROCESS = f"import sys; from {__name__} import _wait_for_rank; _wait_for_rank(sys.argv[1])"
+"""The program of a process that imports this library first, and then waits for its rank."""
 
 
 @options_checked
-def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
+def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> list[R]:
     """Run ``fn(*args)`` in ``nproc`` processes of this machine, and return the results in order of rank.
 
     Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. In a script that
-    torchrun has started, each process runs ``fn`` itself. With ``nproc=1`` this process runs ``fn``.
+    torchrun has started, each process runs ``fn`` itself. With ``nproc=1`` and no restarts this process runs ``fn``.
+
+    With ``restarts`` a process that is killed, fails or hangs is started again. Other processes stay if they are in
+    :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``, which then goes on from its newest save. If they
+    are not, they are restarted as well.
 
     >>> import fsharp as fs
     >>> fs.launch(lambda: fs.connect(fs.Mesh({"dp": 1})).rank, 1)
@@ -44,25 +52,37 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
         fn: a function that cloudpickle can send, such as a function in a notebook.
         nproc: number of processes.
         args: arguments of the function.
+        restarts: how often the launcher may restart processes. A process that fails before the first step of a run is not
+            restarted. Nor is any process once another one has returned from ``fn``.
 
     Raises:
-        OptionError: ``nproc`` is less than 1.
+        OptionError: ``nproc`` is less than 1, or ``restarts`` less than 0; or a launcher has started this process, and
+            ``restarts`` is above 0.
         CommError: a process failed, and the other processes were ended. The message has the rank that failed first, and its
             traceback.
 
-    Cost: some seconds: each process imports torch.
+    Cost: some seconds: each process imports torch. With restarts one more process waits, which has imported torch.
     """
-    if nproc < 1:
-        raise OptionError(f"launch(): nproc is {nproc}, expected 1 or more.")
-    if nproc == 1 or "RANK" in os.environ:
+    if nproc < 1 or restarts < 0:
+        raise OptionError(f"launch(): nproc is {nproc}, expected 1 or more; restarts is {restarts}, expected 0 or more.")
+    if "RANK" in os.environ and restarts:
+        raise OptionError(
+            f"launch(): restarts is {restarts}, but another launcher, such as torchrun, has started this process."
+        )
+    if (nproc == 1 and not restarts) or "RANK" in os.environ:
         return [fn(*args)]
+    if restarts:
+        with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
+            _write_call(Path(folder), fn, args)
+            Restarter(Path(folder), _SPARE_PROCESS, nproc, restarts).run()
+            return _results(Path(folder), nproc)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # the agent's account of a failure, which the error below has
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
-        Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
+        _write_call(Path(folder), fn, args)
         try:
             elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _PROCESS, folder)
         except ChildFailedError as error:
@@ -70,7 +90,15 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}") from None
         finally:
             logging.disable(disabled)
-        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
+        return _results(Path(folder), nproc)
+
+
+def _write_call(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
+
+
+def _results(folder: Path, nproc: int) -> list[Any]:
+    return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
 
 
 def local_launch_config(nproc: int) -> "LaunchConfig":
@@ -121,7 +149,7 @@ def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]
     return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent][0]
 
 
-def _run_rank(folder: str) -> None:
+def run_rank(folder: str) -> None:
     """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder."""
     rank = os.environ["RANK"]
     try:
@@ -136,3 +164,10 @@ def _run_rank(folder: str) -> None:
         raise
     finally:
         destroy()
+
+
+def _wait_for_rank(folder: str) -> None:
+    """Wait for the environment of a rank on standard input, and run that rank."""
+    if environment := sys.stdin.read():
+        os.environ.update(json.loads(environment))
+        run_rank(folder)

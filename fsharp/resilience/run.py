@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Number
 from pathlib import Path
@@ -20,10 +20,12 @@ from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
 from fsharp.resilience.failures import reported_failures
 from fsharp.resilience.finite import LeftOutSteps, NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
+from fsharp.resilience.rejoining import Rejoining, membership_of, without_values
 from fsharp.resilience.run_checkpoints import RunCheckpoints
 from fsharp.resilience.run_record import RunRecord
 from fsharp.resilience.start import agree_at_start
@@ -88,6 +90,7 @@ class Run:
         background: write checkpoints while training continues.
         loggers: where rank 0 records values of :meth:`log`, throughput, slow ranks, restarts and faults. None means the file
             ``log.jsonl`` in ``root``, from which ``fsharp report`` makes a page; nothing if ``root`` is a URL.
+        elastic: let the other ranks stay if one is killed, fails or hangs: see :meth:`train`.
 
     Attributes:
         step: number of the next step, which is the number of finished steps, with left-out ones.
@@ -120,6 +123,7 @@ class Run:
         agree_every: int = 1,
         background: bool = True,
         loggers: Sequence[Logger] | None = None,
+        elastic: bool = False,
     ) -> None:
         counts = {"total": total, "save_every": save_every, "max_nonfinite": max_nonfinite, "refresh_every": refresh_every}
         for name, value in counts.items():
@@ -129,6 +133,9 @@ class Run:
             raise RunError(f"Run(): comm is a {type(comm).__name__}; pass what that was made of: comm=scheduler.comm.")
         if on_nonfinite not in _POLICIES:
             raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
+        elastic = elastic and comm.mesh.size > 1
+        if elastic:
+            membership_of(comm)
         self.comm, self.total = comm, total
         self._left_out, self._save_nonfinite = LeftOutSteps(on_nonfinite, max_nonfinite), save_nonfinite
         try:
@@ -136,7 +143,7 @@ class Run:
         except (TypeError, ValueError, RecursionError) as error:
             raise RunError(f"Run(): JSON cannot hold the config: {error}.") from error
         saver: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours, "background": background}
-        every = {"save_every": save_every, "refresh_every": refresh_every}
+        every: dict[str, Any] = {"save_every": save_every, "refresh_every": refresh_every, "elastic": elastic}
         self._checkpoints = RunCheckpoints(absolute_path(root), comm, replicas=replicas, config=self.config, **every, **saver)
         self._files = files
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
@@ -169,7 +176,10 @@ class Run:
                 "on_nonfinite": f"{self._left_out.policy}, at most {self._left_out.most}",
                 "save_nonfinite": self._save_nonfinite,
                 "agree_every": self.preemption.every,
+                "elastic": kept.is_elastic,
             }
+            if not kept.is_elastic:
+                setup_calls.give_up("a Run without elastic=True")
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self._files)
             stack.enter_context(self.preemption)
             stack.enter_context(self._checkpoints.open_saver())
@@ -188,9 +198,12 @@ class Run:
                 self._record.log_save(self.step, self._checkpoints.complete)
             return
         with self._stack:
-            agree("Run", {}, LabelledComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
-            self._checkpoints.wait_for_save()
+            self._agree_on_end()
             check_on_all_ranks("Run", self.comm, self._record_end)
+
+    def _agree_on_end(self) -> None:
+        agree("Run", {}, LabelledComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
+        self._checkpoints.wait_for_save()
 
     @api_boundary
     def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
@@ -213,9 +226,19 @@ class Run:
 
         Cost: as :func:`fsharp.checkpoint.load`.
         """
+        if self._checkpoints.is_elastic:
+            raise RunError(
+                "Run.resume(): with elastic=True call train(step, tree), which resumes: a restart may come at any time."
+            )
+        self._check_start(tree)
+        return self._resumed(tree, other)
+
+    def _check_start(self, tree: Any) -> None:
         agree_at_start(self.config, tree, comm=self.comm)
         self._phase = "between steps" if self._phase == "new" else self._phase
         self._checkpoints.record_leaves(tree)
+
+    def _resumed(self, tree: Any, other: str | os.PathLike[str] | None) -> Any:
         has_own = self._checkpoints.has_any()
         root = self._checkpoints.root if has_own or other is None else absolute_path(other)
         is_there = has_own or self._checkpoints.has_any_in(root)
@@ -227,6 +250,8 @@ class Run:
             for line in _changes(found.config, self.config):
                 self._record.warn(self.step, f"the run goes on after step {found.step} with another config: {line}")
         self._record.start(self.step, tree, root=self._checkpoints.root, total=self.total, config=self.config)
+        if self._checkpoints.is_elastic and not is_there:
+            self._checkpoints.wait_for_first(self._tree_to_save(tree))
         if not has_own and (is_there or self._left_out.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
@@ -236,6 +261,72 @@ class Run:
     @api_boundary
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the remaining steps; the first step of a run is 0. Call :meth:`end_step` at the end of each."""
+        if self._checkpoints.is_elastic:
+            raise RunError("Run.steps(): with elastic=True call train(step, tree): a loop of yours cannot repeat a step.")
+        yield from self._steps()
+
+    @api_boundary
+    def train(self, step: Callable[[Any, int], Any], tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
+        """Resume, make the remaining steps, and return the tree after the last one.
+
+        In place of :meth:`resume` and :meth:`steps`::
+
+            def step(state, number):
+                state, metrics = train_step(state, batch(number), comm)
+                run.log({"loss": metrics.loss})
+                return run.end_step(state)
+
+            state = run.train(step, state)
+
+        With ``Run(elastic=True)`` a rank may be killed, fail or hang in it. The launcher (:func:`fsharp.launch` with
+        ``restarts``) restarts this rank. The other ranks abandon the step under way, and wait. The new process runs the program
+        up to this call, and they make the collectives of their setup again with it. Then all ranks load the newest save, in
+        memory of hosts or on disk, and go on from its step, with the same bits.
+
+        Args:
+            step: function ``step(tree, number)`` that makes a step, calls :meth:`end_step` at its end, and returns what that
+                returns. A step has to be a function of the tree and the number.
+            tree: as for :meth:`resume`. It cannot be used afterwards.
+            other: as for :meth:`resume`.
+
+        Raises:
+            RunError: collectives of the setup cannot be made again, such as those of a step before this call.
+            CommError: a rank was lost, and is not restarted: restarts are used up, or the new process does not come within the
+                time limit of the job's collectives, or its program is another one. The message says which rank, and why.
+
+        Errors of :meth:`resume` and :meth:`end_step` are raised as there.
+
+        Cost: with ``elastic`` the first call of a run waits until the tree is saved as that of step 0.
+        """
+        if not self._checkpoints.is_elastic:
+            return self._train(step, self.resume(tree, other=other))
+        self._check_start(tree)
+        like, rejoining = without_values(tree), Rejoining(self.comm)
+        while True:
+            try:
+                if why := rejoining.rejoin():
+                    self._begin_again(why)
+                given = without_values(like) if self._checkpoints.has_values else tree  # loading donates what it is given
+                trained = self._train(step, self._resumed(given, other))
+                self._agree_on_end()
+                rejoining.leave_steps()
+                return trained
+            except Exception as error:
+                rejoining.wait_for_next(error, f"step {self.step}")
+
+    def _train(self, step: Callable[[Any, int], Any], tree: Any) -> Any:
+        for number in self._steps():
+            tree = step(tree, number)
+        return tree
+
+    def _begin_again(self, why: str) -> None:
+        """Begin as a new process does, and record why. The newest save has the step to go on from."""
+        self._record.warn(self.step, f"after {self.step} steps: {why}")
+        self.step, self._phase = 0, "between steps"
+        self._left_out.begin_again([])
+        self._checkpoints.begin_again()
+
+    def _steps(self) -> Iterator[int]:
         if self._phase == "new":
             raise RunError("Run.steps(): call resume(tree) first: it looks for a checkpoint, and remembers where to go on.")
         self._record.begin_steps(self.step)
@@ -337,7 +428,7 @@ class Run:
         """Return the newest checkpoint that is not damaged, in memory or on disk, and its tree."""
         found, loaded = self._checkpoints.load_newest_from(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
-        self._left_out.steps[:] = json.loads(loaded["run"]["skipped"])
+        self._left_out.begin_again(json.loads(loaded["run"]["skipped"]))
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:

@@ -21,6 +21,8 @@ class RunCheckpoints:
         saved: step of the newest checkpoint on disk that this run has written or loaded; -1 if there is none.
         newest: step of the newest checkpoint on disk or in memory of hosts; -1 if there is none. Both count a save that has
             begun.
+        is_elastic: whether the run may go back at any time, so that the tree of step 0 is kept as well.
+        has_values: whether a load has begun, or the tree of step 0 is kept: the tree of the caller is not needed any more.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class RunCheckpoints:
         replicas: Replicas | None,
         refresh_every: int,
         config: Any,
+        elastic: bool,
         **options: Any,
     ) -> None:
         if replicas is not None and replicas.root != root:
@@ -43,6 +46,7 @@ class RunCheckpoints:
         self.saved = self.newest = self._loaded = -1
         self._comm, self._config, self._options = comm, config, options
         self._names = set[str]()
+        self.is_elastic, self.has_values = elastic, False
 
     def open_saver(self) -> Saver:
         """Return the Saver of later checkpoints, to be closed after the run."""
@@ -78,6 +82,7 @@ class RunCheckpoints:
 
         For the run's own folder, saves in memory of hosts count as well. Return the checkpoint and the tree.
         """
+        self.has_values = True
         if self.replicas is not None and root == self.root:
             found, loaded = self.replicas.restore_newest(like, donate=True)
         else:
@@ -85,6 +90,20 @@ class RunCheckpoints:
         self.newest = found.step
         self.saved = self._loaded = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded
+
+    def begin_again(self) -> None:
+        """Begin as in a new process, where there is no checkpoint yet."""
+        self.saved = self.newest = self._loaded = -1
+
+    def wait_for_first(self, tree: Any) -> None:
+        """Keep a tree as that of step 0, in memory of hosts or else on disk, and wait until it is kept."""
+        if self.replicas is None:
+            self.begin_save(tree, step=0)
+            self._saver.wait()
+        else:
+            self.begin_refresh(tree, step=0)
+            self.replicas.wait()
+        self.has_values = True
 
     def begin_save(self, tree: Any, *, step: int) -> None:
         """Begin a checkpoint on disk."""

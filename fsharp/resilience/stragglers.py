@@ -66,7 +66,7 @@ class StragglerDetector:
         found = innermost_comm(comm)
         if isinstance(found, ProcessGroupComm) and found.is_native:
             raise CommError("StragglerDetector(): over NCCL processes do not wait for each other, devices do: it needs gloo.")
-        self._ranks = found.watch.ranks if isinstance(found, ProcessGroupComm) else None
+        self._waits_of = found if isinstance(found, ProcessGroupComm) else None
         self.comm, self.every, self.ratio = comm, every, ratio
         self.times: deque[StepTimes] = deque(maxlen=_KEPT)
         self.stragglers: dict[int, float] = {}
@@ -112,4 +112,4 @@ class StragglerDetector:
 
     def _clock_without_waits(self) -> float:
         """Return a clock in seconds that does not count waits for other ranks."""
-        return time.perf_counter() - (self._ranks.waited_s if self._ranks is not None else 0.0)
+        return time.perf_counter() - (self._waits_of.watch.ranks.waited_s if self._waits_of is not None else 0.0)

@@ -9,6 +9,7 @@ import torch
 
 from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.type_checks import options_checked
 
 T = TypeVar("T")
@@ -56,8 +57,11 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
 
     Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
-    if comm.mesh.size == 1:
-        return
+    if comm.mesh.size > 1:
+        setup_calls.run(lambda: _agree(where, fields, comm, failure), again=lambda: _agree(where, fields, comm, None))
+
+
+def _agree(where: str, fields: Mapping[str, str], comm: Comm, failure: str | None) -> None:
     fields = {"function": where, **fields}
     body = json.dumps({"failure": failure, "fields": fields}, sort_keys=True).encode()
     digest = hashlib.sha256(body).digest()

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
+from fsharp.functional.comm.generations import begin_membership
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.functional.layout.mesh import Mesh
 
@@ -28,17 +29,22 @@ T = TypeVar("T")
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ANSWERS_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.02
+_IN_VAIN_EVERY_S = 0.5
 
 
-def run_within(limit_s: float, job: Callable[[], T]) -> T:
+def run_within(limit_s: float, job: Callable[[], T], *, why_in_vain: Callable[[], str | None] = lambda: None) -> T:
     """Run a job that queries the store in a new thread, and return its result; TimeoutError if the job has not ended.
 
-    The store waits ``limit_s`` seconds for other ranks on behalf of the job. The job may take two seconds more.
+    The store waits ``limit_s`` seconds for other ranks on behalf of the job. The job may take two seconds more. Once
+    ``why_in_vain`` returns a reason, that is a CommError, and the job goes on by itself.
     """
-    worker, done = Worker("job"), Outcome()
+    worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _ANSWERS_WITHIN_S
     worker.submit(job, done)
-    if not done.is_done(limit_s + _ANSWERS_WITHIN_S):
-        raise TimeoutError(f"the job's store has not answered within {limit_s + _ANSWERS_WITHIN_S:g} s")
+    while not done.is_done(max(min(_IN_VAIN_EVERY_S, deadline - time.monotonic()), 0.0)):
+        if why := why_in_vain():
+            raise CommError(why)
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"the job's store has not answered within {limit_s + _ANSWERS_WITHIN_S:g} s")
     return done.take_result()  # type: ignore[no-any-return]
 
 
@@ -73,8 +79,18 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
-    store = PrefixStore(f"fsharp/{attempt_name(store, rank, world_size, limit.total_seconds())}", store)
+    if (member := begin_membership(lambda: _launchers_store(limit))) is not None:
+        member.wait_for_all(limit.total_seconds())
+        name = f"generation {member.number}"
+    else:
+        name = attempt_name(store, rank, world_size, limit.total_seconds())
+    store = PrefixStore(f"fsharp/{name}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _launchers_store(limit: timedelta) -> Store:
+    """Return a store of its own connection, which no other thread's wait for a key holds up."""
+    return PrefixStore("fsharp/generations", next(rendezvous("env://", timeout=limit))[0])
 
 
 def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:

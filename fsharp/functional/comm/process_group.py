@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store, _world
 
 from fsharp.errors import CommError, MeshError
-from fsharp.functional.comm import job_store
+from fsharp.functional.comm import generations, job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
@@ -79,13 +80,25 @@ class ProcessGroupComm:
             )
         self.rank = self.ranks.index(dist.get_rank())
         self.tree_counts = _tree_counts[self.ranks]
-        self._groups: dict[str, dist.ProcessGroup | None] = {name: device_mesh.get_group(name) for name in names}
-        self._whole: dist.ProcessGroup | None = None
+        setup_calls.record_obstacle("a ProcessGroupComm of process groups that connect() has not made")
+        self._groups = dict[str, dist.ProcessGroup | None]()
+        self._take_groups(device_mesh)
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
         self.is_native = dist.get_backend(self.group(names[0])) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
         self.limit_s = _timeout_s(self.group(names[0]), self.device)
+        self._start()
+        self.watch.aborts.append(weakref.WeakMethod(self.abort))
+
+    def _take_groups(self, device_mesh: DeviceMesh) -> None:
+        """Use the groups of a DeviceMesh. Comms that share the groups of this Comm do so as well."""
+        self._groups.update({name: device_mesh.get_group(name) for name in self.mesh.names})
+        self._whole: dist.ProcessGroup | None = None
+
+    def _join_again(self, device_mesh: DeviceMesh) -> None:
+        """Go on in a new generation of the job, with its groups."""
+        self._take_groups(device_mesh)
         self._start()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -111,6 +124,7 @@ class ProcessGroupComm:
     @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
         """Return a new process group along ``axis``. All ranks of the mesh have to call this method."""
+        setup_calls.record_obstacle("a call of new_group()")
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return _new_group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
 
@@ -121,14 +135,22 @@ class ProcessGroupComm:
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
         other = copy.copy(self)
-        other._start()
-        if other.is_native:  # in the same groups, which it ends if it fails
-            other.watch.aborts.append(weakref.WeakMethod(other.abort))
+        setup_calls.run(lambda: other._start_beside(self))
         return other
+
+    def _start_beside(self, other: "ProcessGroupComm") -> None:
+        """Begin to number collectives in the groups of another Comm."""
+        self._groups, self._whole = other._groups, other._whole
+        self._start()
+        if self.is_native:  # in the same groups, which it ends if it fails
+            self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def make_own_groups(self) -> None:
         """Make new process groups that this Comm alone uses. All ranks have to call this method."""
-        self._groups = {axis: self.new_group(axis) if size > 1 else self._groups[axis] for axis, size in self.mesh.axes}
+        setup_calls.run(self._make_own_groups)
+
+    def _make_own_groups(self) -> None:
+        self._groups = {axis: self.new_group(axis) if size > 1 else self._groups.get(axis) for axis, size in self.mesh.axes}
         self._whole = None
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -140,10 +162,14 @@ class ProcessGroupComm:
         """
         other = copy.copy(self)
         if flat:
-            other.mesh, other._groups = Mesh({"ranks": self.mesh.size}), {}
+            other.mesh = Mesh({"ranks": self.mesh.size})
         other.is_native, other._rank_order, other.device = False, True, torch.device("cpu")
-        other._start()
-        other.make_own_groups()
+
+        def start() -> None:
+            other._start_beside(self)
+            other.make_own_groups()
+
+        setup_calls.run(start)
         return other
 
     def abort(self) -> None:
@@ -259,6 +285,20 @@ class ProcessGroupComm:
         copy through internal buffers: this exchange of 16 MB took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's
         all_gather.
         """
+        if not setup_calls.is_recording:
+            self._exchange(send, receive, axis, text)
+            return
+        # The caller may write to its tensors, or release them.
+        copies = {id(x): x.clone() for x in send}
+        kept, into = [copies[id(x)] for x in send], [(x.numel(), x.device) for x in receive]
+
+        def again() -> None:
+            self._exchange(kept, [torch.empty(n, dtype=torch.uint8, device=device) for n, device in into], axis, text)
+
+        nbytes = sum(x.nbytes for x in copies.values())
+        setup_calls.run(lambda: self._exchange(send, receive, axis, text), again, nbytes=nbytes)
+
+    def _exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str) -> None:
         outcome = CollectiveOutcome(self.watch.begin_call(text))
         group = self._group_of_all_ranks() if axis is None else self.group(axis)
         mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
@@ -378,7 +418,7 @@ def _new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *,
         return most, None if is_native else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
 
     try:
-        most, gloo = job_store.run_within(limit_s, make)
+        most, gloo = job_store.run_within(limit_s, make, why_in_vain=generations.why_over)
     except dist.DistNetworkError as error:
         raise CommError(
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
@@ -436,7 +476,15 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
     limit_s = _job_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
-    return ProcessGroupComm(job_store.join_job(mesh, kind, world_size, timeout, limit_s))
+
+    def device_mesh() -> DeviceMesh:
+        return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
+
+    if generations.GENERATION in os.environ:
+        setup_calls.start()
+    made = list[ProcessGroupComm]()
+    setup_calls.run(lambda: made.append(ProcessGroupComm(device_mesh())), again=lambda: made[0]._join_again(device_mesh()))
+    return made[0]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -457,11 +505,32 @@ def destroy() -> None:
         finish()
     _tell_departure(sys.exception())
     if dist.is_initialized():
-        dist.destroy_process_group()
-        _numbers.clear()
+        _destroy_groups()
         _tree_counts.clear()
-        _made.clear()
-        job_store.reset_store_thread()
+
+
+def _destroy_groups() -> None:
+    dist.destroy_process_group()
+    _numbers.clear()
+    _made.clear()
+    job_store.reset_store_thread()
+
+
+def leave_generation(why: str) -> None:
+    """End all collectives under way, wait for saves in the background, and destroy the job's process groups.
+
+    Afterwards :meth:`~fsharp.functional.comm.setup_calls.SetupCalls.repeat` joins the next generation of the job, in which the
+    Comms of the setup have new groups.
+    """
+    error = CommError(why)
+    for ranks in list(_ranks.values()):
+        for watch in list(ranks.watches.values()):
+            watch.end_calls(error)
+    for finish in before_leaving:
+        finish()
+    _ranks.clear()
+    if dist.is_initialized():
+        _destroy_groups()
 
 
 def _tell_departure(error: BaseException | None) -> None:

@@ -5,9 +5,8 @@ Ranks make trees in one order, so the numbers in names of trees are the same on 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from fsharp.functional.comm.protocol import Comm, innermost_comm
@@ -21,12 +20,25 @@ class TreeNameCounters:
     """Counters of the trees that ranks have made and gathered together, for names of trees in labels.
 
     Attributes:
-        trees: numbers of the trees that ranks make together, from 1 on.
+        num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
         gathered: by text, axes and unit, the number of gathered trees with a text that does not identify the tree.
     """
 
-    trees: Iterator[int] = field(default_factory=lambda: count(1))
+    num_trees: int = 0
     gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
+
+    def next_number(self) -> str:
+        """Return the number of a new tree."""
+        self.num_trees += 1
+        return str(self.num_trees)
+
+    def copy(self) -> "TreeNameCounters":
+        """Return counters with the same numbers, which count on by themselves."""
+        return TreeNameCounters(self.num_trees, Counter(self.gathered))
+
+    def set_from(self, other: "TreeNameCounters") -> None:
+        """Go back, or forward, to the numbers of other counters."""
+        self.num_trees, self.gathered = other.num_trees, Counter(other.gathered)
 
 
 def tree_counts_of(comm: Comm) -> TreeNameCounters | None:
@@ -41,7 +53,7 @@ def with_new_tree_name(tree: Any, comm: Comm) -> Any:
     """
     counts = tree_counts_of(comm)
     if counts is not None:
-        numbers = defaultdict[int, str](lambda: str(next(counts.trees)))
+        numbers = defaultdict[int, str](counts.next_number)
         seen: Counter[str] = Counter()
         for node in units_of(tree):
             seen[node.name] += 1

@@ -19,7 +19,9 @@ from typing import NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.errors import AgreementError, CommError, problem
+from fsharp.functional.comm import generations
 from fsharp.functional.comm.settings_digests import differing_settings, settings_by_digest
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.tracebacks import traceback_text
 
 _log = logging.getLogger("fsharp")
@@ -268,10 +270,16 @@ class Watch:
         if failed is not None:
             self._end(AgreementError(failed))
 
+    def end_calls(self, error: Exception) -> None:
+        """End all collectives under way, and refuse further calls, on this rank alone."""
+        self.is_over.set()
+        self._end(error)
+
     def _failure_text(self) -> str | None:
         """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
         own = self.board.read("failed") if self.board is not None else None
-        return own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
+        own = own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
+        return generations.why_over() if own is None else own
 
     def start_failure_monitor(self, every_s: float) -> None:
         """Start a thread that calls :meth:`abort_if_failed` every ``every_s`` seconds, while this rank is in the job.
@@ -284,6 +292,8 @@ class Watch:
     def begin_call(self, label: str) -> WatchedCall:
         """Return the call of a collective that this rank begins."""
         self.check()
+        if setup_calls.is_recording:
+            setup_calls.record_obstacle(f"the collective {label!r} of a step")
         call = WatchedCall(self, label, self.count)
         self.count += 1
         self.ranks.note_begun(self.name, self.count, label)

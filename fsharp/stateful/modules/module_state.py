@@ -30,6 +30,11 @@ class ModuleState:
         self.is_written, self.loaded = False, set[str]()
         self.record_version_counters()
 
+    def begin_again(self) -> None:
+        """Forget writes and loads since the last step: all ranks load the whole state next."""
+        self.is_written = False
+        self.loaded.clear()
+
     def record_version_counters(self) -> None:
         """Record the version counters of all buffers, to notice later writes."""
         trees = ("params", self.train_state.params), ("main", self.train_state.main)

@@ -14,6 +14,7 @@ from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.schedule.schedule import Op
@@ -105,10 +106,19 @@ class Executor:
         self.number = 0
         self.begin_step("")
 
+    def begin_again(self) -> None:
+        """Begin as a new executor does, in a new generation of the job."""
+        self.is_connected, self.number = False, 0
+        if self.transport.groups is not None:
+            self.transport.groups.begin_again()
+        self.begin_step("")
+
     def make_process_groups(self) -> None:
         """Make the process groups, if they are not made yet. Each rank calls this before its first collective."""
-        if self.is_connected:
-            return
+        if not self.is_connected:
+            setup_calls.run(self._make_process_groups)
+
+    def _make_process_groups(self) -> None:
         if isinstance(self._own, ProcessGroupComm):
             # Groups are made over the job's store, where a rank that has ended is not noticed: notice it here.
             agree("Scheduler", {"separate_groups": str(self._separate_groups)}, self._own)

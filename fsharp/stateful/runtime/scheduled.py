@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.compiled import BoundSchedule
@@ -192,6 +193,12 @@ class Scheduled:
             self._emitted = emitted
         self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
+    def begin_again(self) -> None:
+        """Begin as a new function does: without programs, schedules and calls."""
+        self.programs, self.num_calls, self._emitted, self._positions = RecordedPrograms(), 0, None, {}
+        self._status, self.followed_by = CallStatus("new", "it has not been called", 0, 0), lambda: None
+        self.drop_tensors()
+
     def record_next_called(self, following: "Scheduled") -> None:
         """Record which scheduled function was called next after this function."""
         self.followed_by = weakref.ref(following)
@@ -208,7 +215,7 @@ class Scheduled:
             ScheduleError: the schedule would use memory or gradients wrongly. If it has unknown units, the next call raises.
         """
         verify(schedule)
-        self.programs.pin_schedule(schedule)
+        setup_calls.run(lambda: self.programs.pin_schedule(schedule))
 
     def trace(self) -> Trace:
         """Return a trace that measures every later step that follows the schedule."""
@@ -258,6 +265,12 @@ class ScheduledFunctions:
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)
+
+    def begin_again(self) -> None:
+        """Begin again with functions that nobody has called."""
+        self._last = lambda: None
+        for scheduled in self._alive:
+            scheduled.begin_again()
 
     def reset_after_error(self) -> None:
         """Reset after an error: unbind all schedules, and forget the order of calls."""

@@ -9,11 +9,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from fsharp.errors import ScheduleError
+from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelledComm, innermost_comm
 from fsharp.functional.comm.settings_digests import SettingsHistory
+from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.comm.tree_names import TreeNameCounters, tree_counts_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
@@ -104,14 +105,30 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
         self._functions, self._history = ScheduledFunctions(), SettingsHistory()
         self._closed: str | None = None
+        setup_calls.call_again(self._close_for_next_generation)
         self._start(lanes_for(comm.device))
+        setup_calls.call_again(partial(self._begin_again, self.own, self.executor))
+
+    def _close_for_next_generation(self) -> None:
+        self.close_after_error(CommError("a rank was restarted"))
+
+    def _begin_again(self, own: Comm, executor: Executor) -> None:
+        """Begin as a new scheduler does, in a new generation of the job: without schedules, with the Comm of the setup."""
+        self._closed, self._history = None, SettingsHistory()
+        self.own, self.executor = own, executor
+        executor.begin_again()
+        self._functions.begin_again()
+        self._begin_units()
 
     def _start(self, lanes: Lanes) -> None:
         self.own = _with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
-        self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
+        self._begin_units()
+
+    def _begin_units(self) -> None:
+        self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.arena = Arena(self.executor, self.registry, self.policy)
         self._now = StepUnderWay()
         self.num_updates = 0

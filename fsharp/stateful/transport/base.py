@@ -275,6 +275,10 @@ class ProcessGroups:
                 for kind in get_args(Kind) if size > 1 else ():
                     self(kind, axis)
 
+    def begin_again(self) -> None:
+        """Begin as new, without groups, in a new generation of the job."""
+        self._made.clear()
+
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
         """Return the group along an axis for one kind of collective, unless another rank has failed: that is an error."""
         self.comm.watch.check()

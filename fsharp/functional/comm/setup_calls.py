@@ -1,0 +1,84 @@
+"""SetupCalls: a record of the calls of a program's setup in which all ranks take part.
+
+A restarted rank runs its program from the beginning. The other ranks do not run their programs again. So that the restarted
+rank gets its answers, they make the recorded calls again, in the same order: they join the job, make process groups, compare
+settings, and send what they sent. Afterwards all ranks have made the same calls in the new generation of the job, so numbers
+and labels of collectives are equal.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
+
+
+class SetupCalls:
+    """A record of calls, from :meth:`start` to :meth:`end`.
+
+    Attributes:
+        is_recording: whether the setup is under way.
+        obstacle: what cannot be made again, for which the record was given up; empty if it was not.
+    """
+
+    def __init__(self) -> None:
+        self.is_recording, self.obstacle = False, ""
+        self._calls: list[Callable[[], Any]] = []
+        self._depth, self._nbytes, self._thread = 0, 0, 0
+
+    def start(self) -> None:
+        """Begin to record the calls of this thread, unless the record has begun or has ended before."""
+        if not self._thread:
+            self.is_recording, self._thread = True, threading.get_ident()
+
+    def end(self) -> None:
+        """End the record: the setup is over."""
+        self.is_recording = False
+
+    def give_up(self, obstacle: str) -> None:
+        """Drop the record, if the setup is under way, and say why it cannot be made again."""
+        if self.is_recording:
+            self.is_recording, self.obstacle = False, obstacle
+            self._calls.clear()
+
+    def run(self, call: Callable[[], T], again: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
+        """Make a call, and record it, unless it is part of a recorded call. Return its result.
+
+        :meth:`repeat` makes the call again; or ``again`` in place of it, which keeps ``nbytes`` bytes.
+        """
+        if not self.is_recording:
+            return call()
+        if threading.get_ident() != self._thread:
+            self.give_up("a collective of a thread, such as that of a save in the background,")
+            return call()
+        if self._depth:
+            return call()
+        self._nbytes += nbytes
+        if self._nbytes > _MOST_NBYTES or len(self._calls) >= _MOST_CALLS:  # a program that never begins an elastic run
+            self.give_up(f"more than {_MOST_CALLS:,} calls, or {_MOST_NBYTES >> 20} MiB,")
+            return call()
+        self._calls.append(again or call)
+        self._depth += 1
+        try:
+            return call()
+        finally:
+            self._depth -= 1
+
+    def call_again(self, call: Callable[[], Any]) -> None:
+        """Record a call that :meth:`repeat` makes here, in the order of the setup, and that is not made now."""
+        self.run(lambda: None, again=call)
+
+    def record_obstacle(self, what: str) -> None:
+        """Give the record up because of what a program does, unless that is part of a recorded call."""
+        if not self._depth:
+            self.give_up(what)
+
+    def repeat(self) -> None:
+        """Make all recorded calls again, in order."""
+        for call in self._calls:
+            call()
+
+
+setup_calls = SetupCalls()
+"""The calls of this process, recorded if a launcher would restart single ranks."""

@@ -1,0 +1,110 @@
+"""Rejoining: join this rank to later generations of its job, in which other ranks have been restarted."""
+
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf
+from fsharp.errors import AgreementError, CommError, RunError
+from fsharp.functional.comm import generations
+from fsharp.functional.comm.agree import check_on_all_ranks
+from fsharp.functional.comm.process_group import ProcessGroupComm, leave_generation
+from fsharp.functional.comm.protocol import Comm, innermost_comm
+from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.layout.sharded import is_sharded
+from fsharp.resilience.failures import error_chain
+from fsharp.resilience.own_state import OwnState
+from fsharp.stateful.modules.parameter import ShardedTensor
+
+
+def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
+    """Return the innermost Comm, and this rank's part in the generations of the job. Raises RunError if there is none."""
+    inner, member = innermost_comm(comm), generations.membership
+    if not isinstance(inner, ProcessGroupComm) or member is None:
+        raise RunError(
+            "Run(elastic=True): nobody would restart a rank. Start the ranks by fs.launch(fn, nproc, restarts=...), and join "
+            "them by fs.connect(). torchrun ends all ranks when one fails: leave out elastic=True there, and torchrun "
+            "--max-restarts starts all of them again."
+        )
+    if inner.is_native:
+        raise RunError("Run(elastic=True): comm is over NCCL, where ranks do not hear of each other's end. It needs gloo.")
+    return inner, member
+
+
+class Rejoining:
+    """Joins this rank to later generations of its job. Made when the setup is over, on all ranks.
+
+    Args:
+        comm: the ranks.
+
+    Raises:
+        RunError: the setup cannot be made again with a restarted rank. All ranks raise.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._member = membership_of(comm)
+
+        def check() -> None:
+            if setup_calls.obstacle:
+                raise RunError(
+                    "Run.train(): with elastic=True all collectives before it are made again with a restarted rank, and "
+                    f"{setup_calls.obstacle} cannot be. Move it into a step, or behind train()."
+                )
+            if not setup_calls.is_recording:
+                raise RunError(
+                    "Run.train(): with elastic=True a process has one such run, after one connect(): a restarted rank runs the "
+                    "program from the beginning, and would come to the earlier run first. Give each run its own fs.launch()."
+                )
+
+        check_on_all_ranks("Run.train()", comm, check)
+        setup_calls.end()
+        self._counts = self._comm.tree_counts.copy()
+        self._news: generations.News | None = None
+        self._member.enter_steps()
+
+    def rejoin(self) -> str:
+        """Join the generation that :meth:`wait_for_next` has waited for, if it has. Return why it has begun; else ""."""
+        news, self._news = self._news, None
+        if news is None:
+            return ""
+        leave_generation(news.why)
+        setup_calls.repeat()
+        self._comm.tree_counts.set_from(self._counts)
+        return news.why
+
+    def wait_for_next(self, error: Exception, where: str) -> None:
+        """Wait for the next generation after an error, of which other ranks are told first.
+
+        Raises ``error``, or a CommError, if a restart of other ranks would not help: see
+        :meth:`~fsharp.functional.comm.generations.Membership.wait_for_next`.
+        """
+        heard = any(isinstance(each, CommError | AgreementError) for each in error_chain(error))
+        self._comm.watch.ranks.report_failure(error, where)
+        self._news = self._member.wait_for_next("heard" if heard else "own", error, self._comm.limit_s)
+
+    def leave_steps(self) -> None:
+        """Say that this rank cannot join later generations any more: a restart of another rank restarts this one, too."""
+        self._member.leave_steps()
+
+
+def without_values(tree: Any) -> Any:
+    """Return a tree to load into: a copy without values. Objects with a state, such as modules, are the same objects.
+
+    Raises RunError for an OwnState: a loop over its object would not go back.
+    """
+
+    def on_meta(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) else x
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, OwnState):
+            raise RunError(
+                f"Run.train(): with elastic=True the tree holds an OwnState({type(leaf.owner).__name__}), and an iterator over "
+                "its object would not go back with the tree. Choose samples by the number of the step, as IndexSampler does."
+            )
+        if is_sharded(leaf):
+            return leaf.replace(list(map(on_meta, leaf.buffers)))
+        return PerRank(optree.tree_map(on_meta, leaf.value)) if isinstance(leaf, PerRank) else on_meta(leaf)
+
+    return optree.tree_map(one, tree, is_leaf=is_checkpoint_leaf)

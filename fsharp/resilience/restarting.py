@@ -1,0 +1,186 @@
+"""Restarter: start the processes of a job, and start a process again that ends early.
+
+The Restarter hosts the job's store, and announces generations there: see :mod:`fsharp.functional.comm.generations`.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from fsharp.errors import CommError
+from fsharp.functional.comm.agree import ranks_text
+from fsharp.functional.comm.generations import GENERATION, announce, can_rejoin, claim_end, forget_process, read_end, stops
+from fsharp.resilience.preemption import EXIT_PREEMPTED
+
+_SIGNAL = "A signal has come: no process is restarted. Start the program again to go on."
+_LOOK_EVERY_S = 0.02
+_END_WITHIN_S = 10.0
+"""Seconds that processes have to end by themselves when no more of them are restarted."""
+_SPARE_AFTER_S = 2.0
+"""Seconds from a restart to the start of the next spare process: ranks that recover need the processors first."""
+
+
+class Restarter:
+    """Runs the call in a folder in several processes, and starts processes again that end early.
+
+    A spare process, which has imported this library, takes the place of one that ended.
+
+    Args:
+        folder: folder with the call, where processes leave results and errors.
+        program: the program of a process, whose argument is the folder. It reads the environment of a rank, in JSON, from
+            standard input, and then runs the rank.
+        nproc: number of processes.
+        restarts: number of generations after the first one.
+    """
+
+    def __init__(self, folder: Path, program: str, nproc: int, restarts: int) -> None:
+        self._command = [sys.executable, "-u", "-c", program, str(folder)]
+        self._folder, self._nproc, self._restarts = folder, nproc, restarts
+        server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._port, self._store = server.port, PrefixStore("fsharp/generations", server)
+        self._number, self._started_at = 0, time.monotonic()
+        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._done: list[int] = []
+        self._preempted: list[int] = []
+        self._spare: subprocess.Popen[str] | None = None
+        self._stopped_since: float | None = None
+        self._hung: set[int] = set()
+        self._is_signalled = False
+
+    def run(self) -> None:
+        """Run until all processes have returned. Raises a CommError if that cannot be."""
+        announce(self._store, 0, "")
+        deadline = float("inf")
+        try:
+            with self._signals_passed_on():
+                for rank in range(self._nproc):
+                    self._start(rank)
+                while self._running and time.monotonic() < deadline:
+                    self._look()
+                    if deadline == float("inf") and read_end(self._store):
+                        deadline = time.monotonic() + _END_WITHIN_S
+                    time.sleep(_LOOK_EVERY_S)
+        finally:
+            for process in [*self._running.values(), *([self._spare] if self._spare is not None else [])]:
+                _kill(process)
+        if why := read_end(self._store):
+            raise CommError(f"launch(): {why}")
+
+    def _look(self) -> None:
+        """Look after the processes once."""
+        codes = {rank: process.poll() for rank, process in self._running.items()}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        for rank in ended:
+            _kill(self._running.pop(rank))  # closes its pipe
+        self._done += [rank for rank, code in ended.items() if code == 0]
+        self._preempted += [rank for rank, code in ended.items() if code == EXIT_PREEMPTED]
+        lost = {rank: code for rank, code in ended.items() if code not in (0, EXIT_PREEMPTED)}
+        if self._preempted and not self._running:  # not before: the others save together with those that have ended
+            claim_end(self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL}")
+        if lost and not read_end(self._store):
+            self._restart(lost)
+        elif self._running:
+            self._kill_hung()
+        if self._spare is None and time.monotonic() > self._started_at + _SPARE_AFTER_S:
+            self._spare = self._new_process()
+
+    def _restart(self, lost: Mapping[int, int]) -> None:
+        """Begin a new generation, in place of processes that have ended with these exit codes."""
+        why = "; ".join(self._how_ended(rank, code) for rank, code in lost.items())
+        if remedy := self._why_no_restart(lost):
+            claim_end(self._store, f"{why}\n{remedy}")
+            return
+        ranks = [*lost, *(rank for rank in self._running if not can_rejoin(self._store, rank))]
+        for rank in ranks:
+            if rank in self._running:
+                _kill(self._running.pop(rank))
+            forget_process(self._store, rank)
+        self._number, self._stopped_since, self._hung = self._number + 1, None, set()
+        announce(self._store, self._number, f"{why}. Generation {self._number} of the job begins with new {ranks_text(ranks)}.")
+        for rank in ranks:
+            self._start(rank)
+
+    def _why_no_restart(self, lost: Mapping[int, int]) -> str:
+        if self._is_signalled or self._preempted:
+            return _SIGNAL
+        if self._done:
+            return f"No process is restarted, as {ranks_text(self._done)} had returned. Start the program again to go on."
+        if self._number >= self._restarts:
+            return f"No restart is left: launch(restarts={self._restarts})."
+        failed = [rank for rank, code in lost.items() if code > 0 and not can_rejoin(self._store, rank)]
+        if failed and len(failed) == len(lost):
+            return (
+                "The failure came before the steps of a Run(elastic=True), and a new process would fail again: none is started."
+            )
+        return ""
+
+    def _how_ended(self, rank: int, code: int) -> str:
+        if rank in self._hung:
+            return f"rank {rank} did not stop in time after the failure of another rank, and was killed"
+        if code < 0:
+            return f"rank {rank} was ended by {signal.Signals(-code).name}"
+        texts = [path.read_text("utf-8") for path in self._folder.glob(f"*-error-{rank}")]
+        return f"rank {rank} failed: {texts[0]}" if texts else f"rank {rank} ended with exit status {code}"
+
+    def _kill_hung(self) -> None:
+        """Kill processes that have not stopped, by the limit of the job's collectives, after another one has stopped."""
+        found = stops(self._store, self._number, self._nproc)
+        if not found:
+            return
+        now = time.monotonic()
+        self._stopped_since = now if self._stopped_since is None else self._stopped_since
+        if now - self._stopped_since > max(limit_s for _, limit_s in found.values()):
+            for rank, process in self._running.items():
+                if rank not in found or found[rank][0] == "own":
+                    self._hung.add(rank)
+                    process.kill()
+
+    def _start(self, rank: int) -> None:
+        """Start the process of a rank in the present generation: the spare process, if there is one."""
+        for name in (f"own-error-{rank}", f"heard-error-{rank}"):
+            (self._folder / name).unlink(missing_ok=True)
+        process, self._spare = self._spare or self._new_process(), None
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": self._port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+        size = {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, GENERATION: self._number}
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # a process that has ended is found by the next look
+            process.stdin.write(json.dumps({name: str(value) for name, value in (where | size | agent).items()}))
+        self._running[rank], self._started_at = process, time.monotonic()
+
+    def _new_process(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, text=True)
+
+    @contextmanager
+    def _signals_passed_on(self) -> Iterator[None]:
+        """Return a context in which SIGTERM goes to all processes, whose runs save and exit."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def pass_on(number: int, frame: Any) -> None:
+            self._is_signalled = True
+            for process in self._running.values():
+                process.send_signal(number)
+
+        before = signal.signal(signal.SIGTERM, pass_on)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    with suppress(BrokenPipeError), process:  # closes its pipe, and waits for its end
+        pass

@@ -1,0 +1,271 @@
+"""Elastic runs: a rank that is killed, fails or hangs is restarted, the other processes stay, and no bit differs."""
+
+import os
+import random
+import re
+import signal
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import CommError, OptionError, RunError
+from fsharp.functional.comm import generations
+from fsharp.functional.comm.generations import GENERATION
+from fsharp.functional.comm.setup_calls import SetupCalls
+from fsharp.resilience import OwnState, Run
+from fsharp.resilience.rejoining import without_values
+from fsharp.testing import simulate
+from tests.elastic_programs import IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
+
+TOTAL = 6
+
+
+def undisturbed(root, way, total):
+    """The digest of a run that is not elastic, and that nothing happens to; of simulated ranks, unless it takes processes."""
+
+    def rank_fn(comm):
+        return digest(run_steps(comm, root / "disk", way, total), comm, way)
+
+    root.mkdir(exist_ok=True)
+    return simulate(fs.Mesh({"dp": SIZE}), rank_fn)[0]
+
+
+def disturbed(root, way, total, faults, *, restarts=None, may_meet=False, **options):
+    """The ends of the ranks of a run that has faults; a process that is not a victim has to live to the end.
+
+    ``may_meet``: a fault may come while another one is recovered, which restarts the new process of the first one again.
+    """
+    root.mkdir(exist_ok=True)
+    call = partial(train, str(root), way, total, faults, **options)
+    ends = fs.launch(call, SIZE, restarts=len(faults) if restarts is None else restarts)
+    for rank, end in enumerate(ends):
+        pids = (root / f"pids-{rank}").read_text().split()
+        num_faults = len([fault for fault in faults if fault.rank == rank])
+        assert len(set(pids)) == 1 + num_faults or (may_meet and num_faults < len(set(pids)) and num_faults), (rank, pids)
+        assert int(pids[-1]) == end.pid
+    return ends
+
+
+@pytest.mark.timeout(240)
+def test_killed_ranks_come_back_the_others_stay_and_no_bit_differs(tmp_path):
+    """In the first step, at any moment of the next ones, and in the last step; rank 0 as well."""
+    faults = [Fault(0, 2), Fault(2, 0, 0.02), Fault(TOTAL - 1, 1)]
+    ends = disturbed(tmp_path, "functions", TOTAL, faults)
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+    assert set(ends[3].steps) == set(range(TOTAL)), "which this process has made, some more than once"
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("way", WAYS)
+def test_fifty_kills(tmp_path, way, capsys):
+    draw = random.Random(7)
+    total = 4 * 50 + 6
+    faults = [Fault(4 * i, draw.randrange(SIZE), draw.random() * 0.1) for i in range(50)]
+    ends = disturbed(tmp_path, way, total, faults, restarts=99, may_meet=True, save_every=9)
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", way, total)}
+    found = recovery_s(tmp_path, faults)
+    with capsys.disabled():
+        print(f"\n{way}: recovery {statistics.median(found):.2f} s (median), {statistics.mean(found):.2f} s (mean)")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", ["scheduled", "module"])
+def test_schedules_and_modules_go_on(tmp_path, way):
+    ends = disturbed(tmp_path, way, TOTAL, [Fault(2, 1, 0.01), Fault(4, 0)])
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", way, TOTAL)}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_a_second_death_while_the_first_one_is_recovered(tmp_path):
+    faults = [Fault(1, 1), Fault(IN_SETUP, 1), Fault(3, 0), Fault(3, 2, 0.3)]
+    ends = disturbed(tmp_path, "functions", TOTAL, faults, restarts=9, may_meet=True)
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_a_rank_with_an_error_of_its_own_is_restarted(tmp_path):
+    ends = disturbed(tmp_path / "a", "functions", TOTAL, [Fault(2, 1, sign=None)])
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+    faults = [Fault(2, rank, sign=None) for rank in range(SIZE)]
+    with pytest.raises(CommError, match=r"(?s)all ranks have stopped, and none was lost. Rank \d says:\nof this rank alone"):
+        disturbed(tmp_path / "b", "functions", TOTAL, faults)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_a_rank_that_hangs_is_killed_after_the_time_limit(tmp_path):
+    ends = disturbed(tmp_path, "functions", TOTAL, [Fault(2, 3, sign=signal.SIGSTOP)], limit_s=8.0)
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_a_rank_lost_with_the_holder_of_its_copy_goes_on_from_disk_or_is_an_error(tmp_path):
+    faults, options = [Fault(3, 1), Fault(3, 2)], {"copies": 1, "lose_hosts": True, "restarts": 4, "may_meet": True}
+    ends = disturbed(tmp_path / "a", "functions", TOTAL, faults, save_every=2, **options)
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+    with pytest.raises(CommError, match=r"(?s)no newer save in memory of hosts is complete.*files of ranks"):
+        disturbed(tmp_path / "b", "functions", TOTAL, faults, **options)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_another_program_is_refused_by_name_and_restarts_are_counted(tmp_path):
+    with pytest.raises(CommError, match=r"(?s)different values.*config\.batch_size.*rank 1: 2"):
+        disturbed(tmp_path / "a", "functions", TOTAL, [Fault(2, 1)], restarts=3, config=lambda life: {"batch_size": life})
+    with pytest.raises(CommError, match=r"(?s)rank 1 was ended by SIGKILL\nNo restart is left: launch\(restarts=1\)"):
+        disturbed(tmp_path / "b", "functions", TOTAL, [Fault(2, 0), Fault(3, 1)], restarts=1)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_a_new_process_that_never_comes(tmp_path):
+    """It stops before it joins."""
+
+    def call():
+        if os.environ[GENERATION] != "0":
+            signal.pause()
+        return train(str(tmp_path), "functions", TOTAL, [Fault(2, 1)], limit_s=5.0)
+
+    with pytest.raises(CommError, match=r"has waited 5 s for ranks \[1\] to join generation 1 of the job; they never came"):
+        fs.launch(call, SIZE, restarts=3)
+
+
+def test_train_without_elastic_is_resume_and_steps(tmp_path):
+    def go(total):
+        with Run(tmp_path, comm=fs.SingleComm(), total=total, save_every=2, signals=(), elastic=True) as run:
+            return run.train(lambda tree, number: run.end_step({"x": tree["x"] + number}), {"x": torch.zeros(())})
+
+    assert go(3)["x"] == 3
+    assert go(5)["x"] == 10, "from the newest checkpoint"
+
+
+def test_what_is_refused(tmp_path):
+    def rank_fn(comm):
+        with pytest.raises(RunError, match=re.escape("Start the ranks by fs.launch(fn, nproc, restarts=...)")):
+            Run(tmp_path, comm=comm, total=1, save_every=1, elastic=True)
+
+    simulate(fs.Mesh({"dp": 2}), rank_fn)
+    with pytest.raises(OptionError, match="restarts is -1, expected 0 or more"):
+        fs.launch(int, 2, restarts=-1)
+    with pytest.raises(RunError, match=r"the tree holds an OwnState\(PosixPath\)"):
+        without_values({"loader": OwnState(Path("a"))})
+
+
+class Keys(dict):
+    """A store of this process alone."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        assert expected == ""
+        return self.setdefault(key, desired.encode())
+
+
+def stop(kinds, *, then=lambda store: None):
+    """What comes of ranks that stop by these kinds of errors; ``then`` is called once all have stopped."""
+    store = Keys()
+    generations.announce(store, 0, "")
+    ranks = [generations.Membership(store, rank, len(kinds), 0) for rank in range(len(kinds))]
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        found = [
+            pool.submit(each.wait_for_next, kind, ValueError(f"of {rank}"), 5.0)
+            for rank, (each, kind) in enumerate(zip(ranks, kinds, strict=True))
+        ]
+        while len(generations.stops(store, 0, len(kinds))) < len(kinds):
+            time.sleep(0.01)
+        then(store)
+    return [each.exception() or each.result() for each in found], generations.read_end(store)
+
+
+def test_a_rank_with_an_error_of_its_own_ends_and_the_others_wait_for_its_new_process():
+    (own, news, _), end = stop(["own", "heard", "heard"], then=lambda store: generations.announce(store, 1, "rank 0 failed"))
+    assert str(own) == "of 0"
+    assert news == (1, "rank 0 failed", "")
+    assert end == ""
+
+
+@pytest.mark.parametrize("kind", ["own", "heard"])
+def test_an_error_of_all_ranks_is_raised_by_all(kind):
+    found, end = stop([kind] * 2)
+    assert [str(each) for each in found] == ["of 0", "of 1"]
+    assert re.match(r"all ranks have stopped, and none was lost. Rank \d says:\nof \d", end)
+
+
+def test_a_rank_that_waits_hears_that_nobody_is_restarted():
+    (own, told), _ = stop(["own", "heard"], then=lambda store: generations.claim_end(store, "no restart is left"))
+    assert str(told) == "no restart is left"
+    assert isinstance(told, CommError)
+    assert str(own) in ("of 0", "no restart is left")
+
+
+def test_ranks_that_do_not_come_to_a_generation_are_named():
+    store = Keys()
+    generations.announce(store, 3, "")
+    member = generations.Membership(store, 0, 3, 3)
+    store.set("here/3/1", "")
+    with pytest.raises(CommError, match=r"rank 0 of 3 has waited 0.1 s for ranks \[2\] to join generation 3"):
+        member.wait_for_all(0.1)
+    del store["end"]
+    generations.announce(store, 4, "rank 2 was ended by SIGKILL")
+    with pytest.raises(CommError, match="rank 2 was ended by SIGKILL"):
+        member.wait_for_all(5.0)
+
+
+def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others():
+    made, calls = [], SetupCalls()
+    calls.run(lambda: made.append("before"))
+    calls.start()
+    assert calls.run(lambda: calls.run(lambda: made.append("inner")) or "outer") == "outer"
+    calls.run(lambda: made.append("first"), again=lambda: made.append("again"))
+    calls.run(lambda: calls.record_obstacle("a part"))
+    assert calls.obstacle == ""
+    calls.end()
+    calls.run(lambda: made.append("after"))
+    calls.record_obstacle("a step")
+    calls.repeat()
+    assert made == ["before", "inner", "first", "after", "inner", "again"]
+    assert calls.obstacle == "", "the setup was over"
+
+
+def test_a_record_is_given_up_for_what_cannot_be_made_again_and_for_its_size():
+    for give_up, why in (
+        (lambda calls: calls.record_obstacle("a step"), "a step"),
+        (lambda calls: calls.run(lambda: None, nbytes=1 << 28), ""),
+        (lambda calls: calls.run(lambda: None, nbytes=(1 << 28) + 1), "more than 10,000 calls, or 256 MiB,"),
+        (lambda calls: [calls.run(lambda: None) for _ in range(9_999)], ""),
+        (lambda calls: [calls.run(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
+    ):
+        made, calls = [], SetupCalls()
+        calls.start()
+        calls.run(lambda made=made: made.append(1))
+        give_up(calls)
+        calls.repeat()
+        assert (calls.obstacle, calls.is_recording, len(made)) == (why, not why, 1 + (not why))
+
+
+def test_a_thread_that_takes_part_in_the_setup_is_an_obstacle():
+    calls = SetupCalls()
+    calls.start()
+    thread = threading.Thread(target=calls.run, args=(lambda: None,))
+    thread.start()
+    thread.join()
+    assert calls.obstacle == "a collective of a thread, such as that of a save in the background,"
