@@ -25,6 +25,8 @@ _INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block that is not finit
 
 _CACHED = 1 << 13
 """Blocks whose values take a megabyte."""
+_ON_DEVICE = 1 << 18
+"""Blocks of 8 million values: enough for each kernel to keep a device busy. To encode them takes scratch of 0.25 GB."""
 
 Codes = Callable[[torch.Tensor], torch.Tensor]
 """A function of a tensor to another one of the same shape."""
@@ -106,8 +108,8 @@ def _blocks_of_32(
 
 
 def blocks_at_once(values: torch.Tensor) -> int:
-    """Return how many blocks are encoded or decoded at once: on a CPU as many as fit its cache, on other devices all."""
-    return _CACHED if values.device.type == "cpu" else max(values.numel(), 1)
+    """Return how many blocks are encoded or decoded at once: on a CPU as many as fit its cache, on other devices more."""
+    return _CACHED if values.device.type == "cpu" else _ON_DEVICE
 
 
 def is_true_on_cpu(fact: torch.Tensor) -> bool:

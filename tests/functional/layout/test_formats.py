@@ -11,6 +11,7 @@ import fsharp as fs
 from fsharp.formats import mxfp4, mxfp8, mxfp8_e5m2, mxint4, mxint8, nvfp4
 from fsharp.functional.formats import microscaling
 from fsharp.testing import simulate
+from tests.virtual_device import VirtualDevice
 
 FORMATS = [mxfp8, mxfp8_e5m2, mxint8, mxint4, mxfp4]
 BLOCK = 32
@@ -157,3 +158,32 @@ def test_long_buffers_have_the_bytes_of_their_parts(form, special):
         assert torch.equal(plane, torch.cat(pieces))
     decoded = torch.cat([form.decode(part) for part in parts])
     torch.testing.assert_close(form.decode(planes), decoded, rtol=0, atol=0, equal_nan=True)
+
+
+SCRATCH = {"encode": (3.5, 6.5), "encode with feedback": (11.0, 14.0), "decode": (7.5, 9.5)}
+"""Bytes for each value beside the values themselves, as docs/limits.md has them: without a Hadamard rotation, and with one."""
+
+
+@pytest.mark.parametrize("form", [*FORMATS, fs.formats.hadamard(mxint4)], ids=lambda form: form.name)
+def test_a_device_encodes_and_decodes_in_a_few_bytes_for_each_value(form, monkeypatch):
+    monkeypatch.setattr(microscaling, "_ON_DEVICE", 1 << 10)
+    count = 1 << 20
+    whole = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    expected = form.store(whole, count // 2)
+    with VirtualDevice() as device:
+        values, residual = whole.to("cuda"), torch.zeros(count, device="cuda")
+        stored = expected.to("cuda")
+
+        def scratch(fn):
+            device.reset_peak()
+            before = device.allocated
+            found = fn()
+            return found, (device.peak - before) / count
+
+        found, encode = scratch(lambda: form.store(values, count // 2))
+        _, feed_back = scratch(lambda: form.store_summand(values, count // 2, residual))
+        _, decode = scratch(lambda: form.load(stored, count // 2, torch.bfloat16))
+        assert torch.equal(found.cpu(), expected)
+        bounds = [bound["hadamard" in form.name] for bound in SCRATCH.values()]
+        for found, bound in zip((encode, feed_back, decode), bounds, strict=True):
+            assert 0.5 < found < bound
