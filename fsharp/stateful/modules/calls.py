@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.errors import TreeError
+from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_by_name
@@ -126,7 +127,8 @@ def refuse_added_parameters(module: nn.Module, path: str) -> None:
                 modules.append(child)
 
 
-class ParameterSource(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class ParameterSource:
     """The parameters that modules read in their code: nodes of a tree, by unit, and the Comm that gathers them."""
 
     nodes: dict[str, Sharded]
@@ -136,6 +138,40 @@ class ParameterSource(NamedTuple):
     def from_tree(tree: Any, comm: Comm) -> "ParameterSource":
         """Return a source that reads parameters from a tree."""
         return ParameterSource(units_by_name(tree), comm)
+
+
+class PureCalls:
+    """Calls of a module as a pure function, whose modules a checkpoint may call again in the backward.
+
+    The backward then runs an autograd node that the call has made: numbers of these nodes tell which call it was. The graph of
+    a call keeps its parameters alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, int, weakref.ref[ParameterSource]]] = []
+
+    def add(self, source: ParameterSource, first: int, out: Any) -> None:
+        """Add a call that has returned ``out``. ``first``: autograd's sequence number when the call began."""
+        numbers = range(first, torch._C._autograd._get_sequence_nr())
+        nodes: list[Any] = [x.grad_fn for x in tensors_in(out) if x.grad_fn is not None]
+        made = [node for node in nodes if node._sequence_nr() in numbers]
+        for node in made:
+            node.metadata[id(self)] = source
+        alive = [each for each in self._calls if each[2]() is not None]
+        self._calls = [*alive, (numbers.start, numbers.stop, weakref.ref(source))] if made else alive
+
+    def find_source(self) -> ParameterSource | None:
+        """Return the parameters of the call that has made the node that the backward runs at present; None if no call has."""
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        found = [source() for first, end, source in self._calls if first <= number < end]
+        alive = [source for source in found if source is not None]
+        if len(alive) > 1:  # autograd numbers the nodes of each thread from zero
+            raise ScheduleError(
+                "a checkpoint computes a module again, which several threads have called by functions of model.functional(). "
+                "Call these functions in one thread."
+            )
+        return alive[0] if alive else None
 
 
 class GatheredModule(NamedTuple):
@@ -185,6 +221,7 @@ class ModuleCallState:
             for path, names in by_path.items()
         }
         self.source: ParameterSource | None = None
+        self.pure_calls = PureCalls()
 
     @contextmanager
     def reading_from(

@@ -98,7 +98,8 @@ class ShardedModule(nn.Module):
 
         ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; its levels are the dots in the
         parameters' names. ``fn`` takes any tree of this layout, and can be differentiated, scheduled, or transformed by
-        torch.func. Writes to buffers in a forward are discarded. Inside of a forward of this module ``fn`` raises an error.
+        torch.func. Writes to buffers in a forward are discarded. A checkpoint of a unit computes again with the parameters of
+        the call. Inside of a forward of this module ``fn`` raises an error.
         """
         session = _session(self)
 
@@ -106,8 +107,11 @@ class ShardedModule(nn.Module):
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
             if session.calls.source is not None:
                 raise ScheduleError("model.functional(): the function was called inside of a forward of its own module.")
-            with session.calls.reading_from(ParameterSource.from_tree(params, comm)), copied_buffers(self):
-                return self(*args, **kwargs)
+            source, first = ParameterSource.from_tree(params, comm), torch._C._autograd._get_sequence_nr()
+            with session.calls.reading_from(source), copied_buffers(self):
+                out = self(*args, **kwargs)
+            session.calls.pure_calls.add(source, first, out)
+            return out
 
         return fn, session.state.train_state.params
 

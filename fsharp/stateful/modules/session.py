@@ -6,7 +6,7 @@ by itself calls ``forward()`` with its units, under a scheduler. The rest is as 
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial, wraps
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +20,13 @@ from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ModuleCall, ModuleCallState, ParameterSource, refuse_added_parameters
+from fsharp.stateful.modules.calls import (
+    ModuleCall,
+    ModuleCallState,
+    ParameterSource,
+    copied_buffers,
+    refuse_added_parameters,
+)
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
@@ -86,12 +92,18 @@ class Session:
         call = ModuleCall(self.calls, module, path, fn, args, kwargs)
         run = partial(self._run, call)
         source, step = self.calls.source, self.step
-        if source is None and in_backward() and step.params is not None:  # a checkpointed module computes again
-            source = ParameterSource.from_tree(step.params, self.scheduler)
+        buffers: AbstractContextManager[Any] = nullcontext()
+        if source is None and in_backward():  # a checkpointed module computes again
+            source = self.calls.pure_calls.find_source()
+            if source is not None:
+                buffers = copied_buffers(module)
+            elif step.params is not None:
+                source = ParameterSource.from_tree(step.params, self.scheduler)
         if source is None and step.params is None:
             step.reopen_scheduler()
         if source is not None:
-            out = run(source)
+            with buffers:
+                out = run(source)
         elif not torch.is_grad_enabled():
             step.propagate_writes()
             out = self._evaluation(run, self.state.train_state.params)
