@@ -45,7 +45,7 @@ class Arena:
             return None
         if len(self.memory) < schedule.arena:
             self._evict_units()
-            self.memory = torch.empty(schedule.arena, dtype=torch.uint8, device=self.memory.device)
+            self.memory = self._executor.transport.allocate_arena(schedule.arena, self._policy.arena_memory)
             for each in functions:
                 each.programs.bound.clear()
             for unit in units.values():

@@ -7,6 +7,8 @@ from fsharp.errors import ScheduleError
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import check_fields
 
+ArenaMemory = Literal["allocator", "registered", "symmetric"]
+
 REDUCTIONS, FINISHES = 1, 3
 """Reductions under way at most: of a microbatch, each with a block as large as the unit's gradient; and once a step."""
 
@@ -43,6 +45,10 @@ class SchedulePolicy:
             means True over gloo and False over NCCL. Two NCCL communicators can deadlock on a device that runs one
             communication kernel at a time: each rank runs a kernel of another communicator, and waits for ever. True helps
             steps that are bound by the network, on devices that run two such kernels at a time.
+        arena_memory: which memory the arena is, over NCCL. ``"allocator"`` takes it from torch's allocator. ``"registered"``
+            takes it from NCCL's allocator, and registers it with the communicators as a user buffer: NCCL may then skip copies
+            through buffers of its own. ``"symmetric"`` registers symmetric windows, which NCCL's kernels for symmetric memory
+            and copy engines need.
 
     Raises:
         OptionError: a value has the wrong type, or is a word that is not among the choices.
@@ -58,6 +64,7 @@ class SchedulePolicy:
     memory_budget: int | None = None
     gather_at_start: bool = True
     separate_groups: bool | None = None
+    arena_memory: ArenaMemory = "allocator"
 
     # Those of a DebugPolicy: without annotations they are no fields.
     poison = False

@@ -228,6 +228,11 @@ class Transport(ABC):
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
         """Call ``on_collective`` with each later collective that runs in a thread of its own; None ends that."""
 
+    def allocate_arena(self, nbytes: int, memory: str) -> torch.Tensor:
+        """Return ``nbytes`` of memory on the device, of a kind that ``SchedulePolicy.arena_memory`` names, as bytes."""
+        assert memory == "allocator", f"{type(self).__name__} has no {memory} memory"
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
+
 
 def encode_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts: Facts) -> torch.Tensor:
     """Return a buffer encoded in ``n`` rows, one for each receiver, in whole blocks of ``wire``. The last ones are padded.

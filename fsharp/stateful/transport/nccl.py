@@ -1,11 +1,14 @@
 """NcclTransport: the collectives of NCCL, or of another device backend, on CUDA streams."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
-from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.stateful.transport.base import Kind, ProcessGroups, Summand, Transport, Work
+from fsharp.stateful.transport.registered import RegisteredMemory
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -14,7 +17,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class NcclTransport(Transport):
     """A Transport that issues a backend's collectives, which sum in the dtype that travels, on the current CUDA stream."""
 
+    comm: ProcessGroupComm
     groups: ProcessGroups
+    _registered: RegisteredMemory | None = None
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather, in place if ``x`` is part of ``out``."""
@@ -49,3 +54,12 @@ class NcclTransport(Transport):
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Return the bytes of scratch that an all_reduce needs: none where ``out`` is given in the dtype of its input."""
         return numel * itemsize if op == "all_reduce" and not apart else 0
+
+    def allocate_arena(self, nbytes: int, memory: str) -> torch.Tensor:
+        """Return memory on the device. Registered memory is known to the communicators of all axes."""
+        if memory == "allocator":
+            return super().allocate_arena(nbytes, memory)
+        if self._registered is None:
+            groups = dict.fromkeys(self.groups(kind, axis) for axis, _ in self.comm.mesh.axes for kind in get_args(Kind))
+            self._registered = RegisteredMemory(self.comm, list(groups), is_symmetric=memory == "symmetric")
+        return self._registered.allocate(nbytes)
