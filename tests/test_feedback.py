@@ -513,7 +513,7 @@ def test_gradients_changed_after_they_were_sent_are_refused():
         for batch in batches[:3]:
             state, _ = scheduled(state, batch)
         changes.append(True)
-        with pytest.raises(ScheduleError, match="was changed after it had been sent with feedback"):
+        with pytest.raises(ScheduleError, match="was changed after the schedule had sent it with feedback"):
             scheduled(state, batches[3])
 
     simulate(DP, rank_fn)

@@ -33,7 +33,7 @@ REFUSALS = {
     r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` releases the gradients",
     r"autograd\.grad\(\) with respect to .*: other backward": "it does not mix with backward passes that leave gradients",
     "was frozen when its module was sharded": "`requires_grad_(True)` is refused for a parameter that was frozen",
-    "were changed in place between being gathered": "must not change parameters in place between two uses in a step",
+    "were changed in place between their gather": "must not change parameters in place between two uses in a step",
 }
 """What may be refused of a program whose ranks all do the same, and the known limit that says so."""
 
@@ -46,7 +46,7 @@ def test_each_refusal_is_a_known_limit():
 SEEDS = [0, 1, *(pytest.param(n, marks=pytest.mark.deep) for n in range(2, 24))]
 FEW = [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(1, 24))]
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*rest in float32:UserWarning"),  # frozen parameters beside main copies
+    pytest.mark.filterwarnings("ignore:.*rest rounded in float32:UserWarning"),  # frozen parameters beside main copies
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),  # a scaler with nothing to step
 ]
 each_way = pytest.mark.parametrize("functions", [False, True], ids=["module", "functions"])

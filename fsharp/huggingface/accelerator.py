@@ -49,8 +49,8 @@ class Accelerator(accelerate.Accelerator):
       number of ranks or another strategy can load. All ranks have to call them.
 
     Raises:
-        OptionError: ``mixed_precision`` is for modules without :class:`~fsharp.Precision`; ``clip_grad_norm_`` gets a part of a
-            module's parameters; ``clip_grad_value_`` gets sharded parameters.
+        OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead;
+            ``clip_grad_norm_`` gets a part of a module's parameters; ``clip_grad_value_`` gets sharded parameters.
     """
 
     _models: list[Any]
@@ -87,14 +87,14 @@ class Accelerator(accelerate.Accelerator):
             if isinstance(model, ShardedModule) and trained <= given <= {id(each) for each in model.parameters()}:
                 self.unscale_gradients()
                 return model.clip_grad_norm_(max_norm, norm_type)
-        what = f"expected the parameters of one prepared module, got {len(parameters)} parameters that are not."
+        what = f"expected all parameters of one prepared module, got {len(parameters)} other parameters."
         raise OptionError(problem("Accelerator.clip_grad_norm_()", what, remedy="Pass model.parameters()."))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> Any:
         """Clip gradients of plain modules by value. Raises OptionError for sharded parameters."""
         parameters = list(parameters)
         if any(isinstance(each, ShardedParameter) for each in parameters):
-            what = "sharded parameters are clipped by their norm alone."
+            what = "sharded parameters can be clipped only by their norm."
             raise OptionError(problem("Accelerator.clip_grad_value_()", what, remedy="Use clip_grad_norm_()."))
         return super().clip_grad_value_(parameters, clip_value)
 
@@ -115,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Load what :meth:`save_state` has saved, under any strategy and number of ranks."""
+        """Load a folder that :meth:`save_state` has written, under any strategy and number of ranks."""
         tree, comm = self._sharded_tree_and_comm()
 
         def load_sharded(_: Any, folder: str) -> None:

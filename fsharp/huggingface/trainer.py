@@ -15,14 +15,14 @@ from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 _SCHEDULE = "scheduler.pt"
 """File in which transformers keeps the learning rate schedule."""
 _OPTIMIZER = "optimizer.pt"
-"""File in which transformers keeps an optimizer that is not sharded. A sharded one has a ResumeWithThisTrainer there."""
+"""File in which transformers keeps an optimizer. For a sharded optimizer it holds a ResumeWithThisTrainer."""
 
 
 class ResumeWithThisTrainer:
-    """Content of the file of the optimizer, where the optimizer is sharded and in the folder ``fsharp``.
+    """Content of the optimizer's file if the optimizer is sharded, and so in the folder ``fsharp``.
 
     transformers' own Trainer loads the file by ``torch.load(weights_only=True)``, which raises an error that names this class.
-    Without the file, transformers' Trainer would begin a new optimizer, and say nothing.
+    Without the file, transformers' Trainer would silently begin with a new optimizer.
     """
 
 
@@ -59,12 +59,11 @@ class Trainer(transformers.Trainer):
         self.accelerator.__class__ = Accelerator  # a subclass without attributes of its own
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Leave a sharded module where it is."""
         if not isinstance(model, ShardedModule):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Return the optimizer that the Trainer was given, or make the optimizer of ``args.optim`` as a ShardedOptimizer."""
+        """Return the optimizer that was passed to the Trainer, else a ShardedOptimizer of the class of ``args.optim``."""
         trained = self.model if model is None else model
         if self.optimizer is None and isinstance(trained, ShardedModule):
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -90,7 +89,7 @@ class Trainer(transformers.Trainer):
             torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what :meth:`_save_optimizer_and_scheduler` has written."""
+        """Load the module, its optimizer and the learning rate schedule from a checkpoint of the Trainer."""
         root = os.path.join(checkpoint or "", FOLDER)
         if not isinstance(self.model, ShardedModule):
             if checkpoint is not None and os.path.isdir(root):
@@ -103,7 +102,7 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
         elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
             what = f"{checkpoint!r} has the optimizer of a module that was not sharded, which cannot be loaded."
-            remedy = f"To begin with a new optimizer and schedule, remove {_OPTIMIZER} from it."
+            remedy = f"To begin with a new optimizer and schedule, remove {_OPTIMIZER} from this folder."
             raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
 
     def _tree(self) -> dict[str, Any]:
@@ -111,7 +110,7 @@ class Trainer(transformers.Trainer):
 
 
 class _OptimizerOfGroups(ShardedOptimizer):
-    """A ShardedOptimizer of a Trainer's groups of parameters, of which some are empty."""
+    """A ShardedOptimizer of a Trainer's groups of parameters, without the empty groups."""
 
     def __init__(self, params: Any, *, kind: type[torch.optim.Optimizer], **options: Any) -> None:
         super().__init__([group for group in params if group["params"]], kind, **options)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.utils.dlpack
-from jax._src import xla_bridge  # nothing public says whether there are backends without making them
+from jax._src import xla_bridge  # no public function tells whether backends exist without making them
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fsharp.errors import TreeError
@@ -26,7 +26,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_not_forked(where: str) -> None:
-    """Raise an error in a process that was forked from a process with JAX: XLA's threads are lost, and calls would hang."""
+    """Raise a TreeError in a process that was forked from a process with JAX, where calls would hang without XLA's threads."""
     if _forked:
         raise TreeError(
             f"{where}: process {os.getpid()} was forked from a process that had used JAX, and XLA does not survive a fork. "
@@ -39,16 +39,16 @@ def as_jax_array(x: torch.Tensor) -> Any:
     """Return a tensor as a JAX array: in the same memory if its address is a multiple of 64 bytes, else a copy.
 
     Do not write to the tensor while JAX has the array, as JAX assumes that arrays are constant. Integers of 64 bits are copied
-    to 32, unless ``jax_enable_x64`` is set. Raises TreeError if JAX would change the values, or the tensor is not one block of
-    memory (a DTensor, a sparse tensor), or as :func:`check_not_forked` does.
+    to 32 bits, unless ``jax_enable_x64`` is set. A TreeError says that JAX would change the values, that the tensor is not one
+    block of memory (a DTensor, a sparse tensor), or that the process was forked (:func:`check_not_forked`).
     """
     check_not_forked("a tensor for JAX")
-    if x._is_zerotensor():  # forward mode has such for tangents that are zero
+    if x._is_zerotensor():  # a zero tangent of forward mode
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     check_has_memory(x)
     if x.dtype is torch.int64 and not jax.config.jax_enable_x64:
         if x.numel() and not -(1 << 31) <= int(x.min()) <= int(x.max()) < 1 << 31:
-            raise TreeError("an integer needs 64 bits, of which JAX has 32. Call jax.config.update('jax_enable_x64', True).")
+            raise TreeError("an integer needs 64 bits, and JAX has 32. Call jax.config.update('jax_enable_x64', True).")
         x = x.int()
     dtype = jax_dtype(x.dtype)
     if not x.numel():
@@ -57,20 +57,20 @@ def as_jax_array(x: torch.Tensor) -> Any:
 
 
 def check_has_memory(x: torch.Tensor) -> None:
-    """Raise an error for a tensor whose values are not in its memory, as XLA would read them at address 0."""
+    """Raise an error if a tensor's values are not in memory of its own, where XLA would read them."""
     try:
         has_memory = not isinstance(x, FakeTensor) and not x.is_nested and (not x.numel() or x.data_ptr() != 0)
-    except RuntimeError:  # there is no storage
+    except RuntimeError:  # the tensor has no storage
         has_memory = False
     if not has_memory:
         raise TreeError(
-            f"JAX reads the memory of a tensor, and a {type(x).__name__} of layout {x.layout} on device {x.device} has none "
-            "that holds its values. Pass a plain dense tensor: of a DTensor its to_local()."
+            f"JAX reads the memory of a tensor, and a {type(x).__name__} of layout {x.layout} on device {x.device} has no "
+            "memory with its values. Pass a plain dense tensor, such as to_local() of a DTensor."
         )
 
 
 class _NumpyMemory:
-    """The memory of a tensor for numpy. It lives as long as an array over it."""
+    """The memory of a tensor for numpy, kept alive by arrays over it."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._tensor = x
@@ -78,7 +78,7 @@ class _NumpyMemory:
 
 
 def as_jax_array_and_lifetime(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
-    """Return a contiguous tensor as an array on one of JAX's devices, and an object that lives as long as JAX has the memory.
+    """Return a contiguous tensor as an array on a device of JAX, and an object that lives as long as JAX uses the memory.
 
     DLPack assigns all CPU memory to the first of JAX's CPU devices, so CPU tensors are converted through numpy.
     """
@@ -100,7 +100,7 @@ def as_torch_tensor(x: Any) -> torch.Tensor:
 def number_as_tensor(x: Any) -> torch.Tensor:
     """Return a small array of any dtype as a new tensor; for a random key, the key's data."""
     data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    known = data.astype(jnp.float32) if data.dtype == jnp.bfloat16 else data  # to torch numpy has no bfloat16
+    known = data.astype(jnp.float32) if data.dtype == jnp.bfloat16 else data  # torch takes no bfloat16 from numpy
     return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))
 
 
@@ -120,7 +120,7 @@ def number_as_jax_array(x: Any, like: Any) -> Any:
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """Return the dtype of JAX with the same values. Raises TreeError if JAX has none, or would change it."""
+    """Return JAX's dtype for a dtype of torch. Raise a TreeError if JAX has no such dtype, or would use a narrower one."""
     name = str(dtype).removeprefix("torch.")
     try:
         found = jnp.dtype(name)

@@ -32,23 +32,23 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     tensor([1., 1.])
 
     Args:
-        fn: a pure function of pytrees of arrays. Other arguments (numbers, strings, None) are constants for XLA: each new value
-            is compiled anew, and stays compiled. So pass a number that changes as a tensor.
+        fn: a pure function of pytrees of arrays. Other arguments (numbers, strings, None) are constants for XLA, which compiles
+            the function again for each new value. So pass a number that changes as a tensor.
 
     Returns:
-        A function of the same pytrees of tensors. It returns the pytree of ``fn``, in new memory. It can be
-        the function of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be, by
-        cloudpickle also with closures, and is compiled again in the process that loads it.
+        A function of the same pytrees of tensors. It returns the pytree of ``fn``, in new memory. It can be the function of a
+        unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be, by cloudpickle also
+        with closures, and is compiled again in the process that loads it.
 
     Raises:
-        TreeError: when called: a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer that
-            does not fit into 32 bits; an array, a random key or a class that optree does not know among the arguments, or a
-            result that is no array or number; a tensor without memory of its own, such as a DTensor; a process that was forked
-            from one that had used JAX, in which XLA would wait without end.
+        TreeError: when called, for a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer
+            that does not fit into 32 bits; an argument that is an array, a random key or of a class that optree does not know;
+            a result that is no array or number; a tensor without memory of its own, such as a DTensor; or a process forked from
+            a process that had used JAX, in which XLA would wait for ever.
 
     Cost: one copy of each argument whose address is no multiple of 64 bytes (most leaves of a unit, which are views of a
-    buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own. Arguments are kept by autograd,
-    so a unit's parameters are released and gathered again as with a torch function. With ``jax.checkpoint`` in ``fn`` fewer
+    buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own. Autograd keeps the arguments, so
+    a unit's parameters are released and gathered again as with a torch function. With ``jax.checkpoint`` in ``fn`` fewer
     residuals are kept. Higher derivatives compute the function again.
     """
     return _TensorFunction(fn)
@@ -81,7 +81,7 @@ class _TensorFunction:
         key = spec, constants, tuple(map(type, constants))
         try:
             program = self._programs.get(key)
-        except TypeError:  # one of them cannot be hashed
+        except TypeError:  # a constant cannot be hashed
             program = None
         if program is None:
             _check_constants(args, keywords)
@@ -89,7 +89,7 @@ class _TensorFunction:
         return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
-_TENSOR = object()  # stands among the leaves of arguments where a tensor is
+_TENSOR = object()  # in place of each tensor among the leaves of arguments
 
 
 def _check_constants(args: Sequence[Any], keywords: dict[str, Any]) -> None:
@@ -132,9 +132,9 @@ class _CallRecord:
     """A record of a call of a program.
 
     Attributes:
-        wanted: for each argument whether autograd needs its gradient; None if no gradient is recorded.
+        wanted: whether autograd needs the gradient, for each argument; None if no gradient is recorded.
         structure: tree structure of the results.
-        residuals: what the backward needs besides the arguments; None if no gradient is recorded.
+        residuals: arrays that the backward needs besides the arguments; None if no gradient is recorded.
     """
 
     def __init__(self, wanted: tuple[bool, ...] | None) -> None:
@@ -233,7 +233,7 @@ class _CompiledFunction:
         return self._derived_function("gradients", wanted, fn)
 
     def tangent_function(self, moved: tuple[bool, ...]) -> "_CompiledFunction":
-        """Return the compiled JVP: from arguments, and tangents of those with a True in ``moved``, to tangents of results."""
+        """Return the compiled JVP: from arguments, and tangents of arguments with a True in ``moved``, to results' tangents."""
 
         def fn(*arrays: Any) -> Any:
             of_moved, chosen = self._restricted_to(moved, arrays)
@@ -242,10 +242,7 @@ class _CompiledFunction:
         return self._derived_function("tangents", moved, fn)
 
     def batched_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
-        """Return this program mapped over a batch dim, as ``jax.vmap`` does.
-
-        The batch dim of argument ``i`` is ``dims[i]``; None means that the argument has none. It is dim 0 of each result.
-        """
+        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None. Results have it at 0."""
         return self._derived_function("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
     def _derived_function(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_CompiledFunction":
@@ -286,7 +283,7 @@ class _CallCompiled(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.program, ctx.record, *tensors = inputs
         arrays = [] if ctx.record.residuals is None else ctx.record.residuals.arrays
-        # Tensors are freed by autograd once a backward has used them. Keys of random numbers, which are none, stay.
+        # Autograd frees tensors once a backward has used them. Random keys cannot be tensors, and are kept here.
         kept = [None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else as_torch_tensor(x) for x in arrays]
         arrays[:] = [x if y is None else None for x, y in zip(arrays, kept, strict=True)]
         ctx.num_arguments, ctx.are_inexact = len(tensors), [_is_inexact(x) for x in output]

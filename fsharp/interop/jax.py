@@ -61,8 +61,8 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
         step counts, are unchanged.
 
     Raises:
-        TreeError: the number of trees is not the number of this process's ranks, or a unit is not of the layout or holds
-            partial sums. Or JAX would copy a buffer, as it does not begin on 64 bytes, or would change a dtype.
+        TreeError: the number of trees is not the number of this process's ranks; a unit is not of the layout, or holds partial
+            sums; JAX would copy a buffer, whose address is no multiple of 64 bytes, or would change a dtype.
         LayoutError: there are fewer devices than ranks, or no device of this process.
 
     Cost: none. JAX assumes that the memory is constant: while JAX has the arrays you must not write to the tensors, and
@@ -74,7 +74,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     trees = [tree] if len(here) == 1 else list(tree) if isinstance(tree, list | tuple) else []
     if len(trees) != len(here):
         raise TreeError(
-            f"to_jax(): this process has the devices of {len(here)} ranks, expected a list with the tree of each of them, got "
+            f"to_jax(): this process has the devices of {len(here)} ranks, expected a list of {len(here)} trees, got "
             f"{len(trees) or type(tree).__name__}."
         )
 
@@ -95,15 +95,15 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
         buffer = each.buffers[i]
         if each.is_encoded:
             raise TreeError(
-                f"to_jax(): parameters of unit {node.unit.display_name} are stored in a format of which JAX knows nothing. "
+                f"to_jax(): parameters of unit {node.unit.display_name} are stored in a format that JAX does not know. "
                 'Convert main copies, or gather() parameters to "full" first.'
             )
         array, holder = as_jax_array_and_lifetime(buffer.view(sharding.shard_shape(shape)), device)
         if buffer.numel():
             if array.unsafe_buffer_pointer() != buffer.data_ptr():
                 raise TreeError(
-                    f"to_jax(): a buffer of unit {node.unit.display_name} does not begin on 64 bytes, so JAX would copy it. "
-                    "Convert a copy that does: optree.tree_map(torch.clone, tree)."
+                    f"to_jax(): the address of a buffer of unit {node.unit.display_name} is no multiple of 64 bytes, so JAX "
+                    "would copy it. Convert an aligned copy: optree.tree_map(torch.clone, tree)."
                 )
             mark_lent(buffer.data_ptr(), holder)
         parts.append(array)
@@ -123,10 +123,10 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
 
     Returns:
         The tree with this rank's tensors; a list of trees if this process has the devices of several ranks. A scalar array
-        outside of a Sharded becomes a number, as before ``jax.jit`` made an array of it.
+        outside of a Sharded becomes a number, as ``jax.jit`` makes arrays of numbers.
 
     Raises:
-        TreeError: an array is deleted, or is not sharded as its place says: pass ``out_shardings=shardings(...)`` to
+        TreeError: an array is deleted, or has another sharding than its place: pass ``out_shardings=shardings(...)`` to
             ``jax.jit``.
         LayoutError: as for :func:`to_jax`.
 
@@ -211,17 +211,16 @@ def _jax_mesh_and_devices(layout: Layout, devices: Sequence[Any] | None) -> tupl
     here = [device for device in found if device.process_index == jax.process_index()]
     if len(found) < size or not here:
         raise LayoutError(
-            f"{layout.mesh} has {size} ranks, and JAX {len(found)} devices, {len(here)} of them in this process. One device a "
-            "rank is expected: call jax.distributed.initialize() in each process, or set jax_num_cpu_devices in one."
+            f"{layout.mesh} has {size} ranks, and JAX {len(found)} devices, {len(here)} of them in this process. Expected one "
+            "device for each rank: call jax.distributed.initialize() in each process, or set jax_num_cpu_devices in one."
         )
     return Mesh(np.array(found, dtype=object).reshape(layout.mesh.shape), layout.mesh.names), here
 
 
 def _global_shape_and_sharding(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return shape and sharding of a group's buffer of all ranks."""
     if node.place.partial_axes:
         raise TreeError(
-            f"unit {node.unit.display_name} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."
+            f"unit {node.unit.display_name} rests partial ({node.place}), which JAX has no sharding for: reduce_scatter() it."
         )
     own = node.place.varying_axes
     shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
@@ -234,7 +233,7 @@ def _check_units(where: str, tree: Any, layout: Layout, kind: type) -> None:
         raise TreeError(f"{where}: no Sharded in the tree. to_arrays() and to_tensors() convert trees of leaves.")
     for node in nodes:
         if layout[node.name] != node.unit:
-            raise TreeError(f"{where}: unit {node.unit.display_name} has another layout than the one that was passed.")
+            raise TreeError(f"{where}: unit {node.unit.display_name} is not of the layout that was passed.")
         for buffer in node.buffers:
             is_deleted = isinstance(buffer, jax.Array) and buffer.is_deleted()
             if is_deleted or not isinstance(buffer, kind):

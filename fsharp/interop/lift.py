@@ -5,18 +5,17 @@ The function is traced with the shapes of whole leaves, so its decisions by numb
 sharding. The jaxpr is then run with this rank's elements of each leaf, flat, in place of the leaf:
 
 ==================  =====================================================================================================
-elementwise         on the elements that are here
-over a whole leaf   sums, products of two leaves, largest, smallest, any, all: of the elements here, then over the ranks
-conditions          both branches, then a choice by element: no rank takes part in fewer collectives than another
-random numbers      of the whole leaf, on every rank alike; this rank's elements are taken
-one element         a leaf of one element is a number, which ranks exchange where another array depends on it
-everything else     refused by name: rows, columns, neighbours and elements of another leaf are on other ranks
+elementwise         runs on this rank's elements
+over a whole leaf   sums, inner products, largest, smallest, any, all: of this rank's elements, then over ranks
+conditions          both branches run, then each element is chosen, so all ranks take part in the same collectives
+random numbers      are drawn for the whole leaf, alike on every rank; each rank takes those of its elements
+one element         a leaf of one element is a number, which ranks exchange if another array depends on it
+everything else     is refused by name: rows, columns, neighbours and elements of another leaf are on other ranks
 ==================  =====================================================================================================
 
-Where a leaf is on this rank as a whole, nothing is lifted. If each rank has such a leaf of its own, what is computed from its
-elements stays with that leaf, and is refused elsewhere. What is summed over ranks is summed for all leaves at once: the
-function is run, ranks reduce the sums that it needs, and it is run again with their results, until all are known. Each run is
-compiled by itself.
+A leaf that this rank holds as a whole is not lifted. If such a leaf differs between ranks, values computed from its elements
+may be stored only with this leaf. Sums over ranks are taken for all leaves at once: the function runs, ranks reduce the sums
+that it needs, and it runs again with the results, until all sums are known. Each of these runs is compiled by itself.
 """
 
 import math
@@ -48,8 +47,8 @@ from fsharp.interop.primitives import (
 class LeafPart(NamedTuple):
     """Elements ``[first, last)`` of a leaf, on one rank.
 
-    ``axes`` are the mesh axes along which the leaf is cut; empty if the rank has the whole leaf. ``is_varying`` says whether
-    each rank along some axis has a leaf of its own.
+    ``axes``: mesh axes along which the leaf is cut; empty if the rank has the whole leaf. ``is_varying``: whether the leaf
+    differs between ranks along some axis.
     """
 
     path: str
@@ -85,7 +84,7 @@ class _PendingValue:
 UNKNOWN = _PendingValue()
 
 Key = tuple[int, ...]
-"""Position of an equation: its number, after the numbers of the equations whose jaxprs it is in."""
+"""Position of an equation: the numbers of the equations whose jaxprs contain it, then its own number."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ class LiftedRun:
     """One run of a jaxpr on this rank's elements of the leaves.
 
     Attributes:
-        known: results of the reductions over ranks that are done, by position of their equation.
-        pending: the reductions that this run needs and that are not done yet, each with this rank's summand.
+        known: results of finished reductions over ranks, by position of their equation.
+        pending: unfinished reductions that this run needs, each with this rank's summand.
     """
 
     def __init__(self, leaves: Sequence[LeafPart], known: Mapping[Key, Any]) -> None:
@@ -109,10 +108,7 @@ class LiftedRun:
         self.pending: dict[Key, tuple[CrossRankReduction, Any]] = {}
 
     def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: Key = ()) -> list[Any]:
-        """Return the results of a jaxpr, each a :class:`ArrayShard`, a :class:`Splat`, or an array.
-
-        Raises LayoutError if an equation needs elements of a leaf that other ranks hold.
-        """
+        """Return the results of a jaxpr. Raise LayoutError if an equation needs elements of a leaf that other ranks hold."""
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -194,7 +190,7 @@ class LiftedRun:
         raise self._cut_leaf_error(name, leaf)
 
     def _as_known_array(self, value: Any, at: Key) -> Any:
-        """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return the value."""
+        """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return ``value``."""
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
@@ -238,7 +234,7 @@ class LiftedRun:
         return _bind(equation, [_whole_array(value) for value in values])
 
     def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: Key) -> Any:
-        """Return a number that is reduced over all elements of a leaf, with the shape and dtype of ``out``."""
+        """Return the reduction of all elements of a leaf, with the shape and dtype of ``out``; UNKNOWN if it is pending."""
         part, op = self.leaves[leaf], REDUCTIONS[name]
         if part.is_varying:
             raise LayoutError(

@@ -27,24 +27,24 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         variables: for a module of Flax Linen, the result of ``model.init()``: its collections by name.
 
     Returns:
-        ``(fn, params)``: ``fn(params, *args, **keywords)`` calls the module as :func:`~fsharp.interop.jax.as_torch` calls
-        functions, with gradients for ``params`` and tensors in ``args``; ``params`` are its parameters as :func:`to_tensors`
-        names them: for NNX the variables of type ``Param``, for Linen all collections, ``{"params": ..., "batch_stats": ...}``.
-        :func:`to_arrays` turns them into arrays again.
+        ``(fn, params)``. ``fn(params, *args, **keywords)`` calls the module as :func:`~fsharp.interop.jax.as_torch` calls
+        functions, with gradients for ``params`` and tensors in ``args``. ``params`` are the parameters with the names of
+        :func:`to_tensors`: for NNX the variables of type ``Param``, for Linen all collections, ``{"params": ...,
+        "batch_stats": ...}``. :func:`to_arrays` turns them into arrays again.
 
         Keywords of a Linen module are those of ``model.apply``. ``mutable=["batch_stats"]`` makes ``fn`` return ``(out,
         {"batch_stats": ...})``. In ``rngs={"dropout": seed}`` a seed is an integer tensor of one element, from which
-        ``jax.random.key`` makes the key; another seed does not compile again.
+        ``jax.random.key`` makes the key. A new seed needs no compilation.
 
     Raises:
-        TreeError: ``model`` is no such module, or is a module of Linen without ``variables``. From ``fn``: a module of NNX
-            changes its variables, such as statistics or counters of random numbers, whose new values would be lost.
+        TreeError: ``model`` is no such module, or is a module of Linen without ``variables``. When ``fn`` is called: a module
+            of NNX changes its variables, such as statistics or counters of random numbers; the new values would be lost.
     """
     if _is_of(model, "flax.linen"):
         return _linen(model, variables)
     if variables is not None:
         raise TreeError(
-            f"make_functional(): variables are for modules of Flax Linen, and a {type(model).__name__} has its own."
+            f"make_functional(): variables are for modules of Flax Linen, and a {type(model).__name__} holds its variables."
         )
     if not callable(model) or jax.tree_util.all_leaves([model]):
         raise TreeError(f"make_functional(): got {model!r:.80}, expected a module of Equinox or Flax that can be called.")
@@ -92,9 +92,9 @@ def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
 def to_tensors(tree: Any) -> Any:
     """Return the parameters in a pytree of JAX, as a tree that can be planned and sharded.
 
-    ``tree`` is a module of Equinox, a state of NNX, a restored checkpoint: any pytree of JAX, arrays of numpy included. Returns
-    dictionaries by field, key or index, in memory of their own, of all arrays of floating dtype; a box around one value (a
-    ``Variable`` of NNX) is its value. Other leaves are left out. Raises TreeError if there is none.
+    ``tree`` is any pytree of JAX, such as a module of Equinox, a state of NNX, or a restored checkpoint with arrays of numpy.
+    The result has dicts by field, key or index, with copies of all arrays of floating dtype. A box around one value (a
+    ``Variable`` of NNX) becomes its value. Other leaves are left out. Without arrays of floating dtype a TreeError is raised.
     """
     check_not_forked("to_tensors()")
     result: dict[Any, Any] = {}

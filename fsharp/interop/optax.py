@@ -26,8 +26,8 @@ class OptaxState(NamedTuple):
     """State of :func:`from_optax`.
 
     Attributes:
-        optax: the state of optax, with tensors in place of numbers, and an :class:`BufferPlaceholder` in place of each array
-            like a parameter.
+        optax: the state of optax, with tensors in place of numbers, and a :class:`BufferPlaceholder` in place of each array
+            with a value for each element of a parameter.
         buffers: trees like the parameters, at the optimizer's place, with the elements of these arrays.
     """
 
@@ -54,27 +54,26 @@ def from_optax(tx: Any) -> Transform:
 
     optax sees the user's tree with whole leaves, so masks, labels, and conditions on shapes work as in optax. Elementwise
     operations run on the rank that holds the element. Sums over whole leaves, such as norms, are taken over ranks, for all
-    leaves in one collective. A leaf of one element is a number on which any leaf may depend. See [Note: lifting].
+    leaves in one collective. A leaf of one element is a number on which any leaf may depend.
 
     Args:
-        tx: any transformation, or an ``optax.MultiSteps``. ``fs.update(..., value=loss)`` passes extra arguments on, numbers or
-            arrays; ranks compare them. ``fs.train_step`` passes ``value``, which is not passed on to a transformation that does
-            not take it.
+        tx: any transformation, or an ``optax.MultiSteps``. ``fs.update(..., value=loss)`` passes on extra arguments, numbers or
+            arrays, which ranks compare. ``fs.train_step`` passes ``value`` to transformations that take it.
 
     Returns:
-        A transformation with :class:`OptaxState`. Its state is sharded as the optimizer's place says.
+        A transformation with an :class:`OptaxState`, which is sharded at the optimizer's place.
 
     Raises:
         LayoutError: in ``init_state`` or ``update``: the transformation looks at rows, columns or neighbours in a leaf that is
             cut, as Muon and factored statistics do; or an update or state of one leaf depends on elements of another, cut leaf.
-        TreeError: not a transformation, or dtypes that JAX would change. In ``update``: an extra argument that the
-            transformation does not use, a missing one that it needs, or a function, such as ``value_fn``.
-        AgreementError: transformations, extra arguments, or numbers in the state that differ between ranks.
+        TreeError: ``tx`` is no transformation, or JAX would change a dtype. In ``update``: an extra argument is not used by the
+            transformation, is missing, or is a function, such as ``value_fn``.
+        AgreementError: transformations, extra arguments, or numbers in the state differ between ranks.
 
-    Cost: one ``all_reduce`` of 8 bytes a leaf for norms, and one collective of 40 bytes an axis to compare transformations and
-    numbers. Arrays in the state that are not like a parameter are whole on each rank, and hashed in each update. XLA compiles
-    once for a rank's part of the leaves; simulated ranks with the same part share a compilation. Gradients are copied; other
-    tensors go to JAX and back over DLPack without a copy, if their address is a multiple of 64 bytes.
+    Cost: for norms one ``all_reduce`` of 8 bytes for each leaf; one collective of 40 bytes for each axis, to compare
+    transformations and numbers. State without a value for each element of a parameter is whole on each rank, and hashed in each
+    update. XLA compiles once for a rank's part of the leaves; simulated ranks with the same part share a compilation. Gradients
+    are copied; other tensors go to JAX and back without a copy, if their address is a multiple of 64 bytes.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -115,7 +114,7 @@ class _ShardedTransformation:
             check_not_forked("from_optax()")
             given = self._extra_as_arrays(extra)
             program = self._program(params, comm.rank, given)
-            if unknown := [name for name in program.traced.unused if name != "value"]:  # which train_step always passes
+            if unknown := [name for name in program.traced.unused if name != "value"]:  # train_step always passes value
                 raise _unknown(unknown[0])
             if missing := [name for name in program.traced.extra if name not in given]:
                 raise TreeError(f"update(): the transformation of optax needs {missing[0]}: fs.update(..., {missing[0]}=...).")
@@ -167,9 +166,9 @@ class _ShardedTransformation:
             return self._programs[key, rank]
 
     def _trace(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool) -> TracedTransformation:
-        """Trace the transformation, without ``value`` if it does not take that argument.
+        """Trace the transformation, without the argument ``value`` if it does not take one.
 
-        When the state is made, the extra arguments of updates are not known yet: zeros stand for missing arguments.
+        With ``is_first`` the extra arguments of updates are not known yet, and zeros take the place of missing ones.
         """
         try:
             return TracedTransformation(self._tx, params, rank, extra)

@@ -20,7 +20,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.tree.paths import as_patterns, select_paths
 from fsharp.tracebacks import api_boundary
 
-_READ_NBYTES = 1 << 30  # of tensors to read in one call of Orbax, which reads its metadata again in each call
+_READ_NBYTES = 1 << 30  # bytes to read in one call of Orbax, which reads its metadata again in each call
 
 
 @api_boundary
@@ -56,7 +56,7 @@ def from_orbax(
     config = checked_config(where, step, config)
     tree = _call_orbax(source, lambda: ocp.metadata(source).metadata)
     if tree is None:
-        raise CheckpointError(f"{source}: Orbax does not say what is in this folder; its log has the reason.")
+        raise CheckpointError(f"{source}: Orbax finds no metadata in this folder; its log has the reason.")
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     if len(leaves) != len(paths):
@@ -97,20 +97,20 @@ def to_orbax(
         checkpoint: a checkpoint or its path.
         folder: path of a new folder.
         subtree: the subtree to write, such as ``"params"`` of a TrainState. Numbers and texts are left out.
-        rename: returns the name in Orbax of a name below ``subtree``. A dot in a name stands for a dict within a dict; a dict
-            whose keys are 0, 1 and so on becomes a list.
+        rename: returns Orbax's name for a name below ``subtree``. A dot in a name means a dict within a dict; a dict whose keys
+            are 0, 1 and so on becomes a list.
 
     Raises:
-        CheckpointError: the folder exists, there is nothing to write, or the checkpoint is damaged. Or a tensor has no
-            elements, which Orbax refuses, or a dtype that numpy has no name for.
+        CheckpointError: the folder exists, there is nothing to write, the checkpoint is damaged, or a tensor has no elements,
+            which Orbax refuses, or a dtype that numpy does not have.
 
-    Cost: reads the tensors that are written, and checks their digests. Memory: all of these tensors, which Orbax takes as one
-    tree. Ranks that hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
+    Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
+    hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
     Source: https://orbax.readthedocs.io
     """
     found, target = open_checkpoint(checkpoint), os.path.abspath(folder)
     if os.path.exists(target):
-        raise CheckpointError(f"to_orbax(): {target} is there already: choose another folder, or remove it.")
+        raise CheckpointError(f"to_orbax(): {target} exists already: choose another folder, or remove it.")
     tree: dict[str, Any] = {}
     names = stored_name_by_new_name("to_orbax()", found, subtree, rename, aliases=True)
     names = {name: found.manifest.aliases.get(stored, stored) for name, stored in names.items()}
@@ -134,7 +134,7 @@ def to_orbax(
 def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:  # any kind: Orbax raises its own errors, those of tensorstore and those of asyncio
+    except Exception as error:  # of any class: Orbax raises its own errors, and those of tensorstore and asyncio
         lines = str(error).splitlines() or [""]
         raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}") from error
 

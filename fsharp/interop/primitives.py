@@ -16,7 +16,7 @@ ELEMENTWISE = frozenset((
     "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
 CALLS = frozenset(["jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"])
-"""Primitives that run a jaxpr once, on their operands. Others with a parameter ``jaxpr``, such as ``reduce``, are not here."""
+"""Primitives that run a jaxpr once, on their operands. Primitives that run one several times, as ``reduce``, are left out."""
 RESHAPING = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
 UNIFORM = RESHAPING | {"transpose", "slice", "rev"}
 """Primitives that turn an array of equal elements into an array of equal elements."""
@@ -36,17 +36,17 @@ def keeps_order(name: str, params: Mapping[str, Any]) -> bool:
 
 
 def reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
-    """Return whether a reduction along some dims reduces all elements."""
+    """Return whether a reduction along the dims ``axes`` reduces all elements."""
     return all(size == 1 or axis in axes for axis, size in enumerate(shape))
 
 
 def is_combinable(name: str, dtype: Any) -> bool:
-    """Return whether a collective can combine a reduction's results: not bitwise ``and`` and ``or``, not complex numbers."""
+    """Return whether a collective can combine a reduction's results: not of bitwise ``and`` and ``or``, or complex numbers."""
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def is_inner_product(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
-    """Return whether a dot_general is the inner product of a part of a leaf and an array of the same shape."""
+    """Return whether a dot_general contracts all dims of two operands of the same shape, in the same order."""
     (left, right), batch = params["dimension_numbers"]
     is_alike = values[0].shape == values[1].shape
     return is_alike and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))

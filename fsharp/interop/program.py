@@ -28,14 +28,14 @@ from fsharp.interop.lift import UNKNOWN, ArrayShard, CrossRankReduction, Key, Le
 
 @dataclass(frozen=True, slots=True)
 class LeafName:
-    """The name of a leaf, which stands for the leaf in a tree. JAX takes it for a leaf, too."""
+    """The name of a leaf, in place of the leaf in a tree. To JAX it is a leaf, too."""
 
     unit: str
     path: str
 
 
 class BufferRange(NamedTuple):
-    """The place of this rank's elements of a leaf: elements ``[start, stop)`` of the flat buffer number ``buffer``."""
+    """The position of this rank's elements of a leaf: elements ``[start, stop)`` of the flat buffer number ``buffer``."""
 
     buffer: int
     start: int
@@ -43,7 +43,7 @@ class BufferRange(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """One rank's part of each leaf in JAX's order, where it is in the flat buffers, and the sizes of these buffers.
+    """One rank's part of each leaf in JAX's order, the part's position in the flat buffers, and the sizes of these buffers.
 
     ``dtypes``: for each leaf the dtypes of the parameter and of the gradient.
     """
@@ -79,7 +79,7 @@ class TracedTransformation:
         if any(not isinstance(name, LeafName) for name in self.names):
             strange = next(name for name in self.names if not isinstance(name, LeafName))
             raise TreeError(
-                f"from_optax(): the tree has a {type(strange).__name__}, which is no pytree node for JAX: register it."
+                f"from_optax(): the tree has a {type(strange).__name__}, which is no pytree node of JAX: register it there."
             )
         part_of_rank = self.part_of_rank(params, rank)
         rows = list(zip(part_of_rank.parts, part_of_rank.dtypes, strict=True))
@@ -100,7 +100,7 @@ class TracedTransformation:
         )
         if jax.tree.structure(after) != self.state_structure or jax.tree.structure(updates) != self.structure:
             raise TreeError(
-                "from_optax(): the transformation returns updates or a state of another structure than it was given."
+                "from_optax(): the transformation returns updates or a state of another structure than its arguments have."
             )
         jaxpr = self.step.jaxpr
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
@@ -131,7 +131,7 @@ class TracedTransformation:
                 of_group = jax_dtype(stored.main), jax_dtype(stored.accumulate)
                 for leaf in node.unit.leaves_of_group(group):
                     start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
-                    axes = cut if leaf.numel else ()  # every rank has all of an empty leaf
+                    axes = cut if leaf.numel else ()  # every rank has the whole of an empty leaf
                     part = LeafPart(node.unit.path_in_tree(leaf), leaf.shape, low, high, axes, bool(node.place.varying_axes))
                     rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop), of_group
                 sizes.append(node.unit.local_size(group, node.place))
@@ -168,7 +168,7 @@ class TracedTransformation:
 
         while True:
             found: list[list[int | None]] = []
-            jax.eval_shape(partial(probe), self.step.in_avals)  # a new object each time: JAX caches the run of a known one
+            jax.eval_shape(partial(probe), self.step.in_avals)  # a new function each time, as JAX caches results by function
             if found[0] == owners:
                 break
             owners = found[0]
@@ -192,7 +192,7 @@ class TracedTransformation:
 
 
 class CompiledTransformation:
-    """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with the same part share a program."""
+    """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with equal parts share it."""
 
     def __init__(self, traced: TracedTransformation, part_of_rank: RankPart) -> None:
         self.traced = traced
@@ -209,7 +209,7 @@ class CompiledTransformation:
         self, grads: Any, buffers: Sequence[Any], params: Any, plain: Sequence[Any], extra: Sequence[Any], comm: Comm
     ) -> tuple[Any, list[Any], list[Any]]:
         """Return the updates, and the new state as :meth:`init` does."""
-        # A scheduler takes back the memory of gradients after the step, and JAX may release that memory a little later.
+        # A scheduler reuses the memory of gradients after the step, while JAX may still hold it.
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_arrays(grads), _arrays(params), *map(_arrays, buffers)]
         (updates, *after), new = self._run_in_rounds("update", flats, [*plain, *extra], comm)
@@ -291,10 +291,7 @@ class CompiledTransformation:
 
 
 class _ZeroResults(dict[Key, Any]):
-    """A dict that gives zero as the result of every reduction over ranks.
-
-    A run of a jaxpr with this dict needs no communication, and shows which results are cut like a leaf, and like which leaf.
-    """
+    """A dict with the result zero for every reduction over ranks, for a trial run of a jaxpr without communication."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -328,7 +325,7 @@ _REMEDY = (
 
 
 def _constant_texts(closed: ClosedJaxpr) -> Iterator[str]:
-    """Yield the exact text of each constant of a jaxpr and of jaxprs within it; the jaxpr's own text abbreviates them."""
+    """Yield the exact text of each constant of a jaxpr and of its inner jaxprs. The jaxpr's own text shortens constants."""
 
     def within(value: Any) -> Iterator[str]:
         if isinstance(value, ClosedJaxpr):
@@ -370,7 +367,7 @@ def _reduce_pending(pending: Mapping[Key, CrossRankReduction], values: Sequence[
         numbers = torch.tensor([float(value) for _, value in rows], dtype=torch.float64, device=comm.device)
         for axis in reduction.axes:
             numbers = comm.all_reduce(numbers, axis, op=reduction.op, label="a norm of from_optax()")
-        for (key, value), number in zip(rows, numbers.tolist(), strict=True):  # not by way of float32: integers have 32 bits
+        for (key, value), number in zip(rows, numbers.tolist(), strict=True):  # float32 could not hold integers of 32 bits
             exact = int(number) if jnp.issubdtype(value.dtype, jnp.integer) else number
             result[key] = jnp.asarray(np.asarray(exact).astype(value.dtype))
     return result

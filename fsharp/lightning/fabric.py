@@ -59,7 +59,7 @@ class Strategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer. Refuse an optimizer of torch with sharded parameters."""
+        """Return the optimizer. An optimizer of torch with sharded parameters is an OptionError."""
         check_optimizers("Fabric.setup()", [optimizer])
         return optimizer
 
@@ -68,7 +68,7 @@ class Strategy(DDPStrategy):
         return full_state_dict(module) if sharded_in(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load whole tensors. A rank keeps its part."""
+        """Load whole tensors, of which each rank keeps its part."""
         if sharded_in(module):
             load_state_dict(module, state_dict, strict=strict)
         else:
@@ -82,7 +82,7 @@ class Strategy(DDPStrategy):
 
 
 class _Accumulation(_BackwardSyncControl):
-    """Keeps gradients of sharded modules on the rank. Other modules are left to ``other``."""
+    """Keeps gradients of sharded modules on the rank. ``other`` handles other modules."""
 
     def __init__(self, other: _BackwardSyncControl) -> None:
         self._other = other

@@ -1,4 +1,4 @@
-"""sharded: sharded modules within a module of Lightning, and their state as whole tensors."""
+"""Sharded modules within a module of Lightning, and their state as whole tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,19 +19,19 @@ def sharded_in(module: nn.Module) -> dict[str, ShardedModule]:
 
 
 def check_module(where: str, module: nn.Module, precision: str) -> None:
-    """Refuse parameters that no rank would reduce, and a precision of Lightning's, for a module with sharded modules."""
+    """Raise an OptionError if a module with sharded modules has other trained parameters, or a precision of Lightning."""
     if precision != "32-true":
         what = f"precision is {precision!r}, and the module is sharded."
         remedy = "Pass precision=fs.Precision(compute=torch.bfloat16, main=torch.float32) to shard_module()."
         raise OptionError(problem(where, what, remedy=remedy))
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
-            what = f"parameter {name!r} is trained, and belongs to no sharded module. Ranks would not reduce its gradient."
+            what = f"parameter {name!r} is trained and belongs to no sharded module, so its gradient would not be reduced."
             raise OptionError(problem(where, what, remedy="Pass a module with all trained parameters to shard_module()."))
 
 
 def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer of torch that was given sharded parameters."""
+    """Raise an OptionError if an optimizer of torch has sharded parameters."""
     for optimizer in optimizers:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if not isinstance(optimizer, ShardedOptimizer) and any(isinstance(each, ShardedParameter) for each in parameters):

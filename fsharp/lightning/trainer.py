@@ -75,7 +75,7 @@ class Strategy(DDPStrategy):
         return full_state_dict(self._task) if sharded_in(self._task) else super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole tensors. A rank keeps its part."""
+        """Load whole tensors, of which each rank keeps its part."""
         if sharded_in(self._task):
             load_state_dict(self._task, checkpoint["state_dict"], strict=strict)
         else:
@@ -87,7 +87,7 @@ class Strategy(DDPStrategy):
         return inner.full_state_dict() if isinstance(inner, ShardedOptimizer) else super().optimizer_state(inner)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole tensors. A rank keeps its part."""
+        """Load whole tensors, of which each rank keeps its part."""
         if not sharded_in(self._task):
             super().load_optimizer_state_dict(checkpoint)
             return

@@ -1,1 +1,1 @@
-"""Recorded values of a run, and the report that is made of them."""
+"""Recorded values of a run, and a report of them as one HTML file."""

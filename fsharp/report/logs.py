@@ -21,11 +21,11 @@ LOG = "log.jsonl"
 """Name of the file that a run writes, in the folder of its checkpoints."""
 _LINE_NAMES = ("step", "time")
 RUN_NAMES = (*_LINE_NAMES, "start", "event", "saved", "own_s", "steps_per_s")
-"""Names of what a run itself records. Values of a user have other names."""
+"""Names under which a run itself records. A user's values need other names."""
 
 
 class Logger(Protocol):
-    """An object that records named values of steps. Give your own class a method ``log``, and pass an object to a Run."""
+    """The protocol of objects that record named values of steps. Any object with a method ``log`` can be passed to a Run."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record values of a step.
@@ -40,9 +40,8 @@ class Logger(Protocol):
 class JsonlLogger:
     """A :class:`Logger` that appends a line of JSON to a file for each call, from which ``fsharp report`` makes a page.
 
-    A line has the step, the time in seconds since 1970, and the values; of a number that is infinite or NaN its name as a text,
-    such as ``"nan"``. A process that is killed can cut off the last line;
-    the next line begins on a new line, and readers leave the cut one out.
+    A line has the step, the time in seconds since 1970, and the values. Infinite numbers and NaN are texts, such as ``"nan"``.
+    A killed process may have written a part of a line; later lines begin anew, and readers leave the part out.
 
     Args:
         path: path of the file. Missing folders are made with the first line.
@@ -54,7 +53,7 @@ class JsonlLogger:
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line. OptionError names a value that JSON cannot hold; OSError if the file cannot be written."""
+        """Append a line. OptionError if JSON cannot hold a value, OSError if the file cannot be written."""
         check_names("log()", values, _LINE_NAMES)
         plain = _with_texts(plain_values(values))
         line = json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False).encode() + b"\n"
@@ -63,7 +62,7 @@ class JsonlLogger:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
-            file.write(line)  # in one call: a reader sees whole lines, unless the process is killed
+            file.write(line)  # in one call, so that readers see whole lines, unless the process is killed
 
 
 class TensorBoardLogger:
@@ -100,7 +99,7 @@ class WandbLogger:
     Timelines and layouts are left out. wandb takes no step twice: after a restart it ignores the steps that a run makes again.
 
     Args:
-        run: what ``wandb.init`` has returned, or an object with its method ``log``.
+        run: the run that ``wandb.init`` returned, or an object with the same method ``log``.
     """
 
     def __init__(self, run: Any) -> None:
@@ -141,10 +140,10 @@ def check_names(where: str, values: Mapping[str, Any], taken: tuple[str, ...]) -
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON has them, with numbers that are infinite or NaN.
+    """Return values as numbers, texts, lists and dicts. Infinite numbers and NaN are kept.
 
     Raises:
-        OptionError: names a value of another kind.
+        OptionError: a value is of another kind.
     """
     return {str(name): _plain_or_table(str(name), value) for name, value in values.items()}
 
@@ -158,7 +157,7 @@ def _plain_or_table(name: str, value: Any) -> Any:
 
 
 def _with_texts(value: Any) -> Any:
-    """Return plain values with the names of numbers that JSON cannot hold."""
+    """Return plain values with texts in place of infinite numbers and NaN, which JSON cannot hold."""
     if isinstance(value, dict):
         return {key: _with_texts(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -176,7 +175,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(f"{name}.{i}", each) for i, each in enumerate(value)]
     try:
-        return float(value)  # numpy's and others' numbers as well
+        return float(value)  # also numbers of numpy and other libraries
     except (TypeError, ValueError):
         expected = (
             "a number, a tensor with one element, a text, a list or dict of these, or under a name of its own a Timeline or a "

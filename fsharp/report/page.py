@@ -16,11 +16,11 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 MAX_POINTS = 2000
-"""Points of a curve that the page keeps; of more, the least and the greatest of each of as many steps, and the last."""
+"""Most points of a curve. A longer curve is cut into runs of steps, each with its least and its greatest point."""
 MAX_MARKS = 200
-"""Marks that a chart has, at most. They are chosen at equal distances."""
+"""Most marks of a chart. Of more marks, some at equal distances are kept."""
 MAX_EVENTS = 1000
-"""Events that the page lists: the newest."""
+"""Most events in the page's list, which has the newest."""
 
 
 @api_boundary
@@ -51,7 +51,7 @@ def page_of(log: RunLog, *, title: str) -> str:
     data = json.dumps(page_data(log, title), allow_nan=False, separators=(",", ":"))
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     script = Path(__file__).with_name("page.js").read_text("utf-8")
-    # "<" begins a tag for a parser of HTML, wherever it stands in a script.
+    # To a parser of HTML "<" begins a tag, even in a script.
     parts = {"TITLE": html.escape(title), "DATA": data.replace("<", "\\u003c"), "SCRIPT": script}
     return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], page)
 
@@ -92,7 +92,7 @@ def _in_order(log: RunLog) -> list[tuple[str, dict[int, float]]]:
 
 
 def _curve(values: dict[int, float]) -> dict[str, Any]:
-    """Return what a chart draws of a series: finite points, marks of values that are not finite, and the last value."""
+    """Return the data of a chart: finite points, marks of values that are not finite, and the last value."""
     rows = sorted(values.items())
     points, every = _thinned([row for row in rows if math.isfinite(row[1])], lambda value: value)
     bad = [(step, str(value)) for step, value in rows if not math.isfinite(value)]
@@ -107,7 +107,7 @@ def _curve(values: dict[int, float]) -> dict[str, Any]:
 
 
 def _thinned(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
-    """Return the rows that the page keeps, and of how many rows each two are the least and the greatest; 1 for all rows."""
+    """Return some ``MAX_POINTS`` rows, and ``every``: of each run of ``every`` rows the least and the greatest are kept."""
     if len(rows) <= MAX_POINTS:
         return rows, 1
     every = -(-2 * len(rows) // MAX_POINTS)
@@ -123,7 +123,7 @@ def _at_equal_distances(rows: list[Any], most: int) -> list[Any]:
 
 
 def compared(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
-    """Return rows ``[what, predicted, measured]`` in seconds, for the timelines of these names; none without both."""
+    """Return rows ``[what, predicted, measured]`` in seconds, from the timelines of these names; ``[]`` if one is missing."""
     if not {"predicted", "measured"} <= timelines.keys():
         return []
     both = timelines["predicted"], timelines["measured"]

@@ -12,14 +12,14 @@ from fsharp.report.logs import LOG
 from fsharp.report.values import LAYOUT, SPAN, TIMELINE
 
 _NOT_FINITE = ("nan", "inf", "-inf")
-_MOST_STEPS, _LAST_TIME = 2**53, 4e12  # beyond them a browser has neither exact integers nor dates
+_MOST_STEPS, _LAST_TIME = 2**53, 4e12  # the limits of a browser's exact integers and dates
 
 
 @dataclass
 class RunLog:
-    """The values, events and timelines that the log of a run holds.
+    """The values, events and timelines in the log of a run.
 
-    A run that was interrupted makes some steps again, from its newest checkpoint on: the values of the last time count.
+    After an interruption a run makes the steps after its newest checkpoint again. Only the last values of a step are kept.
 
     Attributes:
         series: by name, numbers by step.
@@ -62,7 +62,7 @@ class RunLog:
             elif name == "event":
                 self.events.append((step, time, str(value)))
             elif name == "saved" and type(value) is int:
-                self.saved.append(value)  # a later step may record it: the save went on meanwhile
+                self.saved.append(value)  # recorded by a later step if the save took longer
             elif name == "own_s" and isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
                 self.own_s[step] = value
             elif isinstance(value, dict) and value.keys() == TIMELINE and value["timeline"] == list(SPAN):
@@ -75,7 +75,7 @@ class RunLog:
                     self.times[step] = time
 
     def _remove_from(self, step: int) -> None:
-        """Remove values of this step and of later ones, which the run makes again."""
+        """Remove the values of steps from ``step`` on, which the run makes again."""
         kept: list[dict[int, Any]] = [*self.series.values(), self.times, self.own_s]
         for values in kept:
             for each in [each for each in values if each >= step]:
@@ -93,7 +93,7 @@ def read_log(folder: Path) -> RunLog:
     path = next((each for each in paths if each.is_file()), None)
     if path is None:
         what = f"report: run_dir is {str(folder)!r}, expected the folder of a run, with a file {LOG}"
-        raise OptionError(f"{what}: fs.resilience.Run writes it into the folder of its checkpoints.")
+        raise OptionError(f"{what}: fs.resilience.Run writes the file into the folder of its checkpoints.")
     log = RunLog()
     with path.open("rb") as file:
         for line in file:
@@ -113,7 +113,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _finite_or_name(text: str) -> float | str:
-    """Return the number of a text in JSON; of NaN and of what is infinite as a float its name, as a JsonlLogger writes it."""
+    """Return the number that a text in JSON means; for NaN and numbers too large for a float a text, such as ``"inf"``."""
     number = float(text)
     if not math.isfinite(number):
         return str(number)

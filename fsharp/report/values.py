@@ -11,7 +11,7 @@ from fsharp.stateful.inspect.timeline import Timeline
 _MAX_CELLS = 64
 
 SPAN = ("op", "kind", "unit", "phase", "stream", "start_s", "stop_s", "sent", "start", "nbytes")
-"""Fields of a row for a span; ``sent`` are bytes of its collectives, ``start`` and ``nbytes`` its memory in the arena."""
+"""Fields of a row for a span. ``sent``: bytes of its collectives; ``start`` and ``nbytes``: its memory in the arena."""
 
 TIMELINE = frozenset(("timeline", "spans", "step_s", "exposed_s", "overlap", "peak_nbytes", "arena", "memory"))
 LAYOUT = frozenset(("layout", "ranks", "num_params", "nbytes", "rows"))
@@ -44,8 +44,8 @@ def timeline_rows(timeline: Timeline) -> dict[str, Any]:
 def layout_rows(layout: Layout) -> dict[str, Any]:
     """Return a layout as plain values: bytes at rest on a rank, and a row for each leaf of each kind of unit.
 
-    A row has the path of the leaf, its dtype and shape, its spec, and what one rank holds. The last field has a character for
-    each rank, or for each of 64 runs of ranks: 1 if they hold some of the leaf, or else 0.
+    A row has the title of the unit; the leaf's path, dtype and shape, and spec; and the part that one rank holds. The last
+    field has a character for each rank, or for each of 64 runs of ranks: 1 if they hold some of the leaf, else 0.
     """
     where = TreeSharding(layout, "params")
     rows = []

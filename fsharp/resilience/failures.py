@@ -28,14 +28,14 @@ _SHOWN = 4000
 def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     """Report an error that leaves this context to all ranks, so that the error of the rank that failed first is printed once.
 
-    The other ranks raise an AgreementError with the traceback of that rank, as soon as they wait for it. If the errors end the
+    The other ranks raise an AgreementError with this rank's traceback, as soon as they wait for the rank. If the errors end the
     processes, each of the other ranks prints one line. Then the rank that failed first prints its traceback, with its number,
     step and last collective. Under torchrun each rank writes its error file, as
     ``torch.distributed.elastic.multiprocessing.errors.record`` does, and torchrun reports the first error as the root cause.
 
-    A killed rank reports nothing; the others then print the collective in which they lost it. Without process groups errors are
-    not changed. Over NCCL waiting ranks do not get the errors of other ranks. After an error no rank can use the Comm: to
-    continue, a program has to leave the job by ``destroy()``, and call ``connect`` again.
+    A killed rank reports nothing; the other ranks then print the collective in which they lost the rank. Without process groups
+    errors are not changed. Over NCCL waiting ranks do not get the errors of other ranks. After an error no rank can use the
+    Comm: to continue, a program has to leave the job by ``destroy()``, and call ``connect`` again.
 
     ``where`` is a function that returns what this rank is doing, such as ``"step 7"``; it is called when an error is raised.
     """
@@ -48,7 +48,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raised_at = time.time()  # before another rank can have heard of it
+        raised_at = time.time()  # taken before another rank can know of this error
         hook.tell_other_ranks(error, where())
         _write_error_file(error, raised_at, is_own=hook.is_own)
         raise  # the hook stays: it prints the error if nobody handles it
@@ -91,11 +91,11 @@ class _ReportingExcepthook:
             self.ranks.report_failure(error, where)
             return
         _add_note(error, f"{me}, {told}")
-        if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can
+        if isinstance(error, CommError):  # a killed rank reports nothing: the first rank that lost it reports in its place
             self._claim_first_failure(f"{me}, {told}: {_error_text(error)}")
 
     def _claim_first_failure(self, told: str) -> bool:
-        """Claim to be the rank that failed first, with this text; return whether no other rank has claimed so before."""
+        """Record ``told`` as the job's first failure, if there is none yet. Return whether this rank has recorded the first."""
         return self.board.claim("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -113,9 +113,9 @@ class _ReportingExcepthook:
             return
         _, _, told = (self.board.read("first failure") or "").partition(" ")
         me, heading = f"rank {self.ranks.rank} of {self.ranks.size}", (told.splitlines() or ["unknown"])[0]
-        print(f"{me} ends because of another one: {heading}", file=sys.stderr, flush=True)
+        print(f"{me} ends because of another rank: {heading}", file=sys.stderr, flush=True)
         self.board.write(f"rank {self.ranks.rank} has spoken", "")
-        # torchrun ends all processes when the first one has ended: that must not be before the other has printed.
+        # torchrun ends all processes when one has ended: wait until the rank that failed first has printed its traceback.
         self._wait(["the first has spoken"], _FIRST_SPEAKS_S)
 
     def _wait(self, keys: list[str], limit_s: float) -> None:
@@ -134,7 +134,6 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the text of an error, shortened if it is very long."""
     try:
         text = str(error)
     except Exception as other:
@@ -143,15 +142,15 @@ def _error_text(error: BaseException) -> str:
 
 
 def _add_note(error: BaseException, text: str) -> None:
-    with suppress(Exception):  # some errors cannot be written to
+    with suppress(Exception):  # some exceptions take no notes
         error.add_note(text)
 
 
 def _write_error_file(error: Exception, raised_at: float, *, is_own: bool) -> None:
-    """Write the error file for torchrun, as torchrun's ErrorHandler does.
+    """Write the file from which torchrun reads this rank's error, as torchrun's ErrorHandler does.
 
-    torchrun reports the error with the earliest time, in whole seconds, as the root cause. So an error that this rank has from
-    another rank (``is_own`` is False) gets a later time.
+    torchrun reports the error with the earliest time, in whole seconds, as the root cause. So an error about another rank
+    (``is_own`` is False) is dated one second later.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -159,5 +158,5 @@ def _write_error_file(error: Exception, raised_at: float, *, is_own: bool) -> No
     trace = "".join(traceback.format_exception(error)) if is_own else _error_text(error)
     extra = {"py_callstack": trace, "timestamp": str(int(raised_at) + (not is_own))}
     message = {"message": f"{type(error).__name__}: {_error_text(error)}", "extraInfo": extra}
-    with suppress(OSError):  # the error itself is what has to be heard
+    with suppress(OSError):  # a failed write must not hide the error itself
         Path(path).write_text(json.dumps({"message": message}))

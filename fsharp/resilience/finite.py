@@ -41,10 +41,14 @@ class NonFinite(NamedTuple):
 
 
 class LeftOutSteps:
-    """The steps that a run leaves out because their loss or gradients hold an infinity or NaN.
+    """The steps that a run leaves out because of an infinity or NaN, and the limit of their number.
 
-    ``policy`` is ``on_nonfinite`` of the run. ``most`` is the limit of left-out steps: in succession with the policy
-    ``"skip"``, in total with ``"roll back"``. ``steps`` are the numbers of the steps that ``"roll back"`` leaves out.
+    Args:
+        policy: ``on_nonfinite`` of the run: ``"raise"``, ``"skip"`` or ``"roll back"``.
+        most: most steps that may be left out: in a row with ``"skip"``, in the whole run with ``"roll back"``.
+
+    Attributes:
+        steps: numbers of the steps that ``"roll back"`` leaves out; empty with the other policies.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -61,17 +65,14 @@ class LeftOutSteps:
         self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, what: str) -> None:
-        """Record that a step had an infinity or NaN, which ``what`` describes.
-
-        Raises NonFiniteError unless the policy leaves the step out.
-        """
+        """Record that a step was not finite, as ``what`` describes. Raise NonFiniteError unless the policy leaves it out."""
         self._in_row += 1
         if self.policy == "raise":
-            raise NonFiniteError(f'{what}. The step was left out. Run(on_nonfinite="skip") or "roll back" would go on.')
+            raise NonFiniteError(f'{what}. To leave the step out and continue, pass Run(on_nonfinite="skip") or "roll back".')
         count = self._in_row if self.policy == "skip" else len(self.steps) + 1
         if count > self.most:
-            kind = "in succession" if self.policy == "skip" else "of this run"
-            raise NonFiniteError(f"{what}. It is number {count} {kind}, and max_nonfinite is {self.most}.")
+            kind = "in a row" if self.policy == "skip" else "of this run"
+            raise NonFiniteError(f"{what}. This is non-finite step number {count} {kind}, and max_nonfinite is {self.most}.")
 
     def next_kept_step(self, step: int) -> int:
         """Return the first step from ``step`` on that is not left out."""
@@ -82,7 +83,7 @@ class LeftOutSteps:
 
 @options_checked
 def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None, tree: Any, *, comm: Comm) -> NonFinite | None:
-    """Look for an infinity or NaN in a loss and a tree on all ranks, and return where it is; None if all is finite.
+    """Return where a loss or a tree holds an infinity or NaN, on any rank; None if all values are finite.
 
     ::
 
@@ -94,11 +95,11 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
             state = fs.update(tx, grads, state, comm=comm)
 
     Args:
-        loss: loss of this rank, before :func:`~fsharp.average`, to find the rank: a :class:`~fsharp.Loss` or another tuple, a
-            tensor, or a number; or None.
+        loss: this rank's own loss, as it is before :func:`~fsharp.average`: a :class:`~fsharp.Loss` or another tuple, a tensor,
+            or a number; or None.
         tree: gradients, parameters, or another pytree of ``Sharded``, tensors, numbers and texts; other leaves are a TreeError.
-            For a module pass ``{name: p.grad for name, p in model.named_parameters()}``. For an object with ``state_dict()``
-            its state dict is searched. Padding is not.
+            For a module pass ``{name: p.grad for name, p in model.named_parameters()}``. Of an object with ``state_dict()``
+            the state dict is searched. Padding is not searched.
         comm: the ranks.
 
     Cost: one pass over the tree, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits; more if something
@@ -107,7 +108,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
     losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
     with reporting_format_errors(comm, "find_nonfinite()"):
         pieces = list(_paths_and_leaves(tree))
-        # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
+        # A sum is far quicker than a test of each element. If finite elements have an infinite sum, the search finds nothing.
         sums = [
             _in_computable_dtype(x).sum() if isinstance(x, torch.Tensor) else x
             for _, held in pieces
@@ -126,7 +127,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         losses_of = tuple(rank for rank, (is_bad, _) in enumerate(everyone) if is_bad)
         leaves = {rank: tuple(leaf) for rank, (_, leaf) in enumerate(everyone) if leaf is not None}
         if not leaves:
-            return NonFinite(losses_of, None, ()) if losses_of else None  # else it is padding, or a sum that overflows
+            return NonFinite(losses_of, None, ()) if losses_of else None  # None: padding, or a sum that overflows
         first = min(leaves.values())
         return NonFinite(losses_of, first[2], tuple(rank for rank, leaf in leaves.items() if leaf == first))
 

@@ -80,7 +80,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     from torch.distributed.launcher.api import elastic_launch
 
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # the agent's account of a failure, which the error below has
+    logging.disable(logging.CRITICAL)  # torch's agent logs a failure, and so does the error below
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
         _write_call(Path(folder), fn, args)
         try:
@@ -119,7 +119,7 @@ def local_launch_config(nproc: int) -> "LaunchConfig":
 
 @contextmanager
 def _restored_signal_handlers() -> Iterator[None]:
-    """Return a context that restores this process's signal handlers at its end, as torch's agent replaces them."""
+    """Restore this process's signal handlers at the end of this context, as torch's agent replaces them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -134,8 +134,8 @@ def _restored_signal_handlers() -> Iterator[None]:
 def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]:
     """Return the rank that failed first, and its traceback or exit status.
 
-    Failures count in this order: an error of a rank's own, a process that ended without an error, an error about another rank,
-    and a process that the agent has ended. The agent itself has only times in whole seconds.
+    The first failure is taken from the first of these kinds that there is: errors of ranks themselves, processes that ended
+    without an error, errors about other ranks, processes that torch's agent has ended. The agent's times are whole seconds.
     """
 
     def noted(pattern: str) -> list[tuple[int, str]]:
@@ -160,7 +160,7 @@ def run_rank(folder: str) -> None:
     except Exception as error:
         whose = "heard" if isinstance(error, CommError | AgreementError) else "own"
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
-        Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before others hear by destroy()
+        Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before destroy() tells others
         raise
     finally:
         destroy()

@@ -30,8 +30,8 @@ class OwnState:
 
     The ``state_dict()`` of the object is one leaf of a checkpoint: bytes of ``torch.save``, which are loaded with
     ``weights_only=True``. So it may hold tensors, numbers, strings, bytes, None, and lists and dicts of these. A checkpoint
-    loads on the same number of ranks. An iterator that a loop uses does not see a load: begin the loop after ``resume``, and a
-    new iterator after a step that was rolled back.
+    loads only on the same number of ranks. Make iterators after ``resume``, and new ones after a step that was rolled back:
+    an existing iterator does not see the loaded state.
 
     Args:
         owner: an object with ``state_dict()`` and ``load_state_dict()``.
@@ -61,7 +61,7 @@ class OwnState:
         return {"state": PerRank(torch.frombuffer(bytearray(whole.ljust(self.nbytes, b"\0")), dtype=torch.uint8))}
 
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """Return a state to load a checkpoint into. The object is not asked for its state."""
+        """Return zeros, into which a checkpoint is loaded. The object's ``state_dict()`` is not called."""
         return {"state": PerRank(torch.zeros(self.nbytes, dtype=torch.uint8))}
 
     @api_boundary
@@ -75,7 +75,7 @@ class OwnState:
 def _loaded(where: str, data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:  # of several classes
+    except Exception as error:  # torch raises several classes
         what = f"the state holds an object that torch.load(weights_only=True) does not load: {str(error).splitlines()[0]}"
         remedy = "Let state_dict() return tensors, numbers, strings, bytes, None, and lists and dicts of these."
         raise TreeError(problem(where, what, remedy=remedy)) from error

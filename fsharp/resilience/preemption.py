@@ -16,7 +16,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 EXIT_PREEMPTED = os.EX_TEMPFAIL
-"""75, "try again later" in ``sysexits.h``; not 143, with which a process that has saved nothing ends by SIGTERM."""
+"""Exit code 75, "try again later" in ``sysexits.h``. 143 would mean that SIGTERM ended the process before it saved."""
 
 
 @options_checked
@@ -32,8 +32,8 @@ class Preemption:
                     fs.checkpoint.save(root, state, step=step + 1, comm=comm)
                     sys.exit(fs.resilience.EXIT_PREEMPTED)
 
-    Inside of the context these signals are only recorded. At its end the earlier handlers are back, and a signal that
-    :meth:`agreed` has not reported yet is raised again. After SIGTERM torchrun waits 30 seconds for its processes, and Slurm
+    In the context these signals are only recorded. The end of the context restores the earlier handlers, and raises a signal
+    again that :meth:`agreed` has not reported. After SIGTERM torchrun waits 30 seconds for its processes, and Slurm
     waits for ``KillWait``. torchrun itself exits with 1, whatever the exit codes of its processes. If only some processes get
     the signal, and restarts are left, torchrun starts all of them again at once. Forked processes end by these signals as
     usual. If a cluster signals whole process groups, let the workers of a ``DataLoader`` ignore signals, by ``worker_init_fn``:

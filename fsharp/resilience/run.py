@@ -66,18 +66,16 @@ class Run:
 
     Args:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
-        comm: the ranks: the Comm of a scheduler, and not the scheduler. Over NCCL slow ranks are not looked for.
+        comm: the ranks; of a scheduler pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
         total: number of steps. You can set ``run.total`` before :meth:`end_step`, to one value on all ranks. The run saves
             after the last step.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
-        keep_steps: length of an interval of steps: of each interval keep the last checkpoint as well, as with 1000 that of
-            steps 1
-            to 1000; see :func:`fsharp.checkpoint.prune`.
-        keep_hours: length of an interval of hours: of each interval keep the last checkpoint as well.
-        replicas: keep the tree in memory of hosts as well, and restore it from there or from disk, whichever is newer. ``root``
-            of the replicas has to be that of the run. Close them after the run:
-            ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
+        keep_steps: length of an interval of steps. The last checkpoint of each interval is kept as well: with 1000 the last one
+            of steps 1 to 1000, and so on; see :func:`fsharp.checkpoint.prune`.
+        keep_hours: length of an interval of hours. The last checkpoint of each interval is kept as well.
+        replicas: keep the tree in memory of hosts as well, and restore it from there or from disk, whichever is newer. Their
+            ``root`` has to be the run's. Close them after the run: ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
         refresh_every: number of steps between two refreshes of ``replicas``.
         config: settings that decide the results, a value that JSON can hold. Different configs on ranks are an error. If a run
             continues with another config, the log lists the changes.
@@ -93,7 +91,7 @@ class Run:
         elastic: let the other ranks stay if one is killed, fails or hangs: see :meth:`train`.
 
     Attributes:
-        step: number of the next step, which is the number of finished steps, with left-out ones.
+        step: number of the next step, which is the number of finished and left-out steps.
 
     Raises:
         RunError: an argument is wrong, or methods are called in another order than above.
@@ -130,7 +128,7 @@ class Run:
             if type(value) is not int or value < 1:
                 raise RunError(f"Run(): {name} is {value!r}, expected an integer of at least 1.")
         if isinstance(comm, Engine):
-            raise RunError(f"Run(): comm is a {type(comm).__name__}; pass what that was made of: comm=scheduler.comm.")
+            raise RunError(f"Run(): comm is a {type(comm).__name__}; pass the Comm that it was made of: comm=scheduler.comm.")
         if on_nonfinite not in _POLICIES:
             raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
         elastic = elastic and comm.mesh.size > 1
@@ -243,19 +241,19 @@ class Run:
         root = self._checkpoints.root if has_own or other is None else absolute_path(other)
         is_there = has_own or self._checkpoints.has_any_in(root)
         if not is_there and other is not None:
-            raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
+            raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to continue from.")
         if is_there:
             found, tree = self._load_newest(root, tree)
-            _log.info("the run goes on after step %d with %s", found.step, found.path)
+            _log.info("the run continues after step %d with %s", found.step, found.path)
             for line in _changes(found.config, self.config):
-                self._record.warn(self.step, f"the run goes on after step {found.step} with another config: {line}")
+                self._record.warn(self.step, f"the run continues after step {found.step} with another config: {line}")
         self._record.start(self.step, tree, root=self._checkpoints.root, total=self.total, config=self.config)
         if self._checkpoints.is_elastic and not is_there:
             self._checkpoints.wait_for_first(self._tree_to_save(tree))
         if not has_own and (is_there or self._left_out.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
-            self._save(tree)  # a state only in memory is not the end of a run
+            self._save(tree)  # the last state may be in memory of hosts alone, and a run has to end on disk
         return tree
 
     @api_boundary
@@ -328,7 +326,7 @@ class Run:
 
     def _steps(self) -> Iterator[int]:
         if self._phase == "new":
-            raise RunError("Run.steps(): call resume(tree) first: it looks for a checkpoint, and remembers where to go on.")
+            raise RunError("Run.steps(): call resume(tree) first: it finds the step from which the run continues.")
         self._record.begin_steps(self.step)
         while self.step < self.total:
             self._phase = "in a step"
@@ -382,7 +380,7 @@ class Run:
 
     @api_boundary
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record values of the step under way, or between steps of the last one. Values of rank 0 count.
+        """Record values of the step under way; between steps, of the step before. Only rank 0 records.
 
         Args:
             values: by name, such as ``{"loss": metrics.loss}``: numbers, tensors with one element, texts; lists and dicts of
@@ -391,8 +389,8 @@ class Run:
 
         Raises:
             RunError: before :meth:`resume`.
-            OptionError: a name is one under which the run itself records, such as ``step`` or ``event``; or a logger cannot
-                record a value, which is raised on rank 0, and so on all ranks.
+            OptionError: the run itself records under one of the names, such as ``step`` or ``event``; or a logger cannot record
+                a value: rank 0 raises this error, and so all ranks do.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """
@@ -425,7 +423,6 @@ class Run:
         return tree
 
     def _load_newest(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
-        """Return the newest checkpoint that is not damaged, in memory or on disk, and its tree."""
         found, loaded = self._checkpoints.load_newest_from(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
         self._left_out.begin_again(json.loads(loaded["run"]["skipped"]))
@@ -448,8 +445,8 @@ class Run:
         if bad is not None:
             raise NonFiniteError(
                 f"Run: the tree after {self.step} steps is not saved: {bad}; {self._checkpoints.describe_newest()}. "
-                "Leave out updates that find_nonfinite() refuses. If the tree is meant to be so, as with a mask of -inf, pass "
-                "Run(save_nonfinite=True)."
+                "Skip an update if find_nonfinite() finds its gradients infinite or NaN. If the tree has to hold such values, "
+                "such as a mask of -inf, pass Run(save_nonfinite=True)."
             )
         return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 

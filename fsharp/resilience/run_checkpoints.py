@@ -15,14 +15,14 @@ from fsharp.functional.comm.protocol import Comm
 class RunCheckpoints:
     """The checkpoints of a run, on disk and in memory of hosts.
 
-    ``options`` are more arguments of the :class:`Saver`.
+    ``options`` are further arguments of the :class:`Saver`.
 
     Attributes:
-        saved: step of the newest checkpoint on disk that this run has written or loaded; -1 if there is none.
-        newest: step of the newest checkpoint on disk or in memory of hosts; -1 if there is none. Both count a save that has
-            begun.
-        is_elastic: whether the run may go back at any time, so that the tree of step 0 is kept as well.
-        has_values: whether a load has begun, or the tree of step 0 is kept: the tree of the caller is not needed any more.
+        saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
+        newest: step of the newest checkpoint on disk or in memory of hosts, also if its save has only begun; -1 if there is
+            none.
+        is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
+        has_values: whether a load has begun, or the tree of step 0 is kept: the caller's tree is no longer needed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunCheckpoints:
     ) -> None:
         if replicas is not None and replicas.root != root:
             raise RunError(
-                f"Run(): replicas have root={replicas.root!r}, expected that of the run: Replicas(..., root={root!r})."
+                f"Run(): replicas have root={replicas.root!r}, expected the root of the run: Replicas(..., root={root!r})."
             )
         self.root, self.replicas = root, replicas
         self.save_every, self.refresh_every = save_every, refresh_every
@@ -49,23 +49,23 @@ class RunCheckpoints:
         self.is_elastic, self.has_values = elastic, False
 
     def open_saver(self) -> Saver:
-        """Return the Saver of later checkpoints, to be closed after the run."""
+        """Return the Saver of this run's checkpoints, which the caller closes after the run."""
         self._saver = Saver(self.root, self._comm, **self._options, config=self._config)
         return self._saver
 
     def record_leaves(self, tree: Any) -> None:
-        """Record the leaves of this tree: :meth:`check_leaves` refuses trees with other leaves."""
+        """Record the names of this tree's leaves, for :meth:`check_leaves`."""
         self._names = set(leaf_names(tree))
 
     def check_leaves(self, tree: Any) -> None:
-        """Raise a RunError for a tree with other leaves than expected, which a restart could not load."""
+        """Raise a RunError if a tree has other leaves than the recorded ones: a restart could not load the tree."""
         if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
             facts = [(name, "gone" if name in self._names else "new") for name in changed[:8]]
             remedy = (
                 "Begin with a tree that has all later leaves: a number in place of None, lists of their final lengths, a step "
                 "of a plain optimizer of torch before resume()."
             )
-            what = "the tree has other leaves than it had in resume(), so that a restart could not load it."
+            what = "the tree has other leaves than the tree given to resume(), so a restart could not load it."
             raise RunError(problem("Run", what, facts, remedy))
 
     def has_any(self) -> bool:
@@ -73,7 +73,7 @@ class RunCheckpoints:
         return (self.replicas is not None and self.replicas.latest() is not None) or self.has_any_in(self.root)
 
     def has_any_in(self, root: str) -> bool:
-        """Whether rank 0 sees a checkpoint in a folder. Other ranks may see another state of a folder on a network."""
+        """Return whether rank 0 sees a checkpoint in a folder. Other ranks may see an older state of a folder on a network."""
         found = check_on_all_ranks("Run", self._comm, lambda: self._comm.rank == 0 and has_checkpoints(root))
         return bool(all_gather_texts("yes" if found else "", self._comm)[0])
 
@@ -133,4 +133,4 @@ class RunCheckpoints:
 
     def describe_newest(self) -> str:
         """Return text that names the newest checkpoint."""
-        return f"the newest checkpoint is that of step {self.newest}" if self.newest >= 0 else "there is no checkpoint"
+        return f"the newest checkpoint is of step {self.newest}" if self.newest >= 0 else "there is no checkpoint"

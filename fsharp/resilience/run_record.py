@@ -66,18 +66,18 @@ class RunRecord:
         """Record the newest complete checkpoint, if it is new. ``step`` is the number of finished steps."""
         if complete != self._saved:
             self._saved = complete
-            self.log(max(step - 1, 0), {"saved": complete})  # loggers such as wandb's take no earlier step afterwards
+            self.log(max(step - 1, 0), {"saved": complete})  # wandb refuses a step before the newest one
 
     @contextmanager
     def failures_as_warnings(self) -> Iterator[None]:
-        """Warn if a logger fails in this context, as while the error of a run is on its way."""
+        """Log a warning if a logger fails in this context, so that the run's error is raised, and not the logger's."""
         try:
             yield
         except Exception as failure:
             _log.warning("a logger could not record the end of the run: %s: %s", type(failure).__name__, failure)
 
     def start(self, step: int, tree: Any, **about: Any) -> None:
-        """Record that the run begins or goes on: settings, versions, this machine, and the layout of the tree's units."""
+        """Record that the run begins or continues: settings, versions, this machine, and the layout of the tree's units."""
         if not self._loggers:
             return
         device = self._comm.device
@@ -99,7 +99,7 @@ class RunRecord:
             self.stragglers.start()
 
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """Record the throughput, if it is time, and what is new about slow ranks. ``step`` is the number of finished steps."""
+        """Record the throughput once a second, and ranks that have become slow. ``step`` is the number of finished steps."""
         if self.stragglers is not None:
             known, times = self.stragglers.stragglers, self.stragglers.times
             before = times[-1] if times else None
@@ -118,8 +118,8 @@ class RunRecord:
 
 
 def _layout(tree: Any) -> Layout | None:
-    """Return the layout of a tree's units; None if there are none, or if two of them have one name, as in two models."""
+    """Return the layout of a tree's units; None without units, or if two units have the same name, as in two models."""
     units = tuple(dict.fromkeys(node.unit for node in units_of(tree)))
     if not units or len({unit.name for unit in units}) < len(units):
         return None
-    return Layout(units[0].mesh, units, optree.treespec_leaf())  # what is recorded does not depend on the tree above the units
+    return Layout(units[0].mesh, units, optree.treespec_leaf())  # the record does not show the tree above the units

@@ -79,7 +79,7 @@ class IndexSampler:
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
         """Yield a rank's indices of step ``start`` and all later steps, without end: a ``batch_sampler`` for a ``DataLoader``.
 
-        After a Run has rolled back, make a new one, as this one does not leave out steps.
+        After a Run has rolled back, make a new iterator: the earlier one does not leave out steps.
         """
         step = start
         while True:
@@ -91,7 +91,7 @@ class IndexSampler:
         return step * self.batch_size // self.num_samples
 
     def state_dict(self) -> dict[str, int]:
-        """Return the settings that decide the order of samples, as integers. The step is left out: the run counts steps."""
+        """Return the settings that decide the order of samples, as integers by name. The step is not among them."""
         return {name: int(getattr(self, name)) for name in ("num_samples", "batch_size", "seed", "shuffle")}
 
     @api_boundary
@@ -102,8 +102,8 @@ class IndexSampler:
         rows = [f"{name} was {state.get(name)!r}, here it is {mine[name]!r}" for name in other]
         if rows:
             raise RunError(
-                f"IndexSampler.load_state_dict(): the saved order of samples is another one ({'; '.join(rows)}). Make the "
-                "sampler with the saved values, or leave it out of what is resumed to begin a new order."
+                f"IndexSampler.load_state_dict(): the saved sampler has another order of samples ({'; '.join(rows)}). Make the "
+                "sampler with the saved values; or, to begin a new order, leave it out of the tree that is resumed."
             )
 
     def _samples_between(self, first: int, last: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fsharp.functional.layout.text import describe_units
 from fsharp.functional.tree.paths import join_path
 from fsharp.type_checks import options_checked
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions in nodes, as a defaultdict's factory: another in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # a function in a node, such as a defaultdict's factory; differs between processes
 
 
 @options_checked
@@ -64,12 +64,11 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
         yield join_path(path), json.dumps(config, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"config: {join_path(path)!r} is {config!r}, expected what JSON has: numbers, texts, lists, dicts."
+            f"config: {join_path(path)!r} is {config!r}, expected a value of JSON: a number, text, list or dict."
         ) from error
 
 
 def _leaf_lines(tree: Any) -> Iterator[str]:
-    """Yield a line for each leaf: its path and its description."""
     for path, _, leaf in leaves_with_paths(with_state_dicts(tree)):
         if is_sharded(leaf):
             yield f"{join_path(path)}: {leaf.name!r} at {leaf.place}"

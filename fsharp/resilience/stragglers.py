@@ -17,7 +17,7 @@ from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
 _KEPT = 1000
-_MEDIAN_ERROR = 1.2533 * 1.4826  # standard error of a median to the median deviation over the root of the number, if normal
+_MEDIAN_ERROR = 1.2533 * 1.4826  # of n normal samples: the median's standard error, over (median deviation / sqrt(n))
 
 
 class StepTimes(NamedTuple):
@@ -39,8 +39,9 @@ class StragglerDetector:
 
     Ranks wait for each other in every step, so a step takes equally long on all of them. The *own* time of a rank is its step
     time without waits for collectives: compute, data loading, Python. Every few steps ranks exchange the medians of their own
-    times. A rank is a straggler if, in two exchanges in a row, its own time is more than ``ratio`` times the median of all
-    ranks, and two standard errors above the median. Rank 0 then logs a warning. Own times of simulated ranks are not known.
+    times. A rank is slow if its own time is more than ``ratio`` times the median of all ranks, and two standard errors above
+    the median. A rank that is slow in two exchanges in a row is a straggler, and rank 0 logs a warning. Own times of simulated
+    ranks are not known.
 
     Args:
         comm: the ranks.
@@ -65,7 +66,7 @@ class StragglerDetector:
             raise RunError(f"StragglerDetector(): ratio is {ratio!r}, expected a number above 1.")
         found = innermost_comm(comm)
         if isinstance(found, ProcessGroupComm) and found.is_native:
-            raise CommError("StragglerDetector(): over NCCL processes do not wait for each other, devices do: it needs gloo.")
+            raise CommError("StragglerDetector(): over NCCL devices wait for other ranks, and processes do not. Expected gloo.")
         self._waits_of = found if isinstance(found, ProcessGroupComm) else None
         self.comm, self.every, self.ratio = comm, every, ratio
         self.times: deque[StepTimes] = deque(maxlen=_KEPT)
@@ -94,7 +95,7 @@ class StragglerDetector:
         self._since = self._clock_without_waits()
 
     def _compare(self, times: StepTimes) -> None:
-        usual = statistics.median_low(times.own_s)  # of two ranks the faster one: their mean would hide the other
+        usual = statistics.median_low(times.own_s)  # of two ranks the faster one, as a mean of both would hide the slow one
         usual_error = times.error_s[times.own_s.index(usual)]
         slow = {
             rank: own / usual
@@ -111,5 +112,4 @@ class StragglerDetector:
             )
 
     def _clock_without_waits(self) -> float:
-        """Return a clock in seconds that does not count waits for other ranks."""
         return time.perf_counter() - (self._waits_of.watch.ranks.waited_s if self._waits_of is not None else 0.0)

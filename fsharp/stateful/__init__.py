@@ -1,1 +1,1 @@
-"""Time and memory: when things run, and who owns storage. Never what is computed."""
+"""Time and memory: when things run, and who owns storage. Nothing here changes a computed value."""

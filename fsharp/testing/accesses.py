@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsharp.testing.ordering import Access, ByteSpan, Entry, Free
 
-_MOST_RUNS = 1024  # a strided tensor of more runs counts as one run, from its first byte to its last
+_MOST_RUNS = 1024  # a strided tensor with more runs counts as one run, from its first byte to its last
 _NO_DATA = frozenset(
     ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::set_")
 )  # these ops allocate or exchange memory without reading or writing it
@@ -64,7 +64,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Storages:
-    """All living storages, each with the lane that allocated it. When a storage is freed, ``log`` gets a :class:`Free`."""
+    """All living storages, each with the lane that allocated it. ``log`` gets a :class:`Free` when a storage is freed."""
 
     def __init__(self, log: list[Entry]) -> None:
         self._log = log
@@ -73,11 +73,11 @@ class Storages:
         self._finalizers: dict[int, weakref.finalize] = {}
 
     def knows(self, x: torch.Tensor) -> bool:
-        """Whether the storage of ``x`` has been added."""
+        """Return whether the storage of ``x`` has been added."""
         return x.untyped_storage()._cdata in self._live
 
     def add_storage(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
-        """Add the storage of ``x``. ``lane`` allocated it; None if nobody saw the allocation."""
+        """Add the storage of ``x``. ``lane``: the lane that allocated it; None if the allocation was not logged."""
         storage = x.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
         span = self._live[key] = ByteSpan(start, start + storage.nbytes(), start)
@@ -98,7 +98,7 @@ class Storages:
             self._log.append(Free(lane, span))
 
     def close(self) -> None:
-        """Stop logging, and forget tensors."""
+        """Stop logging frees."""
         for finalizer in self._finalizers.values():
             finalizer.detach()
 
@@ -118,7 +118,7 @@ class AccessLoggingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and log the bytes that it reads and writes."""
         if any(getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl for kind in types):
-            return NotImplemented  # a tensor subclass, which wraps tensors: their ops come here next
+            return NotImplemented  # the ops of the subclass's inner tensors come here next
         kwargs = kwargs or {}
         effects = _effects(func)
         reads: list[ByteSpan] = []
@@ -135,14 +135,13 @@ class AccessLoggingMode(TorchDispatchMode):
         for x in _tensors(result):
             if not self._storages.knows(x):
                 made.append(self._storages.add_storage(x, lane))
-                writes.extend(
-                    byte_spans(x)
-                )  # also for an op of _NO_DATA: until now the memory belonged to another tensor of this lane
+                # Also for an op of _NO_DATA, whose memory may have belonged to another tensor of this lane.
+                writes.extend(byte_spans(x))
         if reads or writes or made:
             name = str(func).removesuffix(".default")
             self._log.append(Access(lane, name, during, tuple(reads), tuple(writes), tuple(made)))
         return result
 
     def close(self) -> None:
-        """Stop logging, and forget tensors."""
+        """Stop logging frees."""
         self._storages.close()

@@ -47,8 +47,8 @@ def assert_equivalent(
     """Train the same steps under several strategies, and assert that they give the parameters of an unsharded run.
 
     All runs have to agree with the unsharded run within ``tolerance``. Two runs on one mesh have to be **bitwise** equal if
-    they add in the same order. On a mesh of one axis, without accumulation, they always do. With accumulation, or on several
-    axes, they do if their gradients rest in the same place.
+    they add gradients in the same order. On a mesh of one axis, without accumulation, all runs add in the same order. With
+    accumulation, or on several axes, runs do whose gradients rest in the same place.
 
     Args:
         loss_fn: the loss, as for :func:`~fsharp.train_step`. Its result must not depend on how the batch is divided: a mean
@@ -96,7 +96,7 @@ def assert_equivalent(
 
 
 def _order_of_sums(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
-    """Return a key that is equal for strategies that add gradients in the same order."""
+    """Return a key that strategies share if they add gradients in the same order."""
     if microbatches == 1 and len(mesh.axes) == 1:
         return None
     if microbatches == 1:

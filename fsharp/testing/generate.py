@@ -1,4 +1,4 @@
-"""Hypothesis strategies for meshes, sharding strategies, trees and layouts: what a law of sharding is tried on.
+"""Hypothesis strategies for meshes, sharding strategies, trees and layouts, for property tests of sharding.
 
 Importing this module imports hypothesis; nothing else in the library does.
 
@@ -27,7 +27,7 @@ V = TypeVar("V")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of leaves that are trained."""
 DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64)
-"""Dtypes of leaves; the others than :data:`FLOATS` are frozen."""
+"""Dtypes of leaves. Leaves of dtypes that are not in :data:`FLOATS` are frozen."""
 
 _LARGEST = 4
 _SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 11, 13)
@@ -48,36 +48,36 @@ class Case(NamedTuple):
 
 
 def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
-    """Meshes of one axis, ``dp``, or of two, ``outer`` and ``inner``, of at most ``max_ranks``; some axes are of size 1."""
-    # Hypothesis favours what comes first: two axes, and more ranks than one.
+    """Return a strategy for meshes of at most ``max_ranks`` ranks, with the axis ``dp``, or axes ``outer`` and ``inner``."""
+    # Hypothesis favours the first choices: two axes, and more ranks than one.
     sizes = sorted(range(1, max_ranks + 1), key=lambda n: n == 1)
     grids = [Mesh({"outer": m, "inner": n}) for m, n in product(sizes, sizes) if m * n <= max_ranks]
     return st.one_of(st.sampled_from(grids), st.sampled_from([Mesh({"dp": n}) for n in sizes]))
 
 
 def legal_strategies(mesh: Mesh) -> list[Strategy]:
-    """Return every legal :class:`~fsharp.Strategy` on a mesh: those with names, and those without."""
+    """Return every legal :class:`~fsharp.Strategy` on a mesh, such as ZeRO-3, and strategies without a name."""
     result = []
     for rules in product(_RULES, repeat=len(mesh.axes)):
         try:
             result.append(Strategy(dict(zip(mesh.names, rules, strict=True))))
-        except StrategyError:  # parameters and gradients that do not nest
+        except StrategyError:  # the axes of parameters and gradients do not nest
             continue
     return result
 
 
 def strategies(mesh: Mesh) -> st.SearchStrategy[Strategy]:
-    """Any legal strategy on ``mesh``."""
+    """Return a strategy for the legal sharding strategies on ``mesh``."""
     return st.sampled_from(legal_strategies(mesh))
 
 
 def atoms() -> st.SearchStrategy[Atom]:
-    """Elements, blocks of one to three rows, and whole tensors."""
+    """Return a strategy for atoms: elements, blocks of one to three rows, and whole tensors."""
     return st.one_of(st.just(Element()), st.builds(Rows, st.integers(1, 3)), st.just(Whole()))
 
 
 def precisions() -> st.SearchStrategy[Precision]:
-    """Precisions: the leaf's own dtypes; a main copy; a wire narrower than the sum."""
+    """Return a strategy for precisions: the leaf's own dtypes; with a main copy; with a wire narrower than the sum."""
     return st.sampled_from(
         [
             Precision(),
@@ -89,7 +89,7 @@ def precisions() -> st.SearchStrategy[Precision]:
 
 @st.composite
 def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims: int = 3) -> torch.Tensor:
-    """Small tensors of integers: scalars, dims of size 0 and 1, primes; contiguous, transposed, strided, expanded."""
+    """Return a strategy for small tensors of integers, with dims of size 0, 1 and primes, in any layout of memory."""
     shape = draw(st.lists(st.sampled_from(_SIZES), max_size=max_dims))
     while len(shape) > 1 and torch.Size(shape).numel() > 200:
         shape.pop()
@@ -107,7 +107,7 @@ def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims
 
 
 def integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return integers from -4 to 4, or from 0 where the dtype has no sign, in the shape and dtype of ``like``."""
+    """Return random integers from -4 to 4 (from 0 if the dtype has no sign), in the shape and dtype of ``like``."""
     low = -_LARGEST if like.dtype.is_signed else 0
     drawn = torch.randint(low, _LARGEST + 1, like.shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(like.dtype)
@@ -115,7 +115,7 @@ def integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 @st.composite
 def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves: int = 8, ties: bool = True) -> Any:
-    """Nested dicts, lists and tuples of :func:`tensors`, with at least one leaf, empty containers, None, and tied leaves."""
+    """Return a strategy for nested dicts, lists and tuples of :func:`tensors`, with empty containers, None and tied leaves."""
     keys = st.sampled_from(["w", "b", "scale", "layers", "0", "10"])
     shapes: st.SearchStrategy[Any] = st.recursive(
         st.sampled_from([0, 0, 0, 0, None]),
@@ -136,7 +136,7 @@ def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves
 
 @st.composite
 def unit_patterns(draw: st.DrawFn, tree: Any) -> str | list[str] | None:
-    """Legal unit patterns of a tree: none, every key at the root, or some subtrees apart from each other."""
+    """Return a strategy for legal unit patterns of a tree: None, every key at the root, or some disjoint subtrees."""
     paths, _, _ = flatten_with_paths(tree)
     if paths == ("",):
         return None
@@ -156,7 +156,10 @@ def layouts(
     mesh: st.SearchStrategy[Mesh] | None = None,
     precision: st.SearchStrategy[Precision] | None = None,
 ) -> Layout:
-    """Layouts of a tree: any mesh, strategy, units, atoms and labels by path, frozen leaves; dtypes of leaves by default."""
+    """Return a strategy for layouts of a tree: with any mesh, strategy and units, and with atoms, labels and frozen leaves.
+
+    ``mesh`` and ``precision`` are strategies to draw from. Without ``precision`` leaves keep their dtypes.
+    """
     ranks = draw(meshes() if mesh is None else mesh)
     paths, leaves, _ = flatten_with_paths(tree)
     owners = find_ties(paths, leaves)
@@ -186,6 +189,6 @@ def cases(
     max_ranks: int = 16,
     precision: st.SearchStrategy[Precision] | None = None,
 ) -> Case:
-    """A tree and a layout of it: :func:`trees` and :func:`layouts` together."""
+    """Return a strategy for a :class:`Case`: a tree, and a layout of this tree."""
     tree = draw(trees(dtypes=dtypes))
     return Case(tree, draw(layouts(tree, mesh=meshes(max_ranks=max_ranks), precision=precision)))

@@ -2,12 +2,12 @@
 
 [Note: vector clocks] A lane is a stream. Each lane has a clock. The clock counts, for every lane, the ops that are sure to be
 finished before this lane's next op begins. Ops of the lane itself count at once, ops of other lanes count after a wait.
-Two accesses to one byte, of which at least one is a write, are a race if the clock of the later access's lane did not yet
-count the earlier access.
+Two accesses to one byte, of which at least one is a write, are a race if the later access's lane had not counted the earlier
+access.
 
-Memory belongs to the lane that allocated it, as in torch's caching allocators. Once memory is freed, the next allocation of
-that lane may reuse it. That allocation is ordered behind ops of its own lane alone, so its clock has to count accesses of other
-lanes.
+Memory belongs to the lane that allocated it, as in torch's caching allocators. Once memory is freed, the next allocation of the
+same lane may reuse it. The allocator orders this allocation only behind ops of the lane itself, so the lane's clock has to have
+counted the accesses of other lanes.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ Clock = dict[str, int]
 
 
 class ByteSpan(NamedTuple):
-    """A run of bytes of one storage. All fields are addresses: the first byte, the end, and that of the storage."""
+    """A run of bytes of one storage, as addresses: of its first byte, of its end, and of the storage."""
 
     start: int
     stop: int
@@ -31,8 +31,8 @@ class ByteSpan(NamedTuple):
 class Access:
     """The accesses of one torch op.
 
-    ``during`` is the work that its lane was doing. ``forgets`` are the storages that the op allocated: earlier accesses to
-    their addresses no longer count.
+    ``during``: the work of the lane that ran the op. ``forgets``: storages that the op allocated; earlier accesses to their
+    addresses no longer count.
     """
 
     lane: str
@@ -48,7 +48,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """An event is recorded on a lane."""
+    """The record of an event on a lane, under a key for waits."""
 
     lane: str
     key: object
@@ -56,10 +56,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A lane waits for all earlier ops of the lane ``of``, or for the :class:`RecordEvent` whose key is ``of``.
-
-    ``why`` describes the wait in words.
-    """
+    """A wait of a lane for all earlier ops of the lane ``of``, or for the event with the key ``of``. ``why``: in words."""
 
     lane: str
     of: object
@@ -71,7 +68,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A storage is freed. ``lane`` allocated it; None if nobody saw the allocation."""
+    """The end of a storage. ``lane``: the lane that allocated it; None if the allocation was not logged."""
 
     lane: str | None
     span: ByteSpan
@@ -79,7 +76,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class RecordStream:
-    """The allocator must not reuse the storage at ``base`` before all ops so far on ``lane`` are finished."""
+    """A call of ``record_stream``: the storage at ``base`` is not reused before all ops so far on ``lane`` are finished."""
 
     lane: str
     base: int
@@ -90,9 +87,9 @@ Log = Sequence[Entry]
 
 
 class Race(NamedTuple):
-    """Two unordered accesses to the bytes of a span.
+    """Two unordered accesses to the same bytes; or an access to freed memory that another lane may reuse.
 
-    If the memory was freed, ``second`` is None: the lane ``owner`` may reuse the memory while ``first`` is under way.
+    In the second case ``second`` is None, and the lane ``owner`` may reuse the memory while ``first`` is under way.
     """
 
     first: Access
@@ -116,13 +113,13 @@ class _Cell(NamedTuple):
 
 
 class _ShadowMemory:
-    """A map from bytes to their last write and the reads since: disjoint runs in order of address."""
+    """A map from bytes to their last write and the reads since then, as disjoint runs in order of address."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int, _Cell]] = []
 
     def take_entries(self, start: int, stop: int) -> list[tuple[int, int, _Cell]]:
-        """Remove and return the entries of a run of bytes, cut to this run."""
+        """Remove the entries of a run of bytes, and return them, cut to this run."""
         runs, i = self._runs, bisect_right(self._runs, start, key=itemgetter(0)) - 1
         if i < 0 or runs[i][1] <= start:
             i += 1
@@ -141,7 +138,7 @@ class _ShadowMemory:
         return taken
 
     def insert_entries(self, runs: Sequence[tuple[int, int, _Cell]]) -> None:
-        """Insert neighbouring runs, in order of address, where the map has none."""
+        """Insert entries, in order of address, for neighbouring runs of bytes that have no entry."""
         if runs:
             i = bisect_right(self._runs, runs[0][0], key=itemgetter(0))
             self._runs[i:i] = runs
@@ -153,16 +150,15 @@ class _Replay:
         self.marks: dict[object, Clock] = {}
         self.bytes = _ShadowMemory()
         self.kept: dict[tuple[int, str], int] = {}  # by storage and lane: number of the last op that the allocator waits for
-        self.freed: dict[
-            str, list[tuple[_Seen, ByteSpan]]
-        ] = {}  # by owner: accesses of other lanes to freed memory, which the owner's clock did not count
+        # By owner, accesses of other lanes to freed memory that the owner's clock had not counted.
+        self.freed: dict[str, list[tuple[_Seen, ByteSpan]]] = {}
         self.races: dict[tuple[Access, Access | None], Race] = {}
 
     def clock(self, lane: str) -> Clock:
         return self.clocks.setdefault(lane, {})
 
     def wait(self, wait: Wait) -> bool:
-        """Update the clock of the lane that waits, and return whether the clock has changed."""
+        """Update the clock of the waiting lane. Return whether the clock has changed."""
         other = self.clock(wait.of) if isinstance(wait.of, str) else self.marks.get(wait.of, {})
         mine, learned = self.clock(wait.lane), False
         for lane, tick in other.items():
@@ -227,7 +223,7 @@ class _Replay:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
     def report_reuse(self, owner: str) -> None:
-        """Report accesses that may still be under way to memory that ``owner`` has freed. Called when ``owner`` allocates."""
+        """Record races of an allocation of ``owner`` with accesses to its freed memory that may still be under way."""
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):
             if clock.get(seen.access.lane, 0) < seen.tick:
@@ -237,8 +233,8 @@ class _Replay:
 class ReplayResult(NamedTuple):
     """The result of :func:`replay`.
 
-    ``races`` has each pair of accesses once. ``learned`` has the positions of the waits that changed a lane's vector clock. All
-    other waits are implied by earlier ones.
+    ``races``: each pair of accesses once. ``learned``: positions of the waits that changed a lane's clock; earlier waits imply
+    all other waits.
     """
 
     races: list[Race]
@@ -246,7 +242,7 @@ class ReplayResult(NamedTuple):
 
 
 def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
-    """Find the races in a log, which is in the order of issue. Entries at the positions ``without`` are left out."""
+    """Return the races in a log, which is in the order of issue, without the entries at the positions ``without``."""
     state, learned = _Replay(), set()
     for i, entry in enumerate(log):
         if i in without:

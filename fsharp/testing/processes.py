@@ -1,7 +1,8 @@
-"""processes: run a function as every rank of a mesh, each in a process of its own that talks over gloo.
+"""processes: run a function as every rank of a mesh, each in a process of its own, over gloo.
 
-[Note: launcher] Importing torch takes seconds, and a property test makes hundreds of processes. So they are forked from one
-that has imported it, does nothing else and has one thread, which starts with the first call and ends with this process.
+[Note: launcher] Importing torch takes seconds, and a property test makes hundreds of processes. So ranks are forked from the
+launcher, a process that has imported torch, does nothing else and has one thread. It starts with the first call, and ends with
+this process.
 """
 
 import atexit
@@ -31,7 +32,7 @@ from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
 _SHOWN = 4000
-_GRACE = 10.0  # seconds for the other ranks to fail too, once one has: the first to end need not be the first to fail
+_GRACE = 10.0  # seconds for other ranks to end after one has failed: the first rank to end need not be the first to fail
 
 
 @options_checked
@@ -40,7 +41,7 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
 
     ``fn`` and its closure are sent by cloudpickle, results by pickle. A process has the environment, search path and working
     directory of this process, and has imported torch and fsharp. Addresses of objects and the order of sets are the same on all
-    ranks; under torchrun they are not.
+    ranks, unlike under torchrun.
 
     Args:
         mesh: the ranks.
@@ -48,7 +49,8 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
         timeout: seconds after which all processes are killed.
 
     Raises:
-        CommError: a process failed, or did not end in time, and the others were killed. The message has the end of its output.
+        CommError: a process failed, or did not end in time, and the other processes were killed. The message has the end of
+            the process's output.
 
     Cost: a fork for each rank; the first call imports torch once more.
     """
@@ -81,12 +83,12 @@ class _Launcher:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the launcher's process without ending it. Called in a forked process, whose parent owns the launcher."""
+        """Drop the launcher's process without ending it, as in a forked process, whose parent owns the launcher."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, folder: str, size: int, timeout: float) -> str:
-        """Run the ranks in processes that the launcher forks. Return the text of the first error; empty if there was none."""
+        """Run the ranks in processes that the launcher forks. Return text about failed ranks; empty if all have returned."""
         with self._lock:
             if self._server is None:
                 program = f"{self._first}\nfrom fsharp.testing.processes import _serve\n_serve()"
@@ -99,12 +101,12 @@ class _Launcher:
                     print(json.dumps((folder, size, timeout)), file=server.stdin, flush=True)
                     answer = server.stdout.readline() if server.stdout is not None else ""
             finally:
-                if not answer:  # interrupted, or the launcher has ended: its ranks belong to no call
+                if not answer:  # the call was interrupted, or the launcher has ended: end it and its ranks
                     self._server = None
                     with suppress(ProcessLookupError):
                         os.killpg(server.pid, signal.SIGKILL)
                     _end(server)
-            return str(json.loads(answer)) if answer else "the process that starts them has ended."
+            return str(json.loads(answer)) if answer else "the process that starts the ranks has ended."
 
     def close(self) -> None:
         """End the launcher's process."""
@@ -121,7 +123,7 @@ _launcher = _Launcher()
 
 
 def _serve() -> None:
-    """Serve requests to run ranks: one line of standard input each, until standard input ends."""
+    """Serve requests to run ranks, one in each line of standard input, until standard input ends."""
     for line in sys.stdin:
         folder, size, timeout = json.loads(line)
         print(json.dumps(_launch(Path(folder), size, timeout)), flush=True)

@@ -29,9 +29,10 @@ class RaceError(FsharpError, AssertionError):
 
 
 class UnneededWait(NamedTuple):
-    """A wait that could be left out alone without a race in the checked steps, and how often it was issued.
+    """A wait without which, alone, the checked steps would have no race.
 
-    ``is_implied``: earlier waits of the lane had already waited for the same work. If False, no two accesses need the wait.
+    ``is_implied``: whether earlier waits of the lane had already waited for the same work. If False, no two accesses need the
+    wait. ``times``: how often the wait was issued.
     """
 
     why: str
@@ -65,7 +66,7 @@ class VirtualLanes(Lanes):
 
     @contextmanager
     def on_lane(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
-        """Issue on a lane, in this context, ops that begin after the ops ``after``, and (``begins``) after the current lane."""
+        """Log the ops in this context on a lane, after the ops ``after``, and with ``begins`` after the current lane."""
         lane = name
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if begins:
@@ -98,7 +99,7 @@ class VirtualLanes(Lanes):
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
     def synchronize_op(self, op: Key) -> None:
-        """Make the host wait for an op. Everything that the host issues later is then ordered after the op."""
+        """Make the current lane wait for an op, as all that the host issues later follows the op."""
         self.join_ops([op])
 
     def record_use(self, x: torch.Tensor) -> None:
@@ -106,7 +107,7 @@ class VirtualLanes(Lanes):
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
     def current_work(self) -> tuple[str, object]:
-        """Return the name of the current lane, which stands for a stream, and what runs on it now."""
+        """Return the name of the current lane, and a description of the work on it."""
         return self.lane, self._during or self.here()
 
     @contextmanager
@@ -121,7 +122,7 @@ class VirtualLanes(Lanes):
 
 
 class RaceReport:
-    """The memory accesses of the checked steps, and the races among them. Filled at the end of the check."""
+    """The memory accesses of the checked steps, and the races among them, which are known at the end of the check."""
 
     def __init__(self, lanes: VirtualLanes, place: Callable[[ByteSpan], str] = str) -> None:
         self._lanes, self._place = lanes, place
@@ -155,25 +156,22 @@ class RaceReport:
         return Counter(entry.why for entry in self.log if isinstance(entry, Wait))
 
     def races_without(self, why: str) -> list[Race]:
-        """Return the races that would exist without waits of one kind: ``why`` is one of :attr:`waits`.
-
-        Cost: 20 microseconds for each op.
-        """
+        """Return the races without the waits with the text ``why``, one of :attr:`waits`. Cost: 20 microseconds for each op."""
         positions = {i for i, entry in enumerate(self.log) if isinstance(entry, Wait) and entry.why == why}
         return replay(self.log, without=positions).races
 
     def unneeded_waits(self) -> list[UnneededWait]:
-        """Return the waits of which each, alone, could be left out without a race.
+        """Return the waits of which any one could be left out without a race.
 
-        Leaving out two of them may be a race, if both order the same accesses. Cost: :meth:`races_without` for each wait
-        that is not implied: seconds for small models.
+        Without two of them there may be a race, if both order the same accesses. Cost: :meth:`races_without` for each wait that
+        is not implied: seconds for small models.
         """
         implied = self.implied_waits()
         unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.races_without(why)]
         return [UnneededWait(why, why in implied, times) for why, times in unneeded]
 
     def implied_waits(self) -> set[str]:
-        """Return the waits that never changed the order: earlier waits of the lane had already waited for the same work."""
+        """Return the waits that never changed the order, as earlier waits of the lane had waited for the same work."""
         learned = {str(self.log[i]) for i in self._verdict.learned}
         return set(self.waits) - learned
 
@@ -186,7 +184,7 @@ class RaceReport:
             by = race.second.lane
             rows = [("earlier", race.first), ("later", race.second)]
         rows.append(("bytes", f"{self._place(race.span)} ({race.span.stop - race.span.start:,} B)"))
-        what = "before the memory is given up" if race.second is None else f"before {race.second.during}"
+        what = "before the memory is freed" if race.second is None else f"before {race.second.during}"
         return [*rows, ("missing", f"a wait of {by} for {race.first.lane}, after {race.first.during} and {what}")]
 
     def __str__(self) -> str:
@@ -198,7 +196,7 @@ class RaceReport:
             details += [*rows, ("times", times), ("", "")]
         if len(kinds) > _SHOWN:
             details.append(("also", f"{len(kinds) - _SHOWN} others"))
-        what = f"memory that two streams use, and nothing orders them, {len(self.races)} times in {self.num_ops:,} ops."
+        what = f"two streams use the same memory without an order, {len(self.races)} times in {self.num_ops:,} ops."
         lines = problem("check_races()", what, details).splitlines()
         return "\n".join(line.rstrip() for line in lines).rstrip()
 
@@ -223,15 +221,15 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     >>> layout = fs.plan(torch.ones(8), mesh, fs.zero3("dp"))
     >>> state = fs.init_state(fs.optim.sgd(0.1), fs.shard(torch.ones(8), layout, scheduler, place="optim"), comm=scheduler)
     >>> with check_races(scheduler) as report:
-    ...     for _ in range(3):  # the first one records the schedule that the others follow
+    ...     for _ in range(3):  # the first step records the schedule that the other steps follow
     ...         state, metrics = step(state, torch.ones(8))
     >>> report.races
     []
 
     Args:
-        engine: a scheduler on a CPU, or a module with one. Its policy has to be that of a device with streams:
-            ``DebugPolicy(sum_late=False)``. On a mesh of one rank also pass ``trivial_axes=True``, so that collectives run, as
-            copies. On several ranks call ``check_races`` in each rank of :func:`~fsharp.testing.simulate`.
+        engine: a scheduler on a CPU, or a module with such a scheduler. Its policy needs ``DebugPolicy(sum_late=False)``, as a
+            device with streams has. On a mesh of one rank also pass ``trivial_axes=True``, so that collectives run, as copies.
+            On several ranks call ``check_races`` in each rank of :func:`~fsharp.testing.simulate`.
 
     Returns:
         The report, which also lists the waits, and the waits that could be left out.
@@ -265,13 +263,13 @@ def _check(scheduler: Scheduler) -> None:
         )
     if scheduler.transport.is_async:
         raise ScheduleError(
-            "check_races(): collectives run in threads of their own, which it does not see. Use a SingleComm with "
+            "check_races(): collectives run in threads of their own, whose accesses are not logged. Use a SingleComm with "
             "DebugPolicy(trivial_axes=True), or ranks made by fsharp.testing.simulate()."
         )
     if scheduler.policy.sum_late is not False:
         raise ScheduleError(
-            "check_races(): the policy is that of a host without streams (sum_late). Pass sum_late=False for the schedule that "
-            "a device with streams follows."
+            "check_races(): the policy gives the schedule of a host without streams. Pass sum_late=False for the schedule of a "
+            "device with streams."
         )
     if scheduler.mesh.size == 1 and not scheduler.policy.trivial_axes:
         raise ScheduleError(
@@ -280,7 +278,6 @@ def _check(scheduler: Scheduler) -> None:
 
 
 def _point_of_step(scheduler: Scheduler) -> str:
-    """Return the point of the program that the step has reached, in words."""
     step = scheduler._now.step
     if step is None:
         return "outside of a step"
@@ -288,7 +285,6 @@ def _point_of_step(scheduler: Scheduler) -> str:
 
 
 def _op(scheduler: Scheduler, key: Key) -> str:
-    """Return an op of the schedule in words."""
     number, i = key
     plan = scheduler.arena.tenant
     if plan is None or plan.number != number:
@@ -298,7 +294,7 @@ def _op(scheduler: Scheduler, key: Key) -> str:
 
 
 def _place(scheduler: Scheduler, span: ByteSpan) -> str:
-    """Return in words where bytes are, and the units to which the memory plan gives them."""
+    """Return in words where bytes are; in the arena, also the units that have memory there."""
     first = scheduler.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first
     if start < 0 or stop > len(scheduler.arena.memory):

@@ -2,14 +2,14 @@
 
 [Note: turns]
 One rank runs at a time: it has *the turn*, until it waits in a collective or ends. Then the next rank that need not wait has
-the turn. With a seed a rank also passes the turn at each collective that it need not wait for, and at :meth:`ThreadComm.pause`;
-the seed chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
+the turn. With a seed a rank also passes the turn at collectives that need no wait, and at :meth:`ThreadComm.pause`; the seed
+chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
 
 [Note: how a rank ends]
-A rank *returns*, *raises*, *dies* or *stalls*. It then takes part in no collective. A rank that needs it in a collective gets a
-CommError in its own thread. If all living ranks wait and no collective can complete, all of them get a CommError at once. A
-rank that dies or stalls stops in the middle of its function, as a killed process does: its ``finally`` blocks run after all
-other ranks have ended.
+A rank *returns*, *raises*, *dies* or *stalls*, and then takes part in no collective. Another rank that needs it in a collective
+gets a CommError. If all living ranks wait and no collective can complete, all of them get a CommError at once. A rank that dies
+or stalls stops in the middle of its function, as a killed process does: its ``finally`` blocks run after all other ranks have
+ended.
 """
 
 import random
@@ -33,7 +33,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
-_SHOWN = 16  # ranks whose whereabouts an error tells
+_SHOWN = 16  # most ranks that an error describes
 
 
 @overload
@@ -68,11 +68,11 @@ def simulate(
 
     Raises:
         CommError: ranks called different collectives (the message has all calls); or a rank waits for a rank that has ended, or
-            for a call that cannot come. Without ``outcomes`` also if a rank died, and no rank noticed.
+            for a call that cannot come; or, without ``outcomes``, a rank died and no other rank noticed.
         Exception: the error of the first rank that failed.
     """
     world = _World(mesh, timeout, seed)
-    # A thread starts with gradients enabled, whatever the caller's mode.
+    # A new thread has gradients enabled, whatever the caller's mode.
     grad = torch.is_grad_enabled()
 
     def run(rank: int) -> None:
@@ -105,7 +105,7 @@ def simulate(
 def _one_forward_ad_level() -> Iterator[None]:
     """Keep one forward-mode level of autograd open in this context, and let ``torch.func.jvp`` of every rank use it.
 
-    torch counts these levels for the process and not for the thread. The first rank would open the level, and close it while
+    torch counts these levels for the process and not for the thread: the first rank would open the level, and close it while
     other ranks still use it.
     """
     if eager_transforms.JVP_NESTING:
@@ -120,17 +120,14 @@ def _one_forward_ad_level() -> Iterator[None]:
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank that died or stalled, after all other ranks have ended.
-
-    It is no subclass of ``Exception``, so ``except Exception`` does not catch it.
-    """
+    """Raised in a rank that died or stalled, after all other ranks have ended. ``except Exception`` does not catch it."""
 
 
 class ThreadComm:
     """The Comm that :func:`simulate` passes to each rank.
 
-    Ranks that meet in a collective have to agree in operation, axis, shape, dtype and label. (A label says what a call is
-    for.) If calls differ, each rank gets an error and no data.
+    Ranks that meet in a collective have to agree in operation, axis, shape, dtype and label. If calls differ, each rank gets an
+    error and no data.
     """
 
     def __init__(self, world: "_World", rank: int) -> None:
@@ -176,22 +173,16 @@ class ThreadComm:
         self._world.pause(self.rank)
 
     def die(self) -> NoReturn:
-        """End as a killed process does. Raises Killed when all other ranks have ended.
-
-        Other ranks get an error when they need this rank in a collective.
-        """
+        """End as a killed process does: other ranks get an error when they need this rank. Raises Killed after their end."""
         self._world.kill(self.rank, "has died")
 
     def stall(self) -> NoReturn:
-        """Stop as a process does after SIGSTOP. Raises Killed when all other ranks have ended.
-
-        Other ranks get an error when all of them wait.
-        """
+        """Stop as after SIGSTOP: other ranks get an error when all of them wait. Raises Killed after their end."""
         self._world.kill(self.rank, "has stalled")
 
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:
         group = self.mesh.group(axis, self.rank)
-        # A copy: a rank whose call has returned may overwrite x while others still read it.
+        # A copy, as this rank may overwrite x after its call while other ranks still read x.
         return self._world.meet(self.rank, group, CallFacts(op, axis, tuple(x.shape), x.dtype, label), x.detach().clone())
 
     def __repr__(self) -> str:
@@ -229,19 +220,19 @@ class _World:
         self.results: list[Any] = [None] * mesh.size
         self.errors: list[BaseException] = []
         self._random = None if seed is None else random.Random(seed)
-        self._calls: list[_Call | None] = [None] * mesh.size  # that each rank waits in
-        self._last: list[CallFacts | None] = [None] * mesh.size  # that each rank has come back from
+        self._calls: list[_Call | None] = [None] * mesh.size  # the call in which each rank waits
+        self._last: list[CallFacts | None] = [None] * mesh.size  # the last call of each rank that has returned
         self._num_calls = [0] * mesh.size
         self._ended: list[str | None] = [None] * mesh.size  # how each rank has ended; None while it lives
-        self._has_result = [False] * mesh.size  # whether a rank's thread is done, or about to be
+        self._has_result = [False] * mesh.size  # whether a rank's thread has ended, or is about to end
         self._lock = threading.Lock()
         self._has_turn = [threading.Condition(self._lock) for _ in range(mesh.size)]
-        self._has_ended = threading.Condition(self._lock)  # a rank, or all of it
+        self._has_ended = threading.Condition(self._lock)  # notified when a rank ends, and at the end of the run
         self._last_change = time.monotonic()
         self._is_over = False
         self._turn: int | None = 0 if self._random is None else self._random.randrange(mesh.size)
 
-    # ------------------------------------------------------------ what ranks call
+    # ------------------------------------------------------------ called by ranks
 
     def start(self, rank: int) -> None:
         with self._lock:
@@ -283,12 +274,12 @@ class _World:
             self._has_result[rank] = True
             self._has_ended.notify_all()
 
-    # ------------------------------------------------------------ what the caller of simulate() does
+    # ------------------------------------------------------------ called by simulate()
 
     def wait_for_all(self) -> None:
         """Wait until every rank has ended, or until no rank has done anything for twice ``timeout``.
 
-        Afterwards, each rank that waited for another one has got an error.
+        Each rank without a result then has a CommError as its result.
         """
         with self._lock:
             while not all(self._ended):
@@ -307,13 +298,13 @@ class _World:
                     self.errors.append(self.results[rank])
 
     def has_result(self, rank: int) -> bool:
-        """Whether the rank's thread has ended or is about to end."""
+        """Return whether the rank's thread has ended or is about to end."""
         return self._has_result[rank]
 
-    # ------------------------------------------------------------ under the lock
+    # ------------------------------------------------------------ called under the lock
 
     def _refuse_ended(self, rank: int) -> None:
-        if self._ended[rank] is not None:  # a handler of a killed rank's, or a thread that it has left behind
+        if self._ended[rank] is not None:  # called in a finally block of a killed rank, or in another thread of the rank
             raise Killed(f"simulate(): rank {rank} {self._ended[rank]}, and takes part in nothing more")
 
     def _leave(self, rank: int, how: str) -> None:
@@ -323,7 +314,7 @@ class _World:
             self._pass_turn()
 
     def _pass_turn(self) -> None:
-        """Pass the turn to a rank that need not wait: the next one in order of rank, or the choice of the seed."""
+        """Pass the turn to a rank that need not wait: the next in order of rank, or with a seed a random rank."""
         able = [r for r, how in enumerate(self._ended) if how is None and not self._is_waiting(r)]
         if self._random is not None:
             self._turn = self._random.choice(able) if able else None
@@ -334,10 +325,10 @@ class _World:
             self._has_turn[self._turn].notify()
 
     def _await_turn(self, rank: int) -> None:
-        """Wait until this rank has the turn and need not wait for others."""
+        """Wait until this rank has the turn. Raise a CommError after the time limit."""
         since = time.monotonic()
         while self._turn != rank:
-            # The second limit is for a rank whose others do go on, without it.
+            # The second limit is for a rank that waits while other ranks make progress.
             left = min(self._last_change + self.timeout, since + self.timeout * self.mesh.size) - time.monotonic()
             if left <= 0:
                 raise CommError(self._late(rank, time.monotonic() - since))
@@ -365,7 +356,6 @@ class _World:
                 call.set_exception(CommError(text))
 
     def _is_waiting(self, rank: int) -> bool:
-        """Return whether a rank can go on only if others do something."""
         call = self._calls[rank]
         return call is not None and not call.done()
 
@@ -392,7 +382,7 @@ class _World:
             each.set_result(parts)
 
     def _text(self, rank: int | None, what: str) -> str:
-        """Return the text of an error that says where every rank is; of many ranks, those in the collective of ``rank``."""
+        """Return an error text with the state of every rank; of many ranks, only of ranks in the collective of ``rank``."""
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _SHOWN:
             call = None if rank is None else self._calls[rank]
@@ -400,7 +390,6 @@ class _World:
         return problem("simulate()", what, [(f"rank {r}", self._where(r)) for r in shown])
 
     def _where(self, rank: int) -> str:
-        """Return what a rank waits in, or how it ended, in words."""
         last, call, ended = self._last[rank], self._calls[rank], self._ended[rank]
         after = f", after {last}" if last is not None else ""
         if ended is not None:

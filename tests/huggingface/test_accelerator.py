@@ -147,5 +147,5 @@ def refusals(comm):
 
 def test_what_would_be_wrong_is_refused():
     [texts] = processes(fs.Mesh({"dp": 1}), refusals)
-    assert "expected the parameters of one prepared module, got 1 parameters" in texts[0]
-    assert "clipped by their norm alone" in texts[1]
+    assert "expected all parameters of one prepared module, got 1 other parameters" in texts[0]
+    assert "clipped only by their norm" in texts[1]

@@ -262,7 +262,7 @@ def test_as_torch_refuses_what_jax_would_change():
     fn = as_torch(lambda x: x)
     with pytest.raises(TreeError, match="float64 narrower"):
         fn(torch.ones(3, dtype=torch.float64))
-    with pytest.raises(TreeError, match="64 bits, of which JAX has 32"):
+    with pytest.raises(TreeError, match="64 bits, and JAX has 32"):
         fn(torch.tensor([1 << 40]))
     assert fn(torch.tensor([1 << 20])).item() == 1 << 20
     with pytest.raises(TreeError, match=r"no dtype for torch\.bits8"):
@@ -303,7 +303,7 @@ def test_as_torch_returns_numbers_as_tensors_and_refuses_the_rest():
     "x", [TwoTensor(torch.ones(4), torch.ones(4)), torch.ones(4, device="meta"), torch.eye(2).to_sparse()], ids=repr
 )
 def test_as_torch_refuses_what_has_no_memory(x):
-    with pytest.raises(TreeError, match=f"a {type(x).__name__} of layout {x.layout} on device {x.device} has none"):
+    with pytest.raises(TreeError, match=f"a {type(x).__name__} of layout {x.layout} on device {x.device} has no"):
         as_torch(lambda x: x * 2)(x)
 
 

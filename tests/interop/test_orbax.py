@@ -99,5 +99,5 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"'e' has no elements, and Orbax saves no such array"):
         to_orbax(made, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match=r"theirs is there already"):
+    with pytest.raises(CheckpointError, match=r"theirs exists already"):
         to_orbax(made, tmp_path / "theirs")

@@ -137,7 +137,7 @@ def test_a_file_is_loaded_under_any_strategy_and_by_ddp(found):
 
 def test_what_would_be_wrong_is_refused(found):
     assert "expected a ShardedOptimizer for sharded parameters, got a AdamW" in found[0]["refused"][0]
-    assert "parameter '1.weight' is trained, and belongs to no sharded module" in found[0]["refused"][1]
+    assert "parameter '1.weight' is trained and belongs to no sharded module" in found[0]["refused"][1]
 
 
 def test_gradients_stay_on_the_rank_without_backward_sync(found):

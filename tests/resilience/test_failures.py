@@ -79,7 +79,7 @@ def test_the_first_traceback_comes_last_and_is_labelled(tmp_path, scheduled):
     assert re.search(r"rank 1 of 3 failed first, in step 6; its last collective: (['\"]).+\1$", last), said
     assert said.count("Traceback (most recent call last)") == 1, said
     for rank in (0, 2):
-        assert f"rank {rank} of 3 ends because of another one: rank 1 of 3 failed first, in step 6" in said
+        assert f"rank {rank} of 3 ends because of another rank: rank 1 of 3 failed first, in step 6" in said
         error = ended(tmp_path, rank)["error"]
         assert error.startswith("AgreementError: rank 1 of 3 failed in step 6")
         assert "no such sample" in error

@@ -207,10 +207,10 @@ def test_skip_leaves_out_the_update_and_goes_on(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("policy", "nan_on", "which"),
-    [("skip", {(1, 0), (3, 0), (4, 1), (5, 0)}, "in succession"), ("roll back", {(1, 0), (3, 0), (5, 0)}, "of this run")],
+    [("skip", {(1, 0), (3, 0), (4, 1), (5, 0)}, "in a row"), ("roll back", {(1, 0), (3, 0), (5, 0)}, "of this run")],
 )
 def test_a_run_gives_up_after_so_many(tmp_path, policy, nan_on, which):
-    with pytest.raises(NonFiniteError, match=rf"step 5: .* It is number 3 {which}, and max_nonfinite is 2"):
+    with pytest.raises(NonFiniteError, match=rf"step 5: .* This is non-finite step number 3 {which}, and max_nonfinite is 2"):
         simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite=policy, max_nonfinite=2))
 
 
@@ -281,7 +281,7 @@ def test_a_tree_that_a_restart_could_not_load_is_refused(tmp_path, grown):
     with Run(tmp_path, comm=fs.SingleComm(), total=2, save_every=1, signals=()) as run:
         run.resume({"x": None})
         next(run.steps())
-        with pytest.raises(RunError, match=r"(?s)has other leaves than it had in resume.*'?[xy]\S* +new"):
+        with pytest.raises(RunError, match=r"(?s)has other leaves than the tree given to resume.*'?[xy]\S* +new"):
             run.end_step(grown)
 
 
@@ -329,9 +329,9 @@ def test_another_config_than_before_is_logged_and_another_tree_refused(tmp_path,
     with caplog.at_level(logging.WARNING, "fsharp"):
         train(comm, tmp_path, until=6, config={"lr": 2, "same": [1, (2, 3)], 7: math.nan})
     assert [r.getMessage() for r in caplog.records] == [
-        "the run ends after 5 of 9 steps; the newest checkpoint is that of step 4",
-        "the run goes on after step 4 with another config: lr was 1 and is 2",
-        "the run ends after 6 of 9 steps; the newest checkpoint is that of step 4",
+        "the run ends after 5 of 9 steps; the newest checkpoint is of step 4",
+        "the run continues after step 4 with another config: lr was 1 and is 2",
+        "the run ends after 6 of 9 steps; the newest checkpoint is of step 4",
     ]
     with (
         pytest.raises(TreeError, match="is not of this tree"),
@@ -364,7 +364,7 @@ def test_calls_in_another_order(tmp_path):
         ({"max_nonfinite": True}, "max_nonfinite is True"),
         ({"agree_every": -1}, "every is -1"),
         ({"config": {"x": torch.ones(2)}}, "JSON cannot hold the config"),
-        ({"comm": fs.Scheduler(fs.SingleComm())}, "comm is a Scheduler; pass what that was made of"),
+        ({"comm": fs.Scheduler(fs.SingleComm())}, "comm is a Scheduler; pass the Comm that it was made of"),
     ],
 )
 def test_arguments_that_are_refused(tmp_path, options, match):

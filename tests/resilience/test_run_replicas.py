@@ -68,14 +68,14 @@ def test_a_step_is_rolled_back_to_memory(tmp_path):
 
 
 def test_what_is_not_finite_is_not_refreshed(tmp_path):
-    with pytest.raises(NonFiniteError, match=r"after 2 steps is not saved: 'x' .*the newest checkpoint is that of step 1"):
+    with pytest.raises(NonFiniteError, match=r"after 2 steps is not saved: 'x' .*the newest checkpoint is of step 1"):
         go(tmp_path, act=lambda step, x: x / (1 - step))
 
 
 def test_what_is_refused(tmp_path):
     with (
         Replicas(tmp_path / "memory", COMM, copies=0) as replicas,
-        pytest.raises(RunError, match=re.escape(f"root=None, expected that of the run: Replicas(..., root='{tmp_path}/disk')")),
+        pytest.raises(RunError, match=re.escape(f"root=None, expected the root of the run: Replicas(..., root='{tmp_path}/disk')")),
     ):
         Run(tmp_path / "disk", comm=COMM, total=1, save_every=1, replicas=replicas)
     with pytest.raises(RunError, match="refresh_every is 0, expected an integer of at least 1"):

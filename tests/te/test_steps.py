@@ -138,7 +138,7 @@ def alone(case, recipe="current", steps=1, **options):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_is_used_when_it_is_released_is_refused(recipe):
     case = Case(lambda: [linear(), Door("unseen"), linear()], units=("layers.*",), loss=loss_with_weight)
-    with pytest.raises(fs.errors.TreeError, match=r"'layers\.1\.inner\.weight' is used where its memory is released"):
+    with pytest.raises(fs.errors.TreeError, match=r"'layers\.1\.inner\.weight' is used while its memory is released"):
         alone(case, recipe)
 
 

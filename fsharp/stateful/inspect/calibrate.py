@@ -1,4 +1,4 @@
-"""Calibrate: from what a trace measured to the numbers that describe a machine. See :meth:`~fsharp.inspect.Hardware.fit`."""
+"""calibrate: compute the speeds of a machine from a trace. See :meth:`~fsharp.inspect.Hardware.fit`."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -27,8 +27,8 @@ def calibrate(
     """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace.
 
     While the host works and a collective is under way, both are slower. ``host_speed`` and ``sending_speed`` are the parts, 0
-    to 1, of their full speed that host and collectives keep. ``overlaps_latency``: whether the latency of a collective begins
-    while earlier ones are still under way. See :meth:`~fsharp.inspect.Hardware.fit`.
+    to 1, of their full speed that host and collectives keep. ``overlaps_latency``: whether the latency of a collective passes
+    while earlier collectives are under way.
     """
     steps = trace.by_step()
     rows = [row for _, rows in steps for row in rows]
@@ -55,12 +55,12 @@ def calibrate(
             gap_s = in_flight.full_speed_length((gap_start, gap_stop), host_speed)
             if issued:
                 issuing.setdefault(tuple([op for _, op in issued]), []).append(gap_s)
-            elif following is not None:  # what the host does in front of an op is a part of the op
+            elif following is not None:  # the host's time before an op counts as time of the op
                 seconds[following.op, following.kind] += gap_s
         updated_s = 0.0
         for (i, kind), taken in seconds.items():
             op = schedule.ops[i]
-            if kind != op.kind:  # it stood still in front of the op
+            if kind != op.kind:  # the host waited for the op
                 continue
             if op.spec.cost == "compute":
                 own.setdefault((op.unit, op.phase), []).append(taken)
@@ -87,7 +87,7 @@ def calibrate(
     facts = schedule.program.facts
     for run in issue_positions(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
-        if coded and run[0] in taken_alone:  # between two collectives, which themselves took the rest
+        if coded and run[0] in taken_alone:  # it decodes and encodes between two collectives, which took the rest of its time
             own_s = coded / codec_bandwidth
             taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
     links = _fit_links(schedule, taken_alone)
@@ -130,10 +130,10 @@ def _fit_issues(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[f
 
 
 def host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
-    """Return the part of its speed that the host keeps while collectives are under way.
+    """Return the part, from 0 to 1, of its full speed that the host keeps while collectives are under way.
 
-    ``alone`` are the seconds of each unit where nothing is sent. Ops that are under way together with collectives for more than
-    half of their time count. Without such ops the result is 1/2.
+    ``alone``: seconds ``(forward, backward)`` of each unit in a run that sends nothing. Only ops count that run together with
+    collectives for more than half of their time; without such ops the result is 1/2.
     """
     steps = trace.by_step()
     flights = _collective_times(schedule, [row for _, rows in steps for row in rows])
@@ -154,12 +154,12 @@ def host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float
         return 0.5
     rates.sort()
     until = list(accumulate(covered for _, covered in rates))
-    rate, _ = rates[bisect_left(until, until[-1] / 2)]  # the median, weighted by how long both were under way
+    rate, _ = rates[bisect_left(until, until[-1] / 2)]  # the median, weighted by the time together with collectives
     return min(max(rate, 0.0), 1.0)
 
 
 def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
-    """Return the bytes that ops work with in memory: those of their memory, of what they read, or of what they fill."""
+    """Return the bytes in memory with which ops work: of each op its part of the arena, else its inputs, else its output."""
     total = 0
     for op in ops:
         mine = facts[op.unit]
@@ -170,7 +170,7 @@ def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
 
 
 def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
-    """Return bytes per second between host memory and the device: of all copies of a step, in the median over steps."""
+    """Return the bytes per second of copies between host memory and the device, from the median over steps of their seconds."""
     copied: dict[int, float] = {}
     copies = kinds_where(lambda spec: spec.cost == "copy")
     for _, kind, _, _, _, start, stop, step in rows:
@@ -181,7 +181,7 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
 
 
 def _codec_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
-    """Return encoded bytes per second of the ops that encode or decode and wait for nothing, all steps together."""
+    """Return encoded bytes per second of the ops that encode or decode and do not wait, over all steps."""
     seconds, coded, facts = 0.0, 0, schedule.program.facts
     for i, kind, _, _, _, start, stop, _ in rows:
         op = schedule.ops[i]
@@ -191,28 +191,27 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
 
 
 class _IntervalUnion:
-    """The union of intervals, and how much of a stretch lies in it."""
-
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.parts = union_of_intervals(intervals)
         self.starts = [start for start, _ in self.parts]
         self.before = [0.0, *accumulate(stop - start for start, stop in self.parts)]
 
     def until(self, at: float) -> float:
+        """Return the length of the union before ``at``."""
         i = bisect_right(self.starts, at)
         return self.before[i] - max(self.parts[i - 1][1] - at, 0.0) if i else 0.0
 
     def within(self, start: float, stop: float) -> float:
+        """Return the length of the union between ``start`` and ``stop``."""
         return self.until(stop) - self.until(start)
 
     def full_speed_length(self, what: TimeSpan | Interval, speed: float) -> float:
-        """Return the length that a stretch would have, had its parts in the union run at full speed."""
+        """Return the length that a span would have at full speed, if it ran at ``speed`` in the union."""
         start, stop = (what.start_s, what.stop_s) if isinstance(what, TimeSpan) else what
         return stop - start - (1 - speed) * self.within(start, stop)
 
 
 def _uncovered_stretches(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Interval]:
-    """Return the stretches of a step that no span covers."""
     result, at = [], start
     for began, ended in union_of_intervals((span.start_s, span.stop_s) for span in spans):
         if began > at:
@@ -238,7 +237,7 @@ def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
 
 
 class _CollectiveTimes(NamedTuple):
-    """A collective under way: when it was issued, when its queue was free for it, and when it had ended."""
+    """The times at which a collective was issued, was first in its queue, and had ended."""
 
     issued_s: float
     start_s: float
@@ -246,10 +245,7 @@ class _CollectiveTimes(NamedTuple):
 
 
 def _collective_times(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_CollectiveTimes]]:
-    """Return, by first op, when each collective was sent in each step.
-
-    A collective is sent once the collectives ahead of it on its queue have ended.
-    """
+    """Return the times of each collective in each step, by the collective's first op."""
     first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
     kinds_that_send = kinds_with_collectives()
@@ -268,7 +264,7 @@ def _collective_times(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list
 
 
 class _FitPoint(NamedTuple):
-    """Collectives that send the same bytes over each link, how many there are, and how long one takes in the median.
+    """Collectives that send the same bytes over each link; their median seconds, and their number ``weight``.
 
     ``latencies`` is 1 if the seconds contain the latency, 0 if the latency was over before the queue was free.
     """
@@ -282,10 +278,11 @@ class _FitPoint(NamedTuple):
 def _fit_points(
     schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Channel, float] | None
 ) -> list[_FitPoint]:
-    """Return points from ``(seconds in the queue, seconds after it)`` of each collective, by its first op.
+    """Return points from ``(seconds in the queue, seconds after the queue)`` of each collective, by its first op.
 
-    A collective that has been in the queue for less than its latency has the rest of the latency in front of it. Without a
-    known ``latency`` this holds for those that were in no queue. For each op, only steps that are like most steps count.
+    The latency passes from the issue on. A collective that has queued for longer than its latency counts without its time in
+    the queue, and without latency. Any other collective counts from its issue. Without a known ``latency`` only collectives
+    that have not queued count from their issue. Of each op only steps on the side of most of its steps count.
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Channel, int], ...], int], list[float]] = {}
@@ -295,14 +292,14 @@ def _fit_points(
             continue
         mine = taken[run[0]]
         limit = 1e-9 if latency is None else sum(latency[link] for link in sent) * (1 + 1e-6)
-        has_latency = int(2 * sum(queued <= limit for queued, _ in mine) >= len(mine))  # as in most steps
+        has_latency = int(2 * sum(queued <= limit for queued, _ in mine) >= len(mine))
         seconds = median(after + queued * has_latency for queued, after in mine if (queued <= limit) == has_latency)
         alike.setdefault((tuple(sorted(sent.items())), has_latency), []).append(seconds)
     return [_FitPoint(dict(sent), has_latency, median(each), len(each)) for (sent, has_latency), each in alike.items()]
 
 
 def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> dict[Channel, tuple[float, float]]:
-    """Return latency and bandwidth of each link. Which collectives have waited for their latency depends on the latency."""
+    """Return ``(latency, bandwidth)`` of each link. As points depend on latencies, the fit is repeated until it is stable."""
     points = _fit_points(schedule, taken, None)
     found = _solve(points)
     for _ in range(_ROUNDS):
@@ -317,7 +314,7 @@ def _solve(
     points: Sequence[_FitPoint], or_else: dict[Channel, tuple[float, float]] | None = None
 ) -> dict[Channel, tuple[float, float]]:
     links = sorted({link for point in points for link in point.sent})
-    for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # by axis if that can be told
+    for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # else one number for all axes
         found = _least_squares(points, names)
         if found is not None:
             return {link: found[names[link]] for link in links}
@@ -325,19 +322,19 @@ def _solve(
         return or_else
     sizes = {link: sorted({point.sent[link] for point in points if link in point.sent}) for link in links}
     rows = [(" ".join(link), ", ".join(f"{nbytes:,}" for nbytes in each) + " bytes") for link, each in sizes.items()]
-    what = "latency and bandwidth cannot be told apart where all collectives of a kind send the same."
+    what = "latency and bandwidth cannot be told apart, as all collectives of a kind send equally many bytes."
     remedy = "Trace a step whose units differ in size, or write Hardware(latency=..., bandwidth=...) yourself."
     raise ScheduleError(problem("Hardware.fit()", what, rows, remedy))
 
 
 def _least_squares(points: Sequence[_FitPoint], names: Mapping[Channel, Channel]) -> dict[Channel, tuple[float, float]] | None:
-    """Return the latency and bandwidth for each name that links go by; None if the points do not determine them."""
+    """Return the ``(latency, bandwidth)`` that fits best for each of ``names``; None if the points do not determine them."""
     found = sorted(set(names.values()))
     if not found:
         return {}
     rows, target = [], []
     usual_s = sum(point.weight * point.seconds for point in points) / sum(point.weight for point in points)
-    for point in points:  # errors are relative, but small ones of short collectives do not count for more than of usual ones
+    for point in points:  # errors are relative to the collective's seconds, and at least to the mean of all collectives
         weight = math.sqrt(point.weight) / max(point.seconds, usual_s, 1e-9)
         row = []
         for name in found:
@@ -360,10 +357,7 @@ def _least_squares(points: Sequence[_FitPoint], names: Mapping[Channel, Channel]
 
 
 def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the solution of least squares in which columns with a negative solution are left out, as zeros.
-
-    Noise can make a latency, or the time of a byte, seem negative.
-    """
+    """Return a least-squares solution. Columns are left out, as zeros, while noise makes their values negative."""
     kept = torch.ones(matrix.shape[1], dtype=torch.bool)
     result = torch.zeros(matrix.shape[1], dtype=torch.float64)
     while kept.any():

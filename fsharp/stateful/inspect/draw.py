@@ -43,8 +43,8 @@ def draw(
 ) -> None:
     """Draw a step: lanes for compute, gathers, reductions and host memory, and beneath them the live bytes of the arena.
 
-    Each unit has a colour, which is paler in the forward. Red is time in which compute waits. What encodes or decodes is green;
-    a collective with a green edge does so inside. Gathers from the end of the previous step are at the left.
+    Each unit has a colour, which is paler in the forward. Red is time in which compute waits. Ops that encode or decode are
+    green; a collective that does either has a green edge. Gathers from the end of the previous step are at the left.
 
     Args:
         what: a timeline, or a schedule. A schedule without ``hardware`` is drawn in the order of its ops, with equal widths; a
@@ -87,7 +87,7 @@ def draw(
 
 
 def timeline_in_order(schedule: Schedule) -> Timeline:
-    """Return spans of ops in order, each one unit of time wide. A collective reaches to the op that waits for it."""
+    """Return a timeline of the ops in their order, one second each. A collective reaches to the op that waits for it."""
     ops, spans = schedule.ops, []
     until: dict[int, int] = {}
     for i, op in [*enumerate(ops), *((len(ops) + i, op) for i, op in enumerate(ops))]:
@@ -104,21 +104,11 @@ def timeline_in_order(schedule: Schedule) -> Timeline:
 
 
 class _DrawingStyle(NamedTuple):
-    """Style of a picture.
-
-    Attributes:
-        colours: colours of units.
-        longest: the last value on the x axis, in seconds, or in ops without times.
-        per_inch: values of the x axis per inch.
-        has_times: whether the x axis has seconds.
-        coded: for each op, the number of encoded bytes that the op makes or reads.
-    """
-
-    colours: dict[str, Colour]
-    longest: float
-    per_inch: float
-    has_times: bool
-    coded: Sequence[int]
+    colours: dict[str, Colour]  # of units
+    longest: float  # the last value on the x axis: seconds, or a number of ops
+    per_inch: float  # values of the x axis per inch
+    has_times: bool  # whether the x axis has seconds
+    coded: Sequence[int]  # bytes that each op encodes or decodes
 
 
 def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _DrawingStyle) -> None:
@@ -148,7 +138,6 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
 
 
 def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], style: _DrawingStyle) -> None:
-    """Draw boxes side by side, with the names that fit."""
     waits = [(box.start_s, box.seconds) for box in row if _look_of(box) == "hatched"]
     if waits:
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
@@ -171,7 +160,6 @@ def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], st
 def _write_first_that_fits(
     axes: Any, texts: Sequence[str], start: float, stop: float, y: float, face: Any, style: _DrawingStyle
 ) -> None:
-    """Write the first of some texts that fits between ``start`` and ``stop``, if one fits."""
     from matplotlib.colors import to_rgba
 
     text = next((text for text in texts if 0.7 * _FONT / 72 * len(text) <= (stop - start) / style.per_inch), "")
@@ -237,7 +225,7 @@ def _title(timeline: Timeline, name: str, has_times: bool) -> str:
 
 
 def _phase_stretches(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
-    """Yield stretches of forwards, of backwards, and of what comes after: start, stop, text and colour."""
+    """Yield start, stop, text and colour of each forward, each backward, and the update."""
     chosen = kinds_where(lambda spec: spec.cost in ("compute", "update"))
     spans = [span for span in timeline.spans if span.kind in chosen]
     runs = [(phase, list(run)) for phase, run in groupby(spans, key=lambda span: span.phase)]
@@ -251,7 +239,7 @@ def _phase_stretches(timeline: Timeline) -> Iterator[tuple[float, float, str, st
 
 
 def _boxes(timeline: Timeline) -> Iterator[TimeSpan]:
-    """Yield spans as they are drawn, within the step: units that are one collective share its time."""
+    """Yield the spans to draw, cut to the step. Units that share a collective have equal parts of its width."""
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in timeline.spans:
         if span.seconds > 0:
@@ -313,7 +301,7 @@ def _darker(colour: Colour) -> Colour:
 
 
 def _look_of(span: TimeSpan) -> Look:
-    """Return how a span is drawn: hatched if compute stands still in it, whatever its op."""
+    """Return how a span is drawn: hatched if compute waits, whatever the span's op."""
     return "hatched" if span.kind == WAITING else OPS[span.kind, span.phase].look
 
 

@@ -1,17 +1,17 @@
 """Hardware: a description of a machine; and predict: how long a schedule takes on this machine.
 
 [Note: what the simulation knows]
-Streams run in order. An op starts when the op before it on its stream and those in ``after`` have finished. The host runs
-ahead of the device, as it does with CUDA; a synchronous one does all but collectives itself, one after the other, and a
-collective begins no sooner than it is issued. Steps follow each other: one begins when the one before has finished, save
-for what it hands on, as gathers at its end, and the result is the step that comes out again and again.
+Each stream runs its ops in order. An op starts when the previous op of its stream and the ops in ``after`` have finished. The
+host runs ahead of the device, as with CUDA. A synchronous host runs all ops but collectives itself, one after the other. A
+collective begins no sooner than the host issues it. A step begins when the previous step has finished, except for ops that the
+previous step hands on, such as gathers at its end. The result is the step that repeats.
 
-On a synchronous host, threads that send and add may want the cores that compute (``contention``): while both work, both are
-slower; while the host waits, collectives have the cores to themselves. Such threads post a collective when it is issued, so its
-latency passes while earlier collectives are still under way; on a stream, one begins when the one before it has ended.
+On a synchronous host the threads of collectives may need the cores that compute (``contention``). While both work, both are
+slower; while the host waits, collectives have the cores alone. A thread posts a collective when it is issued, so its latency
+passes while earlier collectives are under way. On a stream a collective begins when the previous one has ended.
 
-It does not know that collectives of two streams share a link: each has the whole bandwidth. A unit's own time is spent
-when it is entered, in front of the units nested in it.
+The simulation gives the whole bandwidth to collectives of two streams that share a link. It spends a unit's own time when the
+unit is entered, before the units nested in it.
 """
 
 import math
@@ -36,12 +36,12 @@ from fsharp.type_checks import options_checked
 
 _MAX_STEPS = 16
 _NOW = 0.0, 0.0
-"""When the step begins: what the step before has not handed on is over."""
+"""Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
 PerLink = float | Mapping[str | Channel, float]
 """One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
-``{("reduce_scatter", "dp"): x}``, which counts before that of the axis. An ``all_reduce`` without a number is a
-``reduce_scatter`` and an ``all_gather``, of half of its bytes each: so a fit to ZeRO-3 predicts DDP. An ``all_to_all`` without
+``{("reduce_scatter", "dp"): x}``, which takes precedence over the axis. An ``all_reduce`` without a number is a
+``reduce_scatter`` and an ``all_gather`` of half of its bytes each, so a fit to ZeRO-3 predicts DDP. An ``all_to_all`` without
 a number is a ``reduce_scatter``."""
 ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callable[[str], tuple[float, float]]
 """Seconds of a unit's forward and of its backward: for all units, by key-path pattern, or as a function of the name."""
@@ -69,8 +69,8 @@ class Hardware:
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
         host_share: the host's share, from 0 to 1, of the core for which it contends. While both work, the host has
             ``1 - contention * (1 - host_share)`` of its speed, and collectives have ``1 - contention * host_share`` of theirs.
-        issue_s: seconds in which a synchronous host is busy with the issue of one collective, beside a copy of its bytes.
-        issue_bandwidth: bytes per second that a synchronous host copies at the issue of a gather: this rank's own part.
+        issue_s: seconds of a synchronous host to issue one collective, without the copy of this rank's own part.
+        issue_bandwidth: bytes per second of a synchronous host that copies this rank's own part at the issue of a gather.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -103,8 +103,7 @@ class Hardware:
                 raise ScheduleError(f"Hardware(): {name} is {getattr(self, name)!r}, expected 0 to 1.")
         for name, none in (("contention", 0.0), ("issue_s", 0.0), ("issue_bandwidth", math.inf)):
             if getattr(self, name) != none and not self.synchronous_host:
-                what = f"{name} is {getattr(self, name)!r}, which is for a host that computes: pass synchronous_host=True."
-                raise ScheduleError(f"Hardware(): {what}")
+                raise ScheduleError(f"Hardware(): {name} is {getattr(self, name)!r}, which needs synchronous_host=True.")
 
     @classmethod
     @options_checked
@@ -143,7 +142,7 @@ class Hardware:
             link_efficiency: part of the bandwidths of links that collectives reach.
             recompute: whether the backward computes the forward again.
             within: mesh axes along which all ranks are on one host.
-            across: mesh axes along which each rank is on another host, and uses its own network link.
+            across: mesh axes along which each rank is on a host of its own, and uses its own network link.
             spanning: mesh axes with all ranks of several hosts. The links of a host's GPUs work together on such an axis.
 
         Returns:
@@ -197,10 +196,10 @@ class Hardware:
         """Return the speeds of a machine from measured steps.
 
         Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes. The fit
-        uses the median over steps of each collective, then the median over collectives with equal bytes. Errors count relative
-        to the seconds of a collective, or of the mean collective if these are more. The seconds of a collective begin when the
-        previous collective on its stream ends. Axes whose bytes are proportional get one number. Time in which host and
-        collectives slow each other down counts in part: by the speed that contention leaves.
+        uses the median over steps of each collective, then the median over collectives with equal bytes. Errors are relative to
+        a collective's seconds, or to the mean of all collectives, whichever is more. The seconds of a collective begin when the
+        previous collective on its stream ends. Axes whose bytes are proportional get one number. Seconds in which host and
+        collectives slow each other down are multiplied by the speed that ``contention`` leaves.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
@@ -269,7 +268,7 @@ class Hardware:
         return sum(_of(self.latency, half, "latency") for half in halves)
 
     def _byte_s(self, link: Channel) -> float:
-        """Return the seconds of one byte over a link, of which each half of a collective sends an equal part."""
+        """Return the seconds of one byte over a link: the mean over the collectives that make up the link's."""
         halves = self._collectives_in(link)
         return sum(1 / _of(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
@@ -337,7 +336,7 @@ def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[f
 
 
 class _Simulation:
-    """A simulation of steps. Each op comes after the ops for which it waits, so one pass over the ops is a step."""
+    """A simulation of steps. In a schedule an op follows the ops for which it waits, so one pass over the ops is a step."""
 
     def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
         self.ops, self.schedule = schedule.ops, schedule
@@ -363,9 +362,9 @@ class _Simulation:
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
     def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """Simulate a step. Return it, and begin and end of the ops that it hands to the next step, relative to its end.
+        """Return the timeline of a step; and start and end of the ops that it hands on, relative to the step's end.
 
-        ``carried`` are the ops of the previous step for which this step waits.
+        ``carried``: start and end, in this step's time, of the ops that the previous step has handed on.
         """
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended
@@ -378,7 +377,7 @@ class _Simulation:
         spans: list[TimeSpan] = []
         for run, seconds, latency_s, issue_s in self.issues:
             queue, sends = self.queues[run[0]], self.ops[run[0]].spec.cost == "send"
-            idle = start = free[queue] - latency_s  # which may pass while earlier collectives are under way
+            idle = start = free[queue] - latency_s  # the latency may pass while earlier collectives are under way
             for i in run:
                 start = max([start, 0.0, *(times[j][1] if j < i else before.get(j, _NOW)[1] for j in self.ops[i].after)])
             if sends and self.is_synchronous:
@@ -390,12 +389,12 @@ class _Simulation:
                 sent = max(sent, stop) if sends else sent
                 times |= dict.fromkeys(run, (start, stop))
                 flying += run
-            # What the host itself does in this, and since when: both are slower while collectives are under way.
+            # The host's own work in these ops, and its start. Host and collectives slow each other down.
             works_s = seconds if queue == "compute" else issue_s if sends else 0.0
             since = start if queue == "compute" else free["compute"]
-            busy = max(free["gather"], free["reduce"], since) - since  # were the host to stand still
+            busy = max(free["gather"], free["reduce"], since) - since  # seconds of collectives if the host waited
             if works_s and busy and (self.host_speed, self.sending_speed) != (1.0, 1.0):
-                both_s = busy / self.sending_speed if self.sending_speed else math.inf  # were the host to work on and on
+                both_s = busy / self.sending_speed if self.sending_speed else math.inf  # seconds if the host worked throughout
                 works_s = (
                     works_s / self.host_speed
                     if works_s <= both_s * self.host_speed
@@ -422,18 +421,18 @@ class _Simulation:
             op = self.ops[last]
             spans.append(TimeSpan(last, WAITING, op.unit, op.phase, "compute", free["compute"], end))
         handed_on = {j: (times[j][0] - end, max(times[j][1] - end, 0.0)) for j in self.handed_on}
-        for j, (began, ended) in before.items():  # as the step before has handed it on, so does this one
+        for j, (began, ended) in before.items():  # in a step that repeats, this step hands the same op on
             start, stop = times[j]
             times[j] = end + began if start > end else start, end + ended if stop > end else stop
         for i, op in enumerate(self.ops):
-            if not op.spec.joins:  # which takes no time beside the waiting
+            if not op.spec.joins:  # an op that joins takes no time beside its wait
                 spans.append(TimeSpan(i, op.kind, op.unit, op.phase, self.queues[i], *times[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
         return Timeline(self.schedule, tuple(spans), end), handed_on
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return the delayed time of an event planned ``at`` a time, if work is slower for some seconds from ``start`` on."""
+    """Return when an event planned for ``at`` happens, if work has only ``speed`` for ``seconds`` from ``start`` on."""
     ahead = at - start
     if ahead <= 0:
         return at
@@ -443,7 +442,6 @@ def _delayed_time(start: float, seconds: float, speed: float, at: float) -> floa
 def _seconds(
     ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware, times: Mapping[str, tuple[float, float]]
 ) -> float:
-    """Return the seconds of ops that are issued as one."""
     phase, unit = ops[0].phase, ops[0].unit
     coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
     match ops[0].spec.cost:
@@ -457,7 +455,7 @@ def _seconds(
             return facts[unit].host / hardware.host_bandwidth
         case "code":
             return coded_s
-        case "send" | "memory":  # without a collective what would be sent is copied; without memory what is read counts
+        case "send" | "memory":  # without collectives the op only copies in memory
             of = [(op, facts[op.unit]) for op in ops]
             calls = [call for op, mine in of for call in op.spec.collectives(mine)]
             bandwidth = hardware.memory_bandwidth

@@ -30,7 +30,7 @@ def _to_json(value: Any) -> Any:
 
 
 def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Hardware from JSON, by name. ``known`` has the names that a Hardware has.
+    """Return the fields of a Hardware from JSON, by name. The keys of ``known`` are the names of all fields.
 
     Raises:
         ScheduleError: the text is not the JSON of a Hardware.

@@ -1,9 +1,9 @@
 """Numbers of GPUs from their data sheets. See :meth:`~fsharp.inspect.Hardware.preset`.
 
 [Note: data sheets]
-All numbers are of the SXM version, for one GPU. FLOP/s are those of dense products of bfloat16 matrices; data sheets that give
-them with sparsity give twice as much. NVLink is one direction: data sheets give the sum of both. Sources, by name of NVIDIA's
-data sheet; https://glennklockwood.com/garden/processors has the numbers of GPUs side by side:
+All numbers are of the SXM version, for one GPU. FLOP/s are of dense products of bfloat16 matrices; some data sheets give twice
+as much, with sparsity. NVLink is one direction; data sheets give the sum of both. Sources, by name of NVIDIA's data sheet;
+https://glennklockwood.com/garden/processors has the numbers of GPUs side by side:
 
 - A100: "NVIDIA A100 Tensor Core GPU" (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf), column A100 80GB SXM: 312 TFLOPS,
   2,039 GB/s, NVLink 600 GB/s, PCIe Gen4 64 GB/s. "NVIDIA DGX A100": 8 links of 200 Gb/s InfiniBand for 8 GPUs.
@@ -13,7 +13,7 @@ data sheet; https://glennklockwood.com/garden/processors has the numbers of GPUs
 - B200: "NVIDIA HGX B200" at 1,000 W: 2,250 TFLOPS (4,500 with sparsity), 8 TB/s, NVLink 1.8 TB/s. PCIe and InfiniBand as in
   "NVIDIA DGX B200": Gen5 128 GB/s, 8 links of 400 Gb/s for 8 GPUs.
 
-Latencies are no data: they are assumptions, of the order that nccl-tests report for small messages on such machines.
+Latencies are assumptions, of the order that nccl-tests report for small messages on such machines.
 """
 
 from typing import Any, NamedTuple

@@ -93,7 +93,7 @@ class LeafSharding:
 
     @property
     def _difference_by_axis(self) -> dict[str, str]:
-        """The axes along which ranks have different values, each with the words for these values, such as "summands"."""
+        """The axes along which ranks have different values; for each axis a word for these values, such as "summands"."""
         found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.varying_axes, "own values")
         return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
 
@@ -132,7 +132,6 @@ class LeafSharding:
 
     @property
     def _share_text(self) -> str:
-        """Return a short text: the elements that one rank holds."""
         if self.shard_shape is not None:
             return str(list(self.shard_shape))
         sizes = [last - first for first, last in map(self._of_part, {*self._parts[:2], *self._parts[-1:]})]
@@ -228,7 +227,7 @@ class TreeSharding:
         )
 
     def _named_rows(self) -> Iterator[tuple[str, LeafSharding | None]]:
-        """Yield rows of the table: titles of units of several leaves, and leaves. One unit stands for all that equal it."""
+        """Yield rows of the table: titles of units with several leaves, and leaves. Equal units in a row are shown once."""
         for title, alike in runs_of_alike_units(self.layout.units):
             unit = alike[0]
             if len(unit.leaves) > 1 or unit.leaves[0].path:
@@ -317,7 +316,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise LayoutError("draw_sharding(): matplotlib is missing: pip install 'fsharp[train]', or it alone.") from error
+        raise LayoutError("draw_sharding(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib.") from error
     chosen = max(layout.units, key=_size) if unit is None else layout[unit]
     size = layout.mesh.size
     if size > _MAX_RANKS:
@@ -347,7 +346,6 @@ def _size(unit: UnitLayout) -> int:
 
 
 def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> None:  # type: ignore[no-untyped-def]
-    """Draw one place of a unit; with ``is_trained`` only trained groups."""
     from matplotlib import colormaps
 
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]

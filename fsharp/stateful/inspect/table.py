@@ -14,8 +14,8 @@ _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "coded
 def table(schedule: Schedule) -> str:
     """Return a schedule as a table in text, with a row for each op, and totals.
 
-    ``coded`` are the encoded bytes that an op encodes or decodes; there is no such column if all formats are plain.
-    ``'`` marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
+    ``coded`` has the bytes that an op encodes or decodes; the column is left out if all formats are plain. In ``after``, ``'``
+    marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
     """
     facts = schedule.program.facts
     rows, joined = list[tuple[str, ...]]([_HEAD]), {i for run in issue_positions(schedule.ops) for i in run[1:]}

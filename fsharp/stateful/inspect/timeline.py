@@ -10,7 +10,7 @@ from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds_whe
 from fsharp.stateful.schedule.schedule import Schedule, buffer_lifetimes
 
 WAITING = WAIT.kind
-"""The kind of a span in which compute stands still, whatever the kind of its op."""
+"""The kind of a span in which the compute stream waits, whatever the kind of its op."""
 
 
 class TimeSpan(NamedTuple):
@@ -23,7 +23,7 @@ class TimeSpan(NamedTuple):
         phase: phase of the op.
         stream: stream on which the op ran. On a synchronous host all ops but collectives run on ``compute``.
         start_s: start, in seconds from the beginning of the step.
-        stop_s: end, in seconds from the beginning of the step. An op for which the next step waits may end after this step.
+        stop_s: end, in seconds from the beginning of the step; after the step's end for some ops on which the next step waits.
     """
 
     op: int
@@ -45,7 +45,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each op of a step ran, measured or predicted, for a step that repeats.
+    """The times at which the ops of a step ran, measured or predicted. The step repeats.
 
     Attributes:
         schedule: the schedule that the step follows.
@@ -93,18 +93,18 @@ class Timeline:
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes of the arena that are live at once."""
+        """The largest number of bytes of the arena that are in use at one time."""
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """Return the total seconds of spans of these kinds. Without ``unit`` ops that share a collective count once."""
+        """Return the seconds of all spans of ``kinds``. A collective of several units counts once, or in full for ``unit``."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
     def pieces_in_step(self, span: TimeSpan) -> Iterator[Interval]:
-        """Yield the parts of a span within ``0`` to ``step_s``: a part after the end of the step is moved to its beginning."""
+        """Yield the parts of a span within ``0`` to ``step_s``. A part after the step's end is moved to its beginning."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:
             yield start, stop
@@ -115,7 +115,7 @@ class Timeline:
             start, stop = start - self.step_s, stop - self.step_s
 
     def _starts_and_stops(self) -> tuple[list[float], list[float]]:
-        """Return start and stop of every op. An unmeasured op takes no time, right after the previous op on its stream."""
+        """Return starts and stops of all ops. An op without spans takes no time, after the previous op on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
             if span.op >= 0 and (span.kind != WAITING or self.schedule.ops[span.op].spec.joins):

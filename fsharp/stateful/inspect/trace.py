@@ -59,10 +59,7 @@ class Trace:
         return len(self.steps) - 1
 
     def end_step(self, stop_s: float) -> None:
-        """Record that the step has ended.
-
-        Ops that this step has issued, and for which only the next step waits, may be recorded after this call.
-        """
+        """Record that the step has ended. Ops for which only the next step waits may be recorded after this call."""
         self.steps[-1] = self.steps[-1][0], stop_s
 
     @api_boundary
@@ -71,8 +68,8 @@ class Trace:
 
         Args:
             schedule: the schedule that the step followed.
-            step: number of the step among steps that have ended. None takes the step of median duration, among steps whose
-                collectives are over. Without :meth:`begin_step` all ops are one step.
+            step: number of the step among steps that have ended. None means the step of median duration, among steps whose
+                collectives have all ended. Without :meth:`begin_step` all ops are one step.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.
@@ -83,7 +80,7 @@ class Trace:
             durations = {i: stop - start for i, ((start, stop), rows) in enumerate(steps) if len(rows) == most}
             step = min(i for i, each in durations.items() if each == median_low(durations.values()))
         if not -len(steps) <= step < len(steps):
-            raise ScheduleError(f"Trace.timeline(): step {step}, and {len(steps)} have ended.")
+            raise ScheduleError(f"Trace.timeline(): step is {step}, and {len(steps)} steps have ended.")
         (start, stop), rows = steps[step]
         check_rows("Trace.timeline()", schedule, rows)
         spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in self_times(rows))
@@ -141,7 +138,7 @@ def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[f
 
 
 def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
-    """Raise an error for measurements of ops that are not in a schedule."""
+    """Raise an error if rows measure ops that are not in a schedule."""
     for index, kind, unit, phase, *_ in rows:
         op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
         if op is None or kind not in (op.kind, WAITING) or (unit, phase) != (op.unit, op.phase):
@@ -152,7 +149,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
 
 
 def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
-    """Return the spans of measured rows. On the compute stream, spans that lie in another span are cut out of that span."""
+    """Return the spans of measured rows. On the compute stream a span that lies in another span is cut out of the outer one."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # outer spans without their inner spans
@@ -179,7 +176,7 @@ def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
 def compare(predicted: Timeline, measured: Timeline) -> str:
     """Return a table of predicted and measured seconds: of the step, of each kind of op, and of each unit.
 
-    Units whose names differ in a number alone share a row with their sum.
+    Units whose names differ only in a number share a row, with the sum of their seconds.
     """
     both = predicted, measured
     summary: list[tuple[str, str, str, str]] = [

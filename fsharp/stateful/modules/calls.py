@@ -1,4 +1,4 @@
-"""ModuleCalls: call the code of a module and its submodules with units gathered, and full parameters in place of parts."""
+"""ModuleCall: call the code of a module and its submodules with units gathered, and full parameters in place of parts."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,15 +29,17 @@ from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import compiled_by_caller, uncompiled
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-"""Types of which torch's pytrees have no nodes."""
+"""Types that are leaves of torch's pytrees."""
 
 
 class ParameterEntries:
     """The entries of one unit's parameters in the ``_parameters`` dicts of modules, in the order of the unit's leaves.
 
-    ``present``: for the entries of all units of a module, the tensor that was put there last. Units may share an entry.
-    Attributes ``stored``: for each leaf, the path under which its values are stored. Tied leaves share one. ``fused``: indices
-    of leaves whose gradient a module writes by itself.
+    ``present``: the tensor that was last put into each entry, of all units of the module, as units may share an entry.
+
+    Attributes:
+        stored: for each leaf, the path under which its values are stored. Tied leaves share a path.
+        fused: indices of leaves whose gradient a module writes by itself.
     """
 
     def __init__(self, module: nn.Module, unit: UnitLayout, present: dict[tuple[int, str], Any]) -> None:
@@ -55,7 +57,7 @@ class ParameterEntries:
             if hasattr(owner, "_flat_weights_names"):
                 packed[id(owner)] = weakref.ref(owner)
         self._entries = list(entries.values())
-        self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
+        self._packed = list(packed.values())  # recurrent modules, which also keep a list of their parameters
 
     def check_not_replaced(self) -> None:
         """Raise an error if the user has put another parameter into an entry, as a forward would ignore it."""
@@ -115,7 +117,7 @@ def refuse_added_parameters(module: nn.Module, path: str) -> None:
         for parameter in each._parameters.values():
             if parameter is None or isinstance(parameter, ShardedParameter):
                 continue
-            if isinstance(parameter, nn.Parameter) and parameter.requires_grad:  # full ones within calls are plain tensors
+            if isinstance(parameter, nn.Parameter) and parameter.requires_grad:  # in a call full parameters are plain tensors
                 name = next(name for name, found in module.named_parameters(path) if found is parameter)
                 raise TreeError(
                     f"parameter {name!r} came into the module after shard_module(), and has no gradient and no optimizer "
@@ -191,7 +193,7 @@ class GatheredModule(NamedTuple):
 
 
 class ModuleCallState:
-    """The state of calls of a module's code: entries and specs of parameters, gathered modules by path, the present source."""
+    """The state of calls of a module's code: entries and specs of parameters, gathered modules by path, the current source."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class ModuleCallState:
         *,
         module: nn.Module | None = None,
     ) -> Iterator[None]:
-        """Return a context in which the code of modules reads its parameters from ``source``, or from ``parameters``.
+        """Let the code of modules read its parameters from ``source``, or from ``parameters``, in this context.
 
         ``parameters`` has, for each unit in ``entries``, the tensors to put into its entries, in the order of the unit's
         leaves. Methods of ``module`` run without another gather, as the units of ``module`` are gathered already.
@@ -289,7 +291,7 @@ class ModuleCall:
             out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
-        if views := views_of_parameters(parameters, found):  # these are released: the copies' gradients are theirs
+        if views := views_of_parameters(parameters, found):  # parameters are released, so their views leave as copies
             out = replace_tensors(out, views, [independent_clone(x) for x in views], path)
             found = tensors_in(out)
         self.out = out
@@ -299,7 +301,7 @@ class ModuleCall:
         return connect_to_inputs(found, [*self.flat, *parameters]) if owner.varies else found
 
     def result_with(self, found: Sequence[torch.Tensor]) -> Any:
-        """Return the result of the code, with the tensors in ``found`` in place of those that left the code."""
+        """Return the result of the code, with the tensors ``found`` in place of the tensors that :meth:`compute` returned."""
         if all(map(is_, found, self._given_away)):
             return self.out
         self.owner.side_outputs.replace_stored(self._comm_and_label, self._given_away, found, self.path)

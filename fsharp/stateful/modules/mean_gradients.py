@@ -56,10 +56,7 @@ class MeanGradients:
         self._versions = self._seen()
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[ShardedParameter], Any]) -> RemovableHandle:
-        """Register ``hook(parameter)``, to be called when the parameter has its gradient.
-
-        Return a handle to remove the hook.
-        """
+        """Register ``hook(parameter)``, to be called when the parameter has its gradient. Return a handle to remove it."""
         hooks = self._hooks.setdefault(path, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -90,7 +87,7 @@ class MeanGradients:
 
     def changes_text(self) -> str:
         """Return the changes of the gradients since they were set, which have to be equal on all ranks."""
-        # Writes are counted where every rank has all of it: of a leaf that is cut, some ranks may have nothing to write to.
+        # Writes count only to buffers that every rank holds in full: of a leaf that is cut, some ranks may hold no element.
         is_whole = [
             not (node.place.sharded_axes or node.place.varying_axes) for node in units_of(self.tree) for _ in node.buffers
         ]
@@ -136,8 +133,7 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
     """Return paths of trained, unpaused parameters of these units that have no gradient on any rank.
 
     Ranks agree along the axes on which a unit does not vary, by an ``all_reduce`` of one byte for each parameter and axis. The
-    host of a rank that lacks a gradient waits for the result, which decides what an optimizer leaves alone. A rank that has
-    all gradients knows the result.
+    host of a rank that lacks a gradient waits for the result. A rank that has all gradients knows the result.
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""

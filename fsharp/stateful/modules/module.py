@@ -87,10 +87,7 @@ class ShardedModule(nn.Module):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release the gradients of all parameters. A forward whose backward has not run yet stays valid.
-
-        ``set_to_none=False`` is an error.
-        """
+        """Release all gradients. A forward whose backward has not run yet stays valid. ``set_to_none=False`` is an error."""
         _session(self).step.drop_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
@@ -160,7 +157,7 @@ class ShardedModule(nn.Module):
         """
         session = _session(self)
         if write and session.is_averaged:
-            raise ScheduleError("unsharded(write=True): in averaged(), which ends with what the parameters were before.")
+            raise ScheduleError("unsharded(write=True): inside of averaged(), whose end would discard the writes.")
         _warn_of_rounding("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
         session.state.propagate_writes()
@@ -205,7 +202,7 @@ class ShardedModule(nn.Module):
 
         Args:
             state_dict: values by torch's names: this rank's parts, from :meth:`state_dict` under the same layout, or whole
-                tensors, of which each rank takes its part. The dtype is the parameter's present one, or the one before
+                tensors, of which each rank takes its part. The dtype is the parameter's dtype, now or before
                 :func:`~fsharp.shard_module`.
             strict: raise an error for names that are missing or unknown.
             assign: as in torch, but only inside of :meth:`unsharded`.
@@ -232,7 +229,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
-        """Return whole parameters and buffers in host memory, by torch's names, on one rank; an empty dict on the others.
+        """Return whole parameters and buffers in host memory, by torch's names, on one rank; an empty dict on other ranks.
 
         ::
 
@@ -240,7 +237,7 @@ class ShardedModule(nn.Module):
             if model.comm.rank == 0:
                 torch.save(state, "model.pt")
 
-        Dtypes are those of :meth:`state_dict`. Buffers are those of ``rank``, a rank of :attr:`comm`. None means all ranks.
+        Dtypes are as in :meth:`state_dict`. With ``rank=None`` all ranks return the dict. Each has its own buffers.
 
         Raises:
             MeshError: there is no such rank.
@@ -294,8 +291,8 @@ class ShardedModule(nn.Module):
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs of a parameter's name and its whole value, unit by unit. All ranks have to iterate to the end.
 
-        Trained parameters have the optimizer's dtype. Frozen ones have the dtype in which they rest, ``precision.compute``; a
-        warning says so if that has rounded them. ``trained=True`` leaves frozen parameters out, for example to export adapters.
+        Trained parameters have the optimizer's dtype. Frozen ones have the dtype in which they rest, ``precision.compute``, and
+        a warning if it has rounded them. ``trained=True`` leaves frozen parameters out, for example to export adapters.
         The caller may keep the tensors. Memory: one unit.
         """
         session = _session(self)
@@ -313,7 +310,7 @@ def _session(module: nn.Module) -> Session:
 
 
 def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
-    """Raise an error for hooks on the whole parameters of ``unsharded()``, which end with the context."""
+    """Raise an error if whole parameters have hooks, as both the parameters and their hooks end with ``unsharded()``."""
     for path, parameter in whole.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise LayoutError(
@@ -323,13 +320,13 @@ def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
 
 
 def _warn_of_rounding(where: str, parameters: Iterable[ShardedParameter]) -> None:
-    """Warn if frozen parameters rest in a lower dtype than they had, as there is no other copy."""
+    """Warn if frozen parameters rest in a lower dtype than they had, as their exact values are lost."""
     kept = [p for p in parameters if not p.is_trained]
     if rounded := [p for p in kept if torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype]:
         first, dtype = rounded[0], dtype_name(rounded[0].dtype)
         warnings.warn(
             f"{where}: {len(rounded)} frozen parameters such as {first.path!r} were {dtype_name(first.leaf.dtype)}, and rest "
-            f"in {dtype}, as Precision(compute=torch.{dtype}) says: here they are rounded. Take them from where they were "
-            "loaded, and full_parameters(trained=True) for the others; or use torch.autocast() instead of a lower dtype.",
+            f"rounded in {dtype}, by Precision(compute=torch.{dtype}). Take their values from where they were loaded, and the "
+            "others from full_parameters(trained=True); or use torch.autocast() instead of a lower dtype.",
             stacklevel=4,
         )

@@ -22,7 +22,7 @@ class ModuleState:
         train_state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
         generation: number of times that the user has replaced the state.
         is_written: whether the user has written to parameters since the last step.
-        loaded: which of "parameters" and "optimizer" ranks have loaded since the last step.
+        loaded: which of "parameters" and "optimizer" were loaded since the last step.
     """
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
@@ -66,19 +66,19 @@ class ModuleState:
         self.record_version_counters()
 
     def clear_residuals(self) -> None:
-        """Set residuals to zero in place: what formats have lost of gradients of other parameters, or of scaled ones."""
+        """Set residuals, the encoding errors of gradients, to zero in place: their gradients were of other values or scaled."""
         if self.train_state.residuals is not None:
             for tensors in self.train_state.residuals.value.values():
                 torch._foreach_zero_(tensors)
 
     def add_write_settings(self, account: Callable[[str], None]) -> None:
-        """Add to labels whether parameters were written to since the last step, to find a rank that did so alone."""
+        """Call ``account`` if parameters were written since the last step, with text in which ranks have to agree."""
         if self.is_written:
             account("parameters written in place=True")
             self.is_written = False
 
     def adopt_state(self, state: TrainState) -> None:
-        """Take a state of this layout as the module's own. Raise an error for another place or dtype."""
+        """Make ``state`` the module's own. Raise a TreeError if its layout, places or dtypes are not those of the module."""
         state = state._replace(main=buffers_on_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
@@ -87,33 +87,30 @@ class ModuleState:
                 if facts[0] != facts[1]:
                     names = [repr(node.name) if node is not None else "none" for node in (new, old)]
                     raise TreeError(
-                        f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]}, in the "
-                        "layout, place and dtypes that the module's own state has: begin with that, and change its values."
+                        f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]} with the "
+                        "layout, place and dtypes of model.train_state: begin with model.train_state, and change its values."
                     )
         if state.residuals is None and self.train_state.residuals is not None:
             raise TreeError(
                 "train_state: gradients of this module travel with feedback, Precision(feedback=True), and the state has no "
-                "residuals. Assign state._replace(residuals=model.train_state.residuals), which goes on with the module's own."
+                "residuals. Assign state._replace(residuals=model.train_state.residuals), which keeps the module's residuals."
             )
         units = [node.unit for node in units_of(state.params)]
         own_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
-        has_own = self.train_state.opt is not None  # else a torch.optim class keeps it
+        has_own = self.train_state.opt is not None  # else a torch.optim class keeps the optimizer's state
         self.train_state = state if has_own else state._replace(opt=None)
         self.generation += 1
         self.record_version_counters()
 
     def propagate_writes(self) -> bool:
-        """Copy values that were written to the optimizer's copies into the parameters at rest, by a collective.
-
-        Return whether there were writes.
-        """
+        """Copy writes to the optimizer's copies into parameters at rest, by a collective. Return whether there were writes."""
         is_written = self.were_copies_written()
         if is_written:
             self.copy_to_resting_parameters()
         return is_written
 
     def were_copies_written(self) -> bool:
-        """Return whether the optimizer's copies were written to since :meth:`record_version_counters`. Refuse other writes."""
+        """Return whether the optimizer's copies were written to since the last record. Raise an error for any other write."""
         now = self._versions()
         if now == self._recorded:
             return False

@@ -29,9 +29,9 @@ class ModuleStep:
     The first forward that may have a backward opens a step, a microbatch ends with a backward pass, and an update closes it.
 
     Attributes:
-        scheduled: the training step: its schedule, its trace.
+        scheduled: the training step, with its schedule and trace.
         is_accumulating: whether a backward leaves its gradients at rest, without the reduction to the optimizer.
-        has_feedback: whether gradients are reduced with residuals, which the train state has.
+        has_feedback: whether gradients are reduced with the residuals of the train state.
         updated_by: identity of the optimizer that made the last step; None after the next forward.
         used: paths of parameters whose gradients an optimizer has used, and that were not set to None since then.
         params: the parameters that forwards of this step differentiate; None outside of a step.
@@ -66,7 +66,7 @@ class ModuleStep:
 
     @contextmanager
     def forward_context(self) -> Iterator[Any]:
-        """Return a context for a forward, which becomes part of the step under way or of a new step. Yield its parameters."""
+        """Make a forward in this context part of the step under way, or of a new step. Yield the step's parameters."""
         self.reopen_scheduler()
         self.propagate_writes()
         if self.run is None:
@@ -82,7 +82,7 @@ class ModuleStep:
             yield self.params
 
     def _start_gradients(self) -> None:
-        """Begin new gradients. Their reductions overwrite the residuals of the train state."""
+        """Begin the gradients of a step. Their reductions use and overwrite the residuals in the train state."""
         state = self.state.train_state
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
@@ -107,7 +107,7 @@ class ModuleStep:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Return a context guarded by the scheduler. If an error leaves the context, the step under way is abandoned."""
+        """If an error leaves this context, close the scheduler and abandon the step under way."""
         run = self.run
         assert run is not None
         try:
@@ -136,14 +136,13 @@ class ModuleStep:
             if self.means.tree is not None:
                 if self.has_feedback:
                     raise ScheduleError(
-                        "a backward came after gradients had been reduced with feedback, Precision(feedback=True): the wire's "
-                        "format has lost a part of them already. Run all backwards of a step but the last one inside of "
-                        "`with model.accumulate():`."
+                        "a backward came after gradients had been reduced with feedback, Precision(feedback=True), which "
+                        "rounds them. Run all backwards of a step but the last one inside of `with model.accumulate():`."
                     )
                 if self.means.are_changed:
                     raise ScheduleError(
-                        "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their "
-                        "sum over ranks. Change them after the last backward of a step."
+                        "a backward came after gradients had been changed, as by clip_grad_norm_(), and cannot be added to "
+                        "changed gradients. Change them after the last backward of a step."
                     )
                 self.means.return_to_sums(self._units)
             for unit in self._units:
@@ -155,9 +154,9 @@ class ModuleStep:
 
     @api_boundary
     def _end_backward(self) -> None:
-        """End the microbatch of a backward pass; reduce gradients unless the pass was told to accumulate."""
+        """End the microbatch of a backward pass. Outside of ``accumulate()`` reduce gradients, and divide the sums."""
         run, self._pass = self.run, -1
-        if run is None or run.uses.forward:  # a backward that a forward has called: the microbatch goes on
+        if run is None or run.uses.forward:  # a forward has called this backward, so the microbatch is not over
             return
         with self._guarded():
             self.scheduler.end_microbatch(self._units, self.params)
@@ -197,10 +196,7 @@ class ModuleStep:
         self.state.loaded.clear()
 
     def finish_gradients(self, where: str) -> Any:
-        """Return the gradients, if there are any, for the method ``where``, which is about to use them.
-
-        Raise an error if they wait for more microbatches, were lost by an error, or were used by a step.
-        """
+        """Return the gradients, if any, for the method ``where``. Raise an error if they are incomplete, lost or used up."""
         self.reopen_scheduler()
         if self._lost:
             raise LossError(
@@ -221,14 +217,14 @@ class ModuleStep:
         if self.has_feedback:
             self.state.clear_residuals()
             raise ScheduleError(
-                f"{where}: the module has Precision(feedback=True). What its formats have lost of earlier gradients is added "
-                "to later ones, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
+                f"{where}: the module has Precision(feedback=True), which adds encoding errors of earlier gradients to later "
+                "gradients, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
             )
 
     def _used_up_error(self, where: str, does: str, remedy: str) -> ScheduleError:
         return ScheduleError(
-            f"{where}: optimizer.step() has used up the gradients of the step before, such as that of {min(self.used)!r}. "
-            f"Plain torch would {does} those gradients, and a sharded module does not keep them. Call "
+            f"{where}: optimizer.step() has used up the gradients of the previous step, such as the gradient of "
+            f"{min(self.used)!r}. Plain torch would {does} these gradients, and a sharded module does not keep them. Call "
             f"optimizer.zero_grad() after optimizer.step(), {remedy}."
         )
 
@@ -236,8 +232,8 @@ class ModuleStep:
         """Drop the gradients, unless a backward is under way. A forward whose backward has not run yet stays valid."""
         if not set_to_none:
             raise ScheduleError(
-                "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
-                "the next one has none, and not zero. Leave out the argument."
+                "zero_grad(set_to_none=False): gradients have no memory between steps, so the gradient of a parameter that the "
+                "next step does not use is None, and not zero. Leave out the argument."
             )
         self.reopen_scheduler()
         if self._pass != -1:
@@ -255,10 +251,7 @@ class ModuleStep:
 
     @contextmanager
     def isolated_backwards(self) -> Iterator[None]:
-        """Return a context in which backward passes call no hooks and add to no gradients.
-
-        Their gradients are dropped at its end.
-        """
+        """Let backward passes in this context call no hooks, and drop their gradients at its end."""
         used, self.used, self._is_apart = self.used, set(), True
         try:
             yield
@@ -273,10 +266,7 @@ class ModuleStep:
         self.used = used
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
-        """Return this rank's part of the mean gradient of a parameter.
-
-        Raise an error before gradients are summed over ranks.
-        """
+        """Return this rank's part of a parameter's mean gradient. Raise an error before gradients are summed over ranks."""
         if self.means.tree is None and self.run is not None and self._pass == -1 and self.has_gradients:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
@@ -311,8 +301,8 @@ class ModuleStep:
 
 def _refuse_backward(where: str) -> None:
     raise ScheduleError(
-        f"backward() was called for a forward that {where} had discarded, because no backward had run by then. Call it "
-        f"before {where}, or call the model again after it."
+        f"backward() was called for a forward that {where} had discarded, as its backward had not run. Call backward() before "
+        f"{where}, or call the model again after {where}."
     )
 
 

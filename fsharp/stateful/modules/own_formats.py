@@ -35,7 +35,7 @@ def formats_of_tensor_classes(
         own = _last_match(precisions, path, Precision())
         if own.stored is not None:
             raise OptionError(
-                f"parameter {path!r} is a {type(parameter).__name__} with hooks of FSDP2, which make what is gathered, and has "
+                f"parameter {path!r} is a {type(parameter).__name__} with hooks of FSDP2, which encode it, and has "
                 f"stored={own.stored.name!r}. Leave stored out by another pattern, or make it a plain parameter."
             )
         if comm.mesh.size > 1 and not torch.distributed.is_initialized():

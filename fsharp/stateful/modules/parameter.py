@@ -94,7 +94,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @property
     @api_boundary
     def grad(self) -> ShardedTensor | None:
-        """This part of the mean gradient over ranks; None until a backward outside of ``accumulate()`` has ended."""
+        """This rank's part of the mean gradient over ranks; None until a backward outside of ``accumulate()`` has ended."""
         owner = self.owner()
         return owner.step.gradient_part(self.path) if owner is not None and self.is_trained else None
 
@@ -110,10 +110,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
 
 def held_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
-    """Yield path, leaf and this rank's elements of each leaf of a node, which are views of its buffers.
-
-    A leaf of which the rank holds nothing is yielded as an empty view of the buffer.
-    """
+    """Yield path and leaf of each leaf of a node, with this rank's elements: a view of a buffer, which may be empty."""
     here = node.local_leaves(rank)
     for group, buffer in zip(node.groups, node.buffers, strict=True):
         for leaf in node.unit.leaves_of_group(group):

@@ -18,9 +18,9 @@ Units = Rule | tuple[Rule, ...] | list[Rule]
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
-    """Return by path the modules that ``units`` selects, which are gathered by themselves, without the root.
+    """Return the modules that ``units`` selects, by path. Each of them is gathered when it is called. The root is left out.
 
-    Rules that select nothing, and modules without parameters, are an error.
+    A rule that selects nothing is an error, and so is a selected module without parameters.
     """
     rules = [rule for each in _listed(units) for rule in _listed(each)]
     for rule in rules:
@@ -58,7 +58,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 def module_groups(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
     """Return, for each group in ``units``, the paths of its modules. A group is a tuple or list of rules for modules.
 
-    The modules of a group share one gather. A module in two groups, or inside of another one of its group, is an error.
+    The modules of a group share one gather. A module in two groups, or inside of another module of its group, is an error.
     """
     groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
@@ -93,7 +93,7 @@ def units_by_module(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[
 def methods_by_module(
     module: nn.Module, chosen: Mapping[str, nn.Module], names: str | Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return for the root and each chosen module the given names that are its methods. A name of no method is an error."""
+    """Return which of ``names`` are methods of the root and of each chosen module. A name of no method is an error."""
     modules = {"": module, **chosen}
     found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
     for name in dict.fromkeys([names] if isinstance(names, str) else names):

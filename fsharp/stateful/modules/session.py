@@ -1,7 +1,7 @@
 """Session: the state of a sharded module: its calls, its training state, and the parameters that the user sees.
 
-A module is a pure function of its parameters, as each call puts other tensors in their place. So each module that is gathered
-by itself calls ``forward()`` with its units, under a scheduler. The rest is as in a functional step.
+A call of a module puts full tensors in place of its parameters, so the module becomes a pure function of its parameters. Each
+module that ``units`` selects calls ``forward()`` with its units, under a scheduler. The rest is as in a step of functions.
 """
 
 import weakref
@@ -49,10 +49,10 @@ class Session:
 
     Attributes:
         casts: casts of inputs and outputs, by path, for modules with casts.
-        is_unsharded: whether whole parameters are in place of the sharded ones at present.
-        is_averaged: whether averages are in place of parameters at present.
+        is_unsharded: whether whole parameters now replace the sharded ones.
+        is_averaged: whether averages now replace the parameters.
         parameters: by path, the parameters that the module shows outside of forwards.
-        paused: paths of trained parameters that do not require a gradient at present.
+        paused: paths of trained parameters that now do not require a gradient.
     """
 
     def __init__(
@@ -107,21 +107,21 @@ class Session:
         elif not torch.is_grad_enabled():
             step.propagate_writes()
             out = self._evaluation(run, self.state.train_state.params)
-        elif step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
+        elif step.params is None and self._trained <= self.paused:  # without gradients a later backward needs no step
             step.propagate_writes()
             out = run(ParameterSource.from_tree(self.state.train_state.params, self.scheduler))
         else:
             self._refuse_to_train()
             with step.forward_context() as params:
                 out = run(ParameterSource.from_tree(params, self.scheduler))
-                # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
+                # Units inside may be in a reentrant checkpoint, whose backward is a nested pass: begin the outer pass here.
                 call_before_backward(tensors_in(out), call.flat, step.on_backward)
         return out if dtypes is None else cast_tensors(out, dtypes.outputs)
 
     def _refuse_to_train(self) -> None:
         if self.is_averaged:
             raise ScheduleError(
-                "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
+                "the model was called inside of averaged(), without torch.no_grad(): averages cannot be trained."
             )
         if torch._C._are_functorch_transforms_active():
             raise ScheduleError(
@@ -148,9 +148,10 @@ class Session:
         return call.result_with(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
     def record_full_load(self, what: Literal["parameters", "optimizer"]) -> None:
-        """Record that all ranks have loaded all ``"parameters"`` or ``"optimizer"``. Once both are loaded, labels begin anew.
+        """Record that all ranks have loaded all ``"parameters"`` or all ``"optimizer"`` state.
 
-        Values then do not depend on earlier steps, and ranks whose steps differed before an error can go on together.
+        After both, values do not depend on earlier steps. Then the recorded history of steps, in which ranks have to agree, is
+        reset, so that ranks whose steps differed before an error can continue together.
         """
         self.state.loaded.add(what)
         if what == "parameters":
@@ -162,22 +163,19 @@ class Session:
 
     @property
     def parts_comm(self) -> Comm:
-        """The Comm for collectives of functions that the user calls with parts."""
+        """The Comm for collectives of torch functions of parts, such as ``part.sum()``."""
         self.step.reopen_scheduler()
         return self.scheduler.comm_with_history
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, which read parameters for the next step, or write updated parameters."""
         for node in units_of(self.state.train_state.params):
-            with suppress(FsharpError):  # a gather that has failed is over; who computes with the parameters hears of it
+            with suppress(FsharpError):  # a failed gather is over, and the next use of its parameters raises its error
                 _ = node.buffers
         self.scheduler.lanes.join_lanes("gather")
 
     def record_write(self, part: ShardedTensor, what: str) -> None:
-        """Record that a function has changed a part in place.
-
-        For a parameter or a gradient the change is added to later labels.
-        """
+        """Record that a function has changed a part in place: for a parameter or a gradient, in later labels."""
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
@@ -186,10 +184,7 @@ class Session:
             self.scheduler.add_settings(f"{what} {part.path}")
 
     def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
-        """Return the whole parameter while the backward of its unit is under way, else None.
-
-        Activation checkpointing reads the parameter then, to recompute a forward.
-        """
+        """Return the whole parameter during the backward of its unit, for activation checkpointing; else None."""
         full = None if self.step.run is None else self.step.run.full_in_backward(part.unit.name)
         if full is None:
             return None
@@ -212,29 +207,28 @@ class Session:
     ) -> tuple[torch.Tensor | None, ...]:
         """Run ``torch.autograd.grad``. Gradients of parameters are means over ranks, as parts.
 
-        The call is a step of its own: ``.grad`` stays None, the optimizer has nothing to do, and other forwards keep their
-        backward. Refused are options that need a graph of the backward, parameters of several modules, and a step that has
-        gradients.
+        The call leaves ``.grad`` None and other forwards valid. Options that need a graph of the backward, parameters of
+        several modules, and a step that has gradients are errors.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
                 f"{_GRAD}: create_graph and is_grads_batched need a graph of the backward, which is not kept. Take "
-                "`fn, params = model.functional()`: torch.func works on that."
+                "`fn, params = model.functional()`: torch.func works on fn."
             )
         for x in inputs:
             if isinstance(x, ShardedParameter) and x.owner() is not self:
-                raise ScheduleError(f"{_GRAD}: {x.path!r} is one of another module. Call it for each of the modules.")
+                raise ScheduleError(f"{_GRAD}: {x.path!r} is a parameter of another module. Call it once for each module.")
         step = self.step
         step.reopen_scheduler()
         if step.has_feedback:
             raise ScheduleError(
-                f"{_GRAD}: its gradients would use up what formats have lost of earlier ones, Precision(feedback=True). Take "
+                f"{_GRAD}: its gradients would use up the encoding errors of earlier gradients, Precision(feedback=True). Take "
                 "`fn, params = model.functional()`: fs.value_and_grad takes residuals of your own."
             )
         if step.is_accumulating or step.means.tree is not None or step.has_gradients:
             raise ScheduleError(
-                f"{_GRAD}: other backward passes have left gradients in this step, or were told to. Call it before them, or "
-                "after optimizer.step() or zero_grad()."
+                f"{_GRAD}: this step has gradients of other backward passes, or is inside of accumulate(). Call it before the "
+                "other passes, or after optimizer.step() or zero_grad()."
             )
         sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.run is not None else []
         others = [x for x in inputs if not isinstance(x, ShardedParameter)]
@@ -259,14 +253,14 @@ class Session:
         return tuple(result)
 
     def parameters_replaced(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Return a context with other tensors, given by path, in place of all parameters."""
+        """Return a context in which the tensors ``by_path`` replace all parameters."""
         return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
 
     def adopt_state(self, state: TrainState) -> None:
-        """Train another state of the same layout from now on. Raise an error while a step is under way."""
+        """Train ``state`` from now on, which has the same layout. Raise an error while a step is under way."""
         self.step.abandon_forwards("train_state")
         if self.is_averaged:
-            raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
+            raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")
         self.state.adopt_state(state)
         self.show_parts()
 
@@ -328,10 +322,10 @@ def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
 
 
 def _entry(base: type[nn.Module], name: str) -> Any:
-    function = getattr(base, name, None)  # else it is an attribute of the module alone
+    function = getattr(base, name, None)  # None: the instance alone has the attribute
 
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # While the module computes, torch.compile traces this function, so that a graph goes on within the units' gather.
+        # While the module computes, torch.compile traces this function, so a graph does not end here.
         own = self._fsharp_own.get(name)
         if self._fsharp_computes:
             return getattr(base, name)(self, *args, **kwargs) if own is None else own(*args, **kwargs)

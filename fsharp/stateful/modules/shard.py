@@ -59,7 +59,7 @@ def shard_module(
     atoms: Atom | Mapping[str, Atom] | None = None,
     labels: str | Mapping[str, str] | Callable[[str], str] = "default",
 ) -> ShardedModule:
-    """Shard the parameters of a module in place, and return the module as a :class:`~fsharp.ShardedModule`.
+    """Shard a module's parameters in place, and return the module, which becomes a :class:`~fsharp.ShardedModule`.
 
     ::
 
@@ -100,7 +100,7 @@ def shard_module(
             For a model of transformers pass ``model._init_weights``.
         sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None
             means that ranks compare their parameters, and raise an error if they differ.
-        atoms: as for :func:`~fsharp.plan`; None means that of the parameters' classes, else elements.
+        atoms: as for :func:`~fsharp.plan`; None means the atoms that classes of parameters need, and else elements.
         labels: as for :func:`~fsharp.plan`.
 
     Returns:
@@ -153,7 +153,7 @@ def shard_module(
     tree, layout, specs, chosen, groups, entries, casts = check_on_all_ranks("shard_module()", comm, planned)
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
     start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
-    with without_history(layout) if sync_from is None else nullcontext():  # histories have the module's own values already
+    with without_history(layout) if sync_from is None else nullcontext():  # histories already contain the module's own values
         state = init_state(_NOTHING, start, comm=comm, donate=True)
     del tree, start
     policy = policy or SchedulePolicy()

@@ -27,7 +27,7 @@ SAME_VALUES = "Load the same values on all ranks."
 
 
 class _LoadPlaceholder(ShardedTensor):
-    """Stands for a parameter while torch loads a state dict, and keeps the value that torch would copy into the parameter."""
+    """A placeholder for a parameter while torch loads a state dict: it keeps the values that torch copies into it."""
 
     given: list[torch.Tensor]
     is_whole = False
@@ -43,7 +43,7 @@ class _LoadPlaceholder(ShardedTensor):
 
 
 def refuse_dtensors(where: str, session: Session) -> None:
-    """Raise an error for a module with DTensors sharded on other axes: a rank's elements are no run of the whole tensor."""
+    """Raise an error if a parameter is a DTensor sharded on other axes: a rank's elements are no run of the whole tensor."""
     for path, spec in session.calls.specs.items():
         if spec.is_sharded:
             raise TreeError(
@@ -54,7 +54,7 @@ def refuse_dtensors(where: str, session: Session) -> None:
 
 
 def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
-    """Run :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` calls torch's own method."""
+    """Run :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` calls torch's method with the user's arguments."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
     given: dict[str, torch.Tensor] = {}  # values for parameters, by path
@@ -65,7 +65,7 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         """Let torch read the state dict into placeholders. Return what its method returns: missing and unexpected keys."""
         refuse_dtensors(where, session)
         if session.is_averaged:
-            raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
+            raise ScheduleError(f"{where}: inside of averaged(), whose end restores the earlier parameters.")
         session.state.propagate_writes()
         awaiting: dict[str, _LoadPlaceholder] = {}
         for path, parameter in session.parameters.items():
@@ -74,14 +74,14 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         with session.parameters_replaced(awaiting), copied_buffers(module) as buffers:
             try:
                 result = load()
-            except RuntimeError as error:  # of names and shapes; torch has looked at all of them
+            except RuntimeError as error:  # torch lists all wrong names and shapes
                 raise TreeError(f"{where}: {error}") from error
         for path, each in awaiting.items():
             if not each.given:
                 continue
             if len({tensor_digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
                 raise TreeError(
-                    f"{where}: {path!r} is tied, and its names have different values. Give all of them the same one."
+                    f"{where}: {path!r} is tied, and its names have different values. Give all names the same value."
                 )
             given[path], parameter = each.given[0], session.parameters[path]
             parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
@@ -111,10 +111,10 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
 def own_part(
     where: str, name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Sequence[torch.dtype]
 ) -> ShardedTensor:
-    """Return this rank's part of a value for a parameter, or of an optimizer's state for each of its elements.
+    """Return this rank's part of ``value``: a parameter, or optimizer state with the parameter's shape.
 
-    ``value`` is a part of this rank and layout, or a whole tensor, of one of ``dtypes``. Any other value is an error that has
-    ``name``.
+    ``value`` is a part of this rank and layout, or a whole tensor, in one of ``dtypes``. Any other value is a TreeError that
+    names ``name``. ``like``: this rank's part of the parameter.
     """
     first, last = like.run
     what, got = "", tensor_text(value)
@@ -148,10 +148,10 @@ def own_part(
 def gather_to_rank(
     where: str, dicts: Iterable[dict[str, Any]], rank: int | None, comm: Comm, *, kind_of: Callable[[str], str] = lambda key: ""
 ) -> bool:
-    """Replace the parts in dicts by whole tensors in host memory, on one rank, or on all. Return whether this rank has them.
+    """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.
 
-    All ranks have the same keys. Other tensors become copies in host memory. ``kind_of`` returns the kind of a value, such as
-    ``"exp_avg"``, from its key: it tells several values of one parameter apart.
+    Return whether this rank has whole tensors. All ranks have the same keys. Other tensors become copies in host memory.
+    ``kind_of`` returns from a key which of several values of one parameter the key has, such as ``"exp_avg"``.
     """
     dicts = list(dicts)
     held = [(kind_of(key), value) for each in dicts for key, value in each.items() if isinstance(value, ShardedTensor)]
@@ -163,8 +163,8 @@ def gather_to_rank(
         for (_, path), part in parts.items():
             if own := [axis for axis in part.place.varying_axes if comm.mesh.axis_size(axis) > 1]:
                 raise TreeError(
-                    f"{where}: {path!r} has different values on ranks along {own}, and the result would have those of one rank "
-                    "alone. Save by fs.checkpoint.save()."
+                    f"{where}: {path!r} has different values on ranks along {own}, and the result would have the values of one "
+                    "rank alone. Save by fs.checkpoint.save()."
                 )
 
     names = "\n".join(f"{kind} {path}" for kind, path in parts)
@@ -188,9 +188,9 @@ def gather_to_rank(
 
 
 def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
-    """Yield each part with the tensor that it is a part of; of a DTensor, with this rank's whole local tensor.
+    """Yield pairs of a part and the whole tensor; for a DTensor the whole of this rank's local tensor.
 
-    Cost: a gather for each unit and place. Memory: the tensors of one unit; yielded tensors are views of them.
+    Cost: a gather for each unit and place. Memory: one unit, of which yielded tensors are views.
     """
     by_unit: dict[tuple[UnitLayout, Place], dict[str, ShardedTensor]] = {}
     for part in parts:
@@ -213,20 +213,18 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
 
 
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
-    """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
+    """Return on all ranks the state dict ``given`` on ``rank``, with each rank's own parts in place of whole tensors.
 
-    ``like``: by the first one or two keys of a tensor, a part that is cut as this rank's part of the tensor. A tensor without
-    such a part stays whole on each rank.
+    ``like``: a part that is cut as this rank's part of a tensor, by the tensor's first one or two keys. A tensor that is not
+    in ``like`` stays whole on each rank.
     """
 
     def check() -> bytes:
         check_rank(where, rank, comm)
         if comm.rank == rank and not isinstance(given, Mapping):
-            raise TreeError(f"{where}: rank {rank} has a {type(given).__name__}, expected a state dict. Load the file there.")
+            raise TreeError(f"{where}: rank {rank} has a {type(given).__name__}, expected a state dict. Load it on this rank.")
         if comm.rank != rank and given:
-            raise TreeError(
-                f"{where}: rank {comm.rank} passes a state dict too, and that of rank {rank} is to be loaded. Pass None."
-            )
+            raise TreeError(f"{where}: rank {comm.rank} passes a state dict too, expected one on rank {rank} alone. Pass None.")
         return _pack_state_dict(where, given) if comm.rank == rank else b""
 
     data = check_on_all_ranks(where, comm, check, lambda _: {"rank": repr(rank)})
@@ -252,7 +250,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
 
 
 def _pack_state_dict(where: str, given: Mapping[str, Any]) -> bytes:
-    """Return as bytes the outline of a state dict, without values of tensors, and torch's metadata on versions of modules."""
+    """Return as bytes a state dict with meta tensors, and torch's metadata about versions of modules."""
 
     def outline(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -269,7 +267,7 @@ def _pack_state_dict(where: str, given: Mapping[str, Any]) -> bytes:
     torch.save((torch_pytree.tree_map_with_path(outline, dict(given)), getattr(given, "_metadata", None)), stream)
     try:
         _unpacked(stream.getvalue())
-    except Exception as error:  # any kind: the other ranks have to be told
+    except Exception as error:  # of any class, so that all ranks raise
         raise TreeError(
             f"{where}: the state dict has objects other than tensors, numbers, texts, lists and dicts: {error}"
         ) from error

@@ -16,7 +16,7 @@ from fsharp.stateful.runtime.boundary import use_of
 
 
 def check_gradients(module: nn.Module) -> None:
-    """Raise an error for a module whose gradients of weights cannot be taken; names the module."""
+    """Raise an error that names a submodule if its gradients of weights cannot be taken."""
     for path, each in module.named_modules():
         store = getattr(each, "wgrad_store", None)
         if store is not None and store.delay_wgrad_compute():
@@ -28,8 +28,8 @@ def check_gradients(module: nn.Module) -> None:
             places = [about.fp8_meta_index for about in _init_meta(each).values() if about.fp8_meta_index is not None]
             if not places or len(places) > len(set(places)):
                 raise OptionError(
-                    f"module {path!r} has fuse_wgrad_accumulation=True, and no weight of its own, or one that is made of "
-                    "several parameters, of which none gets the gradient. Make it with False, or without parameters_split."
+                    f"module {path!r} has fuse_wgrad_accumulation=True, and no weight of its own, or a weight made of several "
+                    "parameters, of which none gets the gradient. Make it with False, or without parameters_split."
                 )
 
 
@@ -40,16 +40,16 @@ def is_fused(module: nn.Module, name: str) -> bool:
 
 
 def _init_meta(module: Any) -> dict[str, Any]:
-    """Return what a module of TransformerEngine says of its parameters, by name. Weights have an index of their scale."""
+    """Return TransformerEngine's records of a module's parameters, by name. The record of a weight has its scale's index."""
     found: dict[str, Any] = getattr(module, "param_init_meta", {})
     return found
 
 
 @contextmanager
 def lending_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Return a context for a forward, in which these weights, given with their paths, have TransformerEngine's attributes.
+    """Give ``weights``, pairs of path and weight, the attributes by which TransformerEngine finds memory, in this context.
 
-    ``grad_added_to_main_grad`` is none of them: with it TransformerEngine would also return a gradient that was never written.
+    ``grad_added_to_main_grad`` is left out: with it TransformerEngine would also return a gradient that was never written.
     """
     for path, weight in weights:
         given: Any = weight
@@ -58,12 +58,12 @@ def lending_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None
             use = use_of(weight)
             if use is None:
                 raise TreeError(
-                    f"parameter {path!r} belongs to a module with fuse_wgrad_accumulation=True, which computes under a "
-                    "scheduler alone. Call the sharded module itself, or pass comm=scheduler; or make the module with False."
+                    f"parameter {path!r} belongs to a module with fuse_wgrad_accumulation=True, which needs a scheduler. Call "
+                    "the sharded module itself, or pass comm=scheduler; or make the module with False."
                 )
             given.get_main_grad, given.overwrite_main_grad = use.memory_for_gradient(weight), True
     try:
         yield
     finally:
         for _, weight in weights:
-            weight.__dict__.pop("get_main_grad", None)  # which refers to the weight
+            weight.__dict__.pop("get_main_grad", None)  # it refers to the weight: a cycle

@@ -33,7 +33,7 @@ def keep_scales_as_text(module: nn.Module) -> None:
 
 @contextmanager
 def without_history(layout: Layout) -> Iterator[None]:
-    """Return a context in which casts of a layout's weights leave no trace in histories of delayed scaling."""
+    """Keep casts of a layout's weights out of the histories of delayed scaling, in this context."""
     formats = [group.dtypes.stored_format for unit in layout.units for group in unit.groups]
     with ExitStack() as stack:
         for scales in dict.fromkeys(form.scales for form in formats if isinstance(form, ModuleFormat)):

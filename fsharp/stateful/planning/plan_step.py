@@ -46,7 +46,7 @@ def plan_step(
     optimizer_buffers: int = 2,
     backend: Backend = "nccl",
 ) -> Schedule:
-    """Return the schedule of a training step, from a layout alone: without ranks, process groups and memory.
+    """Return the schedule of a training step from a layout alone, without ranks, process groups and memory.
 
     :class:`~fsharp.Scheduler` compiles the same schedule at the first call of this step. A step that uses units in another way
     gets another schedule.
@@ -56,8 +56,8 @@ def plan_step(
         policy: policy of the schedule.
         order: the uses of units in a microbatch, in order: patterns of unit names, such as ``("embed", "layers.*", "head")``,
             or a :class:`~fsharp.schedules.Use` for a call with several units, or with calls inside. A unit with leaves tied to
-            other units is used together with them. If empty, each unit is used once, in the order of the tree, where keys of
-            dicts are sorted.
+            other units is used together with these units. If empty, each unit is used once, in the order of the tree, where
+            keys of dicts are sorted.
         remat: patterns of units whose activations are recomputed in the backward, as by ``forward(remat=True)``. The root's
             name is ``(root)``.
         microbatches: number of microbatches, as for ``train_step``.
@@ -75,7 +75,7 @@ def plan_step(
         raise LayoutError(f"plan_step(): microbatches is {microbatches}, expected at least 1.")
     if policy.separate_groups is None:
         policy = replace(policy, separate_groups=backend == "gloo")
-    # How much scratch a reduction needs depends on the mesh alone, which a layout has, too.
+    # The transport says how much scratch a reduction needs, from the mesh alone. A layout has a mesh as a Comm has.
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
     uses = in_order(layout, order)
@@ -96,11 +96,11 @@ def plan_step(
 
 
 ROOT = "(root)"
-"""The name in programs of the unit of a whole tree."""
+"""The name of the root in programs: the unit of a whole tree."""
 
 
 def in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
-    """Return the uses of a microbatch, in order. Each unit with elements has a use."""
+    """Return the uses of units in a microbatch, in order. Raise a LayoutError if ``order`` lacks a unit with elements."""
     names = [unit.name for unit in layout.units if unit.groups or unit.tied_units]
     patterns = [each for each in order if not isinstance(each, Use)]
     selected = {each: {each} if each in names else select_paths("plan_step()", (each,), names) for each in patterns}
@@ -122,8 +122,8 @@ def in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
             problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has none of this name.", facts)
         )
     if missing := [name for name in names if name not in used]:
-        remedy = "Add its name, or a pattern, where the loss uses it."
-        raise LayoutError(problem("plan_step()", f"order says nothing of unit {missing[0]!r}.", facts, remedy))
+        remedy = "Add its name, or a pattern, where the loss uses the unit."
+        raise LayoutError(problem("plan_step()", f"order lacks unit {missing[0]!r}.", facts, remedy))
     return tuple(uses)
 
 
@@ -135,7 +135,7 @@ def _names(use: Use) -> Iterator[str]:
 
 
 def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
-    """Return a trained unit. ``buffers``: number of its buffers of optimizer state in host memory; None: all on the device."""
+    """Return the state of a unit in training. ``buffers``: number of buffers of optimizer state in host memory, if any."""
     unit = UnitState(name or ROOT, layout[name], trivial=False)
     unit.begin_gradient(transport, None)
     if buffers is not None:
@@ -145,7 +145,7 @@ def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) 
 
 
 class _Events:
-    """The events of a step, one microbatch after another. No gradient passes through uses before that of a trained unit."""
+    """The events of a step, one microbatch after another. Backwards end at the first use of a trained unit."""
 
     def __init__(self, trained: Collection[str], recomputed: Collection[str]) -> None:
         self.events: list[Event] = []

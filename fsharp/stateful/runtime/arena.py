@@ -15,16 +15,21 @@ from fsharp.stateful.units.unsharded import buffers_stamp
 
 
 class Arena:
-    """The memory of all schedules, as much as the largest one needs. ``tenant``: the schedule that owns it at present."""
+    """The memory that all schedules share, as large as the largest schedule needs.
+
+    Attributes:
+        memory: uint8[bytes].
+        tenant: the schedule that owns the memory now.
+    """
 
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy
         self.memory = torch.empty(0, dtype=torch.uint8, device=executor.comm.device)
         self.tenant: BoundSchedule | None = None
 
-    @torch.inference_mode(False)  # it outlives an evaluation
+    @torch.inference_mode(False)  # the memory outlives an evaluation
     def bind_next_schedule(self, scheduled: Scheduled, functions: Iterable[Scheduled]) -> BoundSchedule | None:
-        """Make the schedule of a function's next step the tenant, and return it; None if no schedule is expected or fits.
+        """Make the schedule of a function's next step the tenant, and return it; return None if no schedule fits the step.
 
         Raises:
             ScheduleError: the user has chosen a schedule by ``follow()``, and it does not fit.
@@ -61,7 +66,6 @@ class Arena:
         return bound
 
     def _evict_units(self) -> None:
-        """Take the memory of the arena away from all units."""
         if self.tenant is not None:
             self._executor.lanes.join_lanes("gather", "reduce")
             for slot in self.tenant.slots.values():
@@ -105,4 +109,4 @@ class Arena:
         if self._executor.lanes.has_streams:
             with self._executor.lanes.on_lane("gather", begins=False):
                 for x in [x for unit in units if unit.node is not None for x in unit.node.raw_buffers]:
-                    self._executor.lanes.record_use(x)  # the state may be replaced before anybody waits for these gathers
+                    self._executor.lanes.record_use(x)  # the state may be replaced before these gathers have ended

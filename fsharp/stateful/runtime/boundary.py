@@ -49,8 +49,8 @@ class _Boundary(torch.autograd.Function):
 
 
 differentiable: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
-"""Return leaves as outputs of one node. Its backward calls ``receive`` with their gradients; None for a missing one. It is
-``_Boundary.apply`` for calls outside of transforms of torch.func, under which there are no boundaries."""
+"""Return leaves as outputs of one node, whose backward calls ``receive`` with their gradients, or None for a missing gradient.
+This is ``_Boundary.apply`` without the overhead for transforms of torch.func, under which there are no boundaries."""
 _BOUNDARY: type = _Boundary._backward_cls
 
 
@@ -60,11 +60,11 @@ def use_of(leaf: torch.Tensor) -> "UnitUse | None":
 
 
 def double_backward_error() -> ScheduleError:
-    """Return the error for a double backward: its saved tensors would point at released memory."""
+    """Return the error for a double backward, whose saved tensors would be in released memory."""
     return ScheduleError(
-        "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
-        "The blocking path can be differentiated again: of a ShardedModule take `fn, params = model.functional()`, and "
-        "call fn(params, ..., comm=model.comm); in functions pass comm=scheduler.comm to forward() there."
+        "forward(): create_graph=True needs a graph of the backward, which the scheduler does not keep. "
+        "The blocking path keeps it: of a ShardedModule take `fn, params = model.functional()`, and call "
+        "fn(params, ..., comm=model.comm); in functions pass comm=scheduler.comm to forward() there."
     )
 
 
@@ -77,7 +77,7 @@ def call_before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Ca
 
 
 Rebuild = Callable[[torch.Tensor], torch.Tensor]
-"""What autograd keeps in place of a tensor in gathered memory: makes the tensor again, in memory at another address."""
+"""A function that autograd keeps in place of a saved view of gathered memory. It returns the same view of other memory."""
 
 
 def _tensor_rebuild(x: torch.Tensor) -> Rebuild:
@@ -94,7 +94,7 @@ def _plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
 
 
 def _wrapper_rebuild(x: Any, rebuilds: Mapping[str, Rebuild]) -> Rebuild:
-    """Return the Rebuild of a wrapper, such as the transpose of a tensor subclass, from the Rebuilds of its inner tensors."""
+    """Return a function that makes a wrapper subclass of tensors again, from the Rebuilds of the wrapper's inner tensors."""
     kind, about, size, stride = type(x), x.__tensor_flatten__()[1], torch.Size(x.size()), x.stride()
     return lambda memory: kind.__tensor_unflatten__(
         {name: rebuild(memory) for name, rebuild in rebuilds.items()}, about, size, stride
@@ -111,7 +111,7 @@ class UnitUse:
 
     Args:
         number: number of uses that have begun before in the step.
-        parent: the use inside of which this one begins; None if there is none.
+        parent: the use inside of which this use begins; None if there is none.
         copy: the buffer of the unit's full parameters; None if the unit rests in full.
 
     Attributes:
@@ -147,7 +147,7 @@ class UnitUse:
     def memory_for_gradient(self, leaf: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that returns new memory for a gradient of a leaf, which a module writes by itself.
 
-        The function keeps the leaf alive, of which a module may keep a weak reference alone. It does not keep its memory.
+        The function keeps the leaf alive, as a module may have only a weak reference to it; the leaf's memory may be released.
         """
         if self.copy is not None and self.copy.where is None and self.copy.full is not None and type(leaf) is torch.Tensor:
             self.copy.full.register_alias(leaf)
@@ -160,7 +160,7 @@ class UnitUse:
         return memory
 
     def with_written_gradients(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return gradients of the leaves, with those added that modules have written by themselves since the last call."""
+        """Return gradients of the leaves, plus the gradients that modules have written by themselves since the last call."""
         if not self._written:
             return grads
         found, written = list(grads), self._written
@@ -178,10 +178,10 @@ class UnitUse:
         self._full = None
 
     def pack_saved_parameters(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
-        """Make autograd keep, in place of saved parameters outside of the arena, a function that rebuilds them in the backward.
+        """Replace views of this use's parameters among autograd's saved tensors by Rebuilds, unless they are in the arena.
 
-        Only tensors that were saved on the way to ``out`` are replaced. The function began at autograd's sequence number
-        ``first``. ``fill`` gathers the parameters again, if they are released.
+        Only tensors saved on the way to ``out``, by nodes with a sequence number from ``first`` on, are replaced. ``fill``
+        returns the buffer of the parameters, and gathers released parameters again.
         """
         if self.copy is None or self.copy.where is not None:
             return
@@ -200,13 +200,13 @@ class UnitUse:
             assert memory is not None
             return rebuild if isinstance(rebuild, torch.Tensor) else rebuild(memory)
 
-        for x in tensors_kept_on_ctx(roots, first):  # as TransformerEngine keeps weights
+        for x in tensors_kept_on_ctx(roots, first):  # TransformerEngine keeps weights there
             if type(x) is torch.Tensor and is_here(x):
                 full.register_alias(x)
         for raw in saved_tensors(roots, first):
             x = raw.data
             rebuild: Rebuild | None = None
-            if full.has_handed_out(x):  # whose memory is taken from it
+            if full.has_handed_out(x):  # a leaf loses its memory at the release, and gets it back
                 raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
             elif type(x) not in (torch.Tensor, torch.nn.Parameter):
                 inner = _plain_tensors(x) if full.has_classes else None
@@ -231,8 +231,7 @@ class UsesUnderWay:
         backward: uses whose backward has begun, the innermost last.
         pending: by unit, number of uses in this microbatch whose gradient is still missing.
         awaited: uses whose backward may come; autograd's graph keeps them alive.
-        held: units whose parameters a caller holds beyond their use. A schedule would reuse their memory, so it is not
-            compiled.
+        held: units whose parameters a caller holds after their use. Their step gets no schedule, which would reuse the memory.
         recomputed: units that a checkpoint has used again and a caller holds, without a backward since then.
     """
 
@@ -246,10 +245,10 @@ class UsesUnderWay:
         self.recomputed: dict[str, None] = {}
 
     def any_in_buffer(self, copy: UnshardedBuffer) -> bool:
-        """Return whether a use that is under way has its parameters in this buffer."""
+        """Return whether a use that is under way has its parameters in the buffer ``copy``."""
         return any(use.copy is copy for each in (self.forward, self.backward) for use in each)
 
     def end_recomputation(self) -> None:
-        """Count units that a checkpoint has used again, without a backward since then, as held."""
+        """Add the recomputed units to the held units."""
         self.held |= self.recomputed
         self.recomputed.clear()

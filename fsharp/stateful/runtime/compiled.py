@@ -25,14 +25,14 @@ class BoundSchedule:
     """A schedule bound to units and to an ``arena`` of at least ``schedule.arena`` bytes.
 
     Attributes:
-        microbatches_before_reduce: numbers of the microbatches whose gradients go to the optimizer's place at once.
+        microbatches_before_reduce: numbers of the microbatches after which gradients go to the optimizer's place.
         slots: by unit, the memory of its full parameters.
         places: by unit, the memory of its gradient at rest, from the op that opens it.
         ops: by event, the first op of each bucket, without carried ops.
-        bound: by event, these ops, each with its action.
-        actions: by event, the actions that do something.
-        carried: the gathers at the end of a step for the next step, if the next step follows the same schedule.
-        stranded: gradients of a step that has left this schedule; they stay in the arena, as callers have views of them.
+        bound: by event, pairs of an op in ``ops`` and its action.
+        actions: by event, the actions in ``bound`` that do something.
+        carried: gathers for the next step at the end of a step, if the next step follows the same schedule.
+        stranded: memory of gradients that stay in the arena after a step has left this schedule, as callers have views of them.
         number: number of this object, in keys of ops.
     """
 
@@ -59,26 +59,26 @@ class BoundSchedule:
         self.bind_ops(executor)
 
     def bind_ops(self, executor: Executor) -> None:
-        """Bind all ops to an executor, and to the executor's present lanes."""
+        """Bind all ops to an executor and its current lanes."""
         self.bound = [[(bound, executor.action_of(bound)) for bound in each] for each in self.ops]
         self.actions = [[action for _, action in each if action is not do_nothing] for each in self.bound]
 
     def _bind_buckets(self) -> Iterator[BoundOp]:
-        """Return the first op of each bucket, bound together with the other ops of the bucket."""
+        """Yield the first op of each bucket, bound together with the other ops of the bucket."""
         ops = self.schedule.ops
         runs = issue_positions(ops)
         leader = [run[0] for run in runs for _ in run]
         blocks: dict[str, OutgoingBlock] = {}
         pieces: dict[str, list[list[torch.Tensor]]] = {}
         begun: set[str] = set()  # units whose gradient is collected
-        late: list[tuple[Memory, GradientBuffer]] = []  # memory that gradients may leave late
+        late: list[tuple[Memory, GradientBuffer]] = []  # memory that a reduction may still use when a later op fills it
 
         def bind(i: int, others: Sequence[BoundOp] = ()) -> BoundOp:
             op, spec, unit = ops[i], ops[i].spec, self.units.get(ops[i].unit)
             fills = [op.opens, op.memory if spec.fills == spec.memory_buffer else None]
             joins = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
             after = [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
-            # Nothing of the schedule follows it at once.
+            # At these events no later op needs the result soon.
             known: dict[str, Any] = {"may_wait": self.events[op.at].kind in ("microbatch_end", "reduce")}
             if spec.memory_buffer in (OUTGOING, FINISHING):
                 assert unit is not None
@@ -107,11 +107,11 @@ class BoundSchedule:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
 
     def is_bound_to(self, units: dict[str, UnitState]) -> bool:
-        """Return whether the schedule is still bound to these units."""
+        """Return whether the schedule is bound to ``units``."""
         return self.units.items() <= units.items()
 
     def gradients_outside_arena(self, grads: Grads) -> Grads:
-        """Return gradients of a use, as copies if they are parameters in the arena, which are released first."""
+        """Return the gradients of a use; as copies if one of them is a parameter in the arena, which is released first."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:
@@ -119,7 +119,7 @@ class BoundSchedule:
         return grads
 
     def leave_schedule(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
-        """Leave this schedule in a step. Backwards use the memory of their forwards, new uses get memory of their own."""
+        """Leave this schedule during a step. Backwards keep the memory of their forwards; new uses get memory of their own."""
         self.stranded = {}
         for slot in self.slots.values():
             slot.wait()
@@ -133,19 +133,18 @@ class BoundSchedule:
 
 
 def first_mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
-    """Return why units cannot follow a schedule: the first fact in the schedule that is wrong; empty if all are right.
+    """Return text about the first fact in a schedule that does not hold for ``units``; empty if the units can follow it.
 
-    :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares bytes in host memory, which are known only then. A block
-    may be larger than necessary, as in steps without a schedule; and gradients may rest in the arena, or not, whatever the
-    policy says.
+    A block may be larger than necessary, as in steps without a schedule, and gradients may rest in the arena under any policy.
+    Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares them.
     """
     gradients = count_gradients(schedule.program.events)
     for facts in schedule.program.units:
         unit = units.get(facts.name)
         if unit is None:
-            return f"it has unit {facts.name!r}, which this scheduler has not seen; it knows {sorted(units)}"
+            return f"it has unit {facts.name!r}, which this scheduler has not seen; the scheduler knows {sorted(units)}"
         if facts.trainable and unit.gradient is None:
-            return f"it reduces a gradient of unit {facts.name!r}, which has had none"
+            return f"it reduces a gradient of unit {facts.name!r}, which has no gradient here"
         known = {"trained": facts.trainable, "updated": bool(facts.update_gather)}
         several = {"several_uses": any(each[facts.name] > 1 for each in gradients), "several_microbatches": len(gradients) > 2}
         own = replace(policy, keep_gradients=not facts.rest)

@@ -1,7 +1,7 @@
 """EagerOps: emit ops event by event, for steps without a schedule. No prefetch; one reduction at a time.
 
-Each buffer has memory of its own, which is freed with its last reference. The emitted ops are a schedule like any other, with
-addresses that exist in this schedule only.
+Each buffer has memory of its own, which is freed with its last reference. The emitted ops form a schedule, for inspection and
+verification; its addresses stand for these buffers.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
@@ -35,9 +35,9 @@ class EagerOps:
     """The source of ops for one step without a schedule, or for the rest of a step that has left its schedule.
 
     Args:
-        is_in_use: whether a use that is under way has its parameters in a buffer.
-        left: the schedule that the step has left, if it followed one.
-        left_at: text: what this schedule did not contain.
+        is_in_use: returns whether a use that is under way has its parameters in a buffer.
+        left: the schedule that the step has left, if it followed a schedule.
+        left_at: text about the event that the schedule did not contain.
 
     Attributes:
         slots: by unit, the last memory of its full parameters.
@@ -60,10 +60,10 @@ class EagerOps:
         self._last: dict[str, int] = {}  # by stream, its last op
         self._places: dict[BufferKey, Memory | None] = {}
         self._top = 0
-        self._joined: set[int] = set()  # ops that compute waits for already, until an op says so
-        self._readers: dict[BufferKey, list[int]] = {}  # since the buffer's last change
+        self._joined: set[int] = set()  # ops that compute has waited for, which the next op of compute has to list
+        self._readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
         self._under_way: list[BoundOp] = []  # reductions that have begun
-        for unit in left.units.values() if left is not None else ():  # whose memory may be wanted for something else now
+        for unit in left.units.values() if left is not None else ():  # buffers in the arena may overlap the gradient's block
             gradient = unit.gradient
             if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
                 gradient.collect_in(self._new_block(gradient))
@@ -71,9 +71,9 @@ class EagerOps:
     def ops_at_event(
         self, at: int, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Units, *, has_pending: bool
     ) -> Iterator[BoundOp]:
-        """Yield the ops at an event, without their followers. Run each op before the next one is requested.
+        """Yield the ops at an event, without their followers. The caller runs each op before it requests the next one.
 
-        ``wanted``: the buffer in which the forward had its parameters, for a backward. ``has_pending``: whether gradients of
+        ``wanted``: in a backward, the buffer in which the forward had its parameters. ``has_pending``: whether gradients of
         other uses of the unit are still missing in this microbatch.
         """
         self._at = at
@@ -107,7 +107,7 @@ class EagerOps:
                 yield from self.ops_after_update(units)
 
     def with_followers(self, bounds: Iterable[BoundOp]) -> Iterator[BoundOp]:
-        """Yield ops, each followed by the ops that its kind has behind it. Run each op before the next one is requested."""
+        """Yield ops, each with its followers behind it. The caller runs each op before it requests the next one."""
         for bound in bounds:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
@@ -118,7 +118,7 @@ class EagerOps:
                     yield from self.with_followers([self._emit(spec, unit, op.phase, use=op.use, after=after)])
 
     def _fill(self, unit: UnitState, phase: Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        """Yield the ops that fill the parameters; in a backward at the address of the forward."""
+        """Yield the ops that gather a unit's parameters; in a backward into ``wanted``, the buffer of the forward."""
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
         copy = wanted or self.slots.get(unit.key)
@@ -135,26 +135,26 @@ class EagerOps:
             yield self._emit(ops.WAIT, unit, phase, copy=copy, after=self._last.get("gather"))
 
     def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
-        """Release buffers of other units that overlap the buffer to fill, in the arena of a schedule that was left.
+        """Yield ops that release buffers which overlap ``copy``, in the arena of the schedule that was left.
 
         Raises:
-            ScheduleError: one of these buffers is in use, or a gradient is there of which callers have views.
+            ScheduleError: such a buffer is in use, or callers have views of a gradient there.
         """
         if copy.where is None or self._left is None:
             return
         for name, memory in self._left.stranded.items():
             if memory.overlaps(copy.where):
                 raise ScheduleError(
-                    f"the backward of unit {unit.key!r} needs memory that now has the gradient of {name!r}, of which there "
-                    "are views. Call that backward earlier, or pass keep_gradients=True to the Scheduler."
+                    f"the backward of unit {unit.key!r} needs memory that now holds the gradient of {name!r}, of which there "
+                    f"are views. Run the backward of {unit.key!r} earlier, or pass keep_gradients=True to the Scheduler."
                 )
         for name, other in self._left.slots.items():
             if other is copy or other.filled_from is None or other.where is None or not other.where.overlaps(copy.where):
                 continue
             if self._is_in_use(other):
                 raise ScheduleError(
-                    f"the backward of unit {unit.key!r} came while that of {name!r} was under way, in whose memory it was in "
-                    "the forward: uses have to nest in the backward as they did in the forward."
+                    f"the backward of unit {unit.key!r} came while the backward of {name!r} was under way, and they share "
+                    "memory: uses have to nest in the backward as they did in the forward."
                 )
             yield self._emit(ops.RELEASE, self._left.units[name], "backward", copy=other)
 
@@ -163,7 +163,6 @@ class EagerOps:
             yield self._emit(ops.RELEASE, unit, phase, copy=copy)
 
     def _new_block(self, gradient: GradientBuffer) -> OutgoingBlock:
-        """Return memory for the gradient of a microbatch."""
         nbytes = gradient.route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return gradient.route.outgoing_block(memory, several_uses=True)
@@ -187,7 +186,7 @@ class EagerOps:
             self._join_reductions()
 
     def _land(self) -> Iterator[BoundOp]:
-        """Yield the op that adds the last reduction's result. Its memory is freed once autograd's gradients are gone."""
+        """Yield the ops that wait for reductions under way and add their results to the gradients at rest."""
         while self._under_way:
             began = self._under_way.pop(0)
             assert began.unit is not None
@@ -203,7 +202,7 @@ class EagerOps:
             self._join_reductions()
 
     def _join_reductions(self) -> None:
-        """Make compute wait for all reductions so far, before their memory is released."""
+        """Make the compute stream wait for all reductions so far, before the memory of the reductions is released."""
         last = self._last["reduce"]
         self._executor.lanes.join_ops([(self._number, last)])
         self._joined.add(last)
@@ -267,7 +266,7 @@ class EagerOps:
         return BoundOp(op, (self._number, number), to_come, unit, **{"copy": self.slots.get(key), **bound})
 
     def _new_address(self, buffer: str, unit: UnitState) -> Memory | None:
-        """Return an address for a buffer in the schedule that this step becomes, used by no other buffer; None for 0 bytes."""
+        """Return the address of a buffer in this step's schedule, which no other buffer has; None for 0 bytes."""
         if (buffer, unit.key) not in self._places:
             nbytes = buffer_nbytes(buffer, self._assumed_facts(unit))
             self._places[buffer, unit.key] = Memory(self._top, nbytes) if nbytes else None
@@ -275,7 +274,7 @@ class EagerOps:
         return self._places[buffer, unit.key]
 
     def _assumed_facts(self, unit: UnitState, **known: Any) -> UnitFacts:
-        """Return the facts of a unit as for several uses and several microbatches, whose numbers are unknown yet."""
+        """Return the facts of a unit for several uses and microbatches, as their numbers are not known before the step ends."""
         row = {"policy": SchedulePolicy(), "trained": True, "updated": True, **known}
         return unit.facts(**row, several_uses=True, several_microbatches=True)
 
@@ -288,7 +287,7 @@ class EagerOps:
         trained: Container[str],
         updated: Container[str],
     ) -> Schedule:
-        """Return the ops emitted in a whole step as a schedule. ``trained`` and ``updated`` are keys of units."""
+        """Return the schedule of the ops emitted in a whole step. ``trained`` and ``updated`` are keys of units."""
         order = dict.fromkeys(unit for unit in (*(e.unit for e in events), *(op.unit for op in self.ops)) if unit)
         facts = (self._assumed_facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
         facts = (

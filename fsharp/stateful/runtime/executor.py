@@ -1,7 +1,7 @@
 """Executor: run the ops of a step, from a schedule or from ``EagerOps``, with the same code.
 
 The executor uses units, their memory, lanes and the transport; it does not depend on programs and schedulers. For each kind of
-op the table :data:`BIND` has a function. It binds an op to its tensors once, and returns the op's action.
+op the table :data:`BIND` has a function that binds an op to its tensors once, and returns the op's action.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,11 +43,10 @@ class BoundOp:
         copy: the buffer of the unit's full parameters.
         block: the memory in which a gradient is collected, and from which it is sent.
         pieces: memory for the reduction to the optimizer's place.
-        is_first: for a cast: whether it is the unit's first one in its microbatch.
-        may_wait: for a sum or an accumulate: whether no op of the schedule needs the result soon, so that a host without
-            streams runs it late.
-        joins: gradients whose old memory this op is about to fill, and for which it therefore waits.
-        others: for the first op of a bucket: the other ops, which run together with it.
+        is_first: for a cast: whether it is the unit's first cast in its microbatch.
+        may_wait: for a sum or an accumulate: whether a host without streams runs the op late, when its result is read.
+        joins: gradients for which this op waits, as it fills memory that they may still use.
+        others: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
     """
 
     op: Op
@@ -89,9 +88,9 @@ class Executor:
 
     Attributes:
         number: number of the step under way, counted from 1.
-        step: name of the step that is under way, in the labels of its collectives; empty outside of one.
-        microbatch: name of the microbatch under way, in labels.
-        incoming: the gradients of the use whose backward is over.
+        step: name of the step under way, for labels of collectives; empty outside of steps.
+        microbatch: name of the microbatch under way, for labels of collectives.
+        incoming: gradients of the use whose backward has just ended.
         spreading: by unit, the gather of updated parameters under way.
         moves: by unit, copies of state between device and host memory.
         taken: the units in ``spreading`` and ``moves``.
@@ -114,13 +113,13 @@ class Executor:
         self.begin_step("")
 
     def make_process_groups(self) -> None:
-        """Make the process groups, if they are not made yet. Each rank calls this before its first collective."""
+        """Make the process groups before this rank's first collective, unless they exist already."""
         if not self.is_connected:
             setup_calls.run(self._make_process_groups)
 
     def _make_process_groups(self) -> None:
         if isinstance(self._own, ProcessGroupComm):
-            # Groups are made over the job's store, where a rank that has ended is not noticed: notice it here.
+            # Making groups over the job's store does not notice a rank that has ended, and this collective does.
             agree("Scheduler", {"separate_groups": str(self._separate_groups)}, self._own)
             if self._separate_groups and not self._own.is_native:
                 self._own.make_own_groups()
@@ -129,7 +128,7 @@ class Executor:
         self.is_connected = True
 
     def begin_step(self, step: str) -> None:
-        """Begin a step, with no work of the previous step under way."""
+        """Begin the step with this name. No work of the previous step may be under way."""
         self.number += 1
         self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
@@ -146,11 +145,11 @@ class Executor:
         self.microbatch = self.microbatch if microbatch is None else microbatch
 
     def receive_gradients(self, grads: Grads | None) -> None:
-        """Keep the gradients of a use whose backward is over, for the ops at its end."""
+        """Store the gradients of a use whose backward has ended, for the ops at this event."""
         self.incoming = grads
 
     def take_moves(self, moves: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
-        """Keep, by unit, the copies from and to host memory and the gathers of updated parameters, for later ops."""
+        """Store copies from and to host memory and gathers of updated parameters, by unit, for later ops."""
         self.moves, self.taken, self.spreading = dict(moves), tuple(moves), dict(spreading)
 
     def use_lanes(self, lanes: Lanes) -> None:
@@ -158,20 +157,20 @@ class Executor:
         self.lanes = lanes
 
     def action_of(self, bound: BoundOp) -> Action:
-        """Return the action of an op: a function without arguments that runs the op. :data:`BIND` has to have one."""
+        """Return the action of an op, made by :data:`BIND`: a function without arguments that runs the op."""
         bind = BIND.get(bound.spec)
         action = bind(self, bound) if callable(bind) else None
         if not callable(action):
             rows = [("in BIND", bind), ("which returned", action)]
             remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
-            raise ScheduleError(problem(f"op {bound.op}", f"nothing says what ops of kind {bound.op.kind!r} do.", rows, remedy))
+            raise ScheduleError(problem(f"op {bound.op}", f"ops of kind {bound.op.kind!r} have no action.", rows, remedy))
         if bound.joins:
             action = partial(_each, [*(gradient.join for gradient in bound.joins), action])
         encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.bucket_members)
         return partial(self.run_and_report, action) if encodes else action
 
     def run_and_report(self, action: Action) -> None:
-        """Run ``action``, and tell other ranks if a format fails in it."""
+        """Run ``action``. If an encoding or decoding in it raises a FormatError, tell other ranks."""
         try:
             action()
         except FormatError as error:
@@ -192,7 +191,7 @@ class Executor:
         self.action_of(bound)()
 
     def action_on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:
-        """Return ``start`` on the lane of an op, after the ops it waits for; with ``begins`` also after all work of compute."""
+        """Return an action that runs ``start`` on the op's lane, after ``bound.after``; with ``begins`` also after compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:
@@ -202,7 +201,7 @@ class Executor:
         return action if lanes.has_streams else start
 
     def action_after_joins(self, bound: BoundOp, action: Action) -> Action:
-        """Return ``action`` of compute, after the ops on other lanes for which an op waits."""
+        """Return an action that makes compute wait for the ops in ``bound.after``, and then runs ``action``."""
         lanes, after = self.lanes, bound.after
 
         def joined() -> None:
@@ -212,14 +211,14 @@ class Executor:
         return joined if after and lanes.has_streams else action
 
     def label_of(self, units: Iterable[UnitState], what: str) -> str:
-        """Return the label of a collective of these units, which ranks compare first. ``what`` comes from :func:`ops_text`."""
+        """Return the label of a collective of these units, which ranks compare. ``what`` comes from :func:`ops_text`."""
         names = dict.fromkeys(
             [unit.find_tree_label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units]
         )
         return self.with_step_prefix(f"{''.join(names)}{what}")
 
     def with_step_prefix(self, what: str) -> str:
-        """Return ``what`` with the present step and microbatch as a prefix."""
+        """Return ``what`` with the current step and microbatch as a prefix."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
     def begin_state_copies(self, bound: BoundOp) -> None:
@@ -241,7 +240,7 @@ def _each(actions: Iterable[Action]) -> None:
 
 
 def _ending_action(bound: BoundOp) -> Action:
-    """Return the action that takes the result of the reduction that an op begins or ends."""
+    """Return the action that adds the result of a reduction to the gradient. The op ``bound`` begins or ends the reduction."""
     if bound.spec in (ops.FINISH, ops.LAND):
         return bound.gradient.end_final_reduction
     assert bound.block is not None
@@ -249,7 +248,7 @@ def _ending_action(bound: BoundOp) -> Action:
 
 
 def ops_text(bounds: Sequence[BoundOp]) -> str:
-    """Return the text for a label: what these ops do, and their units."""
+    """Return text for a label: the kind, units and phase of the ops of a bucket."""
     first, last = bounds[0].op, bounds[-1].op
     which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
     return f"{first.kind} {which} ({first.phase})"
@@ -258,13 +257,13 @@ def ops_text(bounds: Sequence[BoundOp]) -> str:
 def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
     units = [(each, each.unit, each.copy) for each in bound.bucket_members if each.unit is not None and each.copy is not None]
     as_one, transport, what = len(units) > 1, executor.transport, ops_text(bound.bucket_members)
-    waits = transport.is_async  # else the stream of gathers is behind what fills a node
+    waits = transport.is_async  # else the gather is queued behind the ops that fill a node's buffers, on the same stream
 
     def start() -> None:
         if not executor.is_connected:
             executor.make_process_groups()
         moves: list[Move] = []
-        found = [row for row in units if row[1].node is not None]  # other units of the bucket are gathered in their own wait
+        found = [row for row in units if row[1].node is not None]  # any other unit of the bucket is gathered when it is used
         for _, unit, copy in found:
             node = unit.node
             assert node is not None
@@ -311,8 +310,8 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
             lanes.join_ops(after)
         if copy.filled_from != seen or (copy.is_carried and not copy.is_filled_from(seen)):
             raise ScheduleError(
-                f"the parameters of unit {unit.key!r} were changed in place between being gathered and being used. "
-                "Change them between steps and pass gather_at_start=False, or make new ones."
+                f"the parameters of unit {unit.key!r} were changed in place between their gather and their use. Change them "
+                "between steps and pass gather_at_start=False, or make new parameters."
             )
 
     return action
@@ -348,10 +347,10 @@ def _bind_spread(executor: Executor, bound: BoundOp) -> Action:
             spread.add_works(works)
         differences = [each for _, spread in moving for each in spread.differences]
         for _, spread in moving if differences and not executor.transport.is_async else ():
-            spread.wait()  # differences are added on this lane, before later gathers and before reads of parameters
+            spread.wait()  # adds differences on this lane, before later gathers and reads of parameters
         if executor.lanes.has_streams:
             for source, parts in moves:
-                executor.lanes.record_use(source)  # sources and targets: the user may drop the state at any time
+                executor.lanes.record_use(source)  # the user may drop the state, with sources and targets, at any time
                 executor.lanes.record_use(parts[0])
             for difference in differences:
                 executor.lanes.record_use(difference.params)
@@ -371,7 +370,7 @@ def _bind_settle(executor: Executor, bound: BoundOp) -> Action:
 
     def action() -> None:
         assert unit.node is not None
-        if unit.key not in executor.spreading:  # else the wait is for the previous update, of which update() knows
+        if unit.key not in executor.spreading:  # else the gather of this update has not begun
             _ = unit.node.buffers
 
     return action
@@ -465,7 +464,7 @@ def _bind_copy(executor: Executor, bound: BoundOp) -> Action:
 
 
 def do_nothing() -> None:
-    """Do nothing: the action of ops whose work is the caller's own code."""
+    """Do nothing, as the action of ops whose work is the caller's own code."""
 
 
 BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
@@ -489,4 +488,4 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.UPDATE: lambda executor, bound: do_nothing,
     ops.OFFLOAD: _bind_copy,
 }
-"""For each kind of op, what binds it."""
+"""For each kind of op, the function that returns the op's action."""

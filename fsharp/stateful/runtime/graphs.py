@@ -27,8 +27,8 @@ class CapturedStep:
         scheduled: the step: ``scheduler(train_step(loss_fn, tx, donate=True))``.
         state: the first state. The captured step owns its memory from now on.
         batch: an example batch; later batches need equal structure, shapes and dtypes.
-        warmup: number of steps before the capture, at least 2. These steps train on ``batch``; the first one records the
-            schedule.
+        warmup: number of steps before the capture, at least 2. These steps train on ``batch``, and the first of them records
+            the schedule.
 
     Attributes:
         state: the state after the last replay.
@@ -43,7 +43,7 @@ class CapturedStep:
     def __init__(self, scheduled: Scheduled, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
         scheduler = scheduled.scheduler
         _check(scheduler.device, scheduler.policy, state, warmup)
-        self._scheduled = scheduled  # whose memory the graph works in
+        self._scheduled = scheduled  # keeps the memory in which the graph works
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
         aside = torch.cuda.Stream(scheduler.device)
         aside.wait_stream(torch.cuda.current_stream(scheduler.device))
@@ -53,7 +53,7 @@ class CapturedStep:
         torch.cuda.synchronize(scheduler.device)
         held, before = optree.tree_leaves(state.params), _addresses(state)
         self._graph = torch.cuda.CUDAGraph()
-        scheduler.lanes.drop_all_events()  # a capture waits for nothing outside of it, and nothing outside for its events
+        scheduler.lanes.drop_all_events()  # a capture may not wait for events outside, nor work outside for events of a capture
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
@@ -64,7 +64,7 @@ class CapturedStep:
         self._metrics: Metrics = metrics
         if before != _addresses(state):
             raise ScheduleError(
-                "CapturedStep(): the step makes a new state instead of updating it in place: pass donate=True to it."
+                "CapturedStep(): the step makes a new state instead of updating it in place: pass train_step(..., donate=True)."
             )
         self.state = state._replace(step=state.step - 1)  # the capture has computed nothing
 
@@ -73,14 +73,14 @@ class CapturedStep:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: the batch has other shapes than the captured one, or the scheduler is closed.
+            ScheduleError: the batch has other shapes than the captured batch, or the scheduler is closed.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.check_open()
         for held, new in zip(optree.tree_leaves(self._batch), optree.tree_leaves(batch), strict=True):
             if isinstance(held, torch.Tensor):
                 if held.shape != new.shape:
-                    raise ScheduleError(f"a batch with a tensor of shape {list(new.shape)}, captured with {list(held.shape)}.")
+                    raise ScheduleError(f"the batch has a tensor of shape {list(new.shape)}, captured with {list(held.shape)}.")
                 held.copy_(new, non_blocking=True)
         self._graph.replay()
         self.state = self.state._replace(step=self.state.step + 1)
@@ -88,7 +88,7 @@ class CapturedStep:
 
 
 def _copied_params(made: Any, held: list[Any]) -> Any:
-    """Return parameters in the memory ``held`` of the previous step. Parameters that a step has cast anew are copied there."""
+    """Return the parameters ``made`` in the memory ``held``, to which parameters in other memory are copied."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():
         for x, new in zip(held, leaves, strict=True):
@@ -113,7 +113,7 @@ def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warm
     if seeded := [unit.display_name for unit in units if has_stochastic_wire(unit) or unit.has_noisy_updates]:
         raise ScheduleError(
             f"CapturedStep(): unit {seeded[0]} has a format that rounds stochastically, and a graph would draw the same random "
-            "numbers in each step. Pass the format itself."
+            "numbers in each step. Use the format without stochastic rounding."
         )
     if warmup < 2:
         raise ScheduleError(
@@ -122,5 +122,5 @@ def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warm
     counts = [x for x in optree.tree_leaves(state.opt) if isinstance(x, int | float)]
     if counts:
         raise ScheduleError(
-            f"CapturedStep(): the optimizer state counts in Python ({counts[0]}): use adamw(..., capturable=True)."
+            f"CapturedStep(): the optimizer state has the Python number {counts[0]}: use adamw(..., capturable=True)."
         )

@@ -1,4 +1,4 @@
-"""measure: the speeds of the machines that ranks run on, from steps of a small model."""
+"""measure: the speeds of the ranks' machines, from steps of a small model."""
 
 import os
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.type_checks import options_checked
 
 _WIDTHS = (32, 256, 64, 512, 128, 1024)
-"""Of square weights, each a unit: 4 KiB to 4 MiB in float32. Units of different sizes tell latency and bandwidth apart."""
+"""Widths of square weights, each a unit of 4 KiB to 4 MiB. Different sizes tell latency and bandwidth apart."""
 _WARMUP = 3
 _FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s", "issue_bandwidth")
 
@@ -34,22 +34,22 @@ _FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s", 
 def measure(
     comm: Comm, *, compute: ComputeTimes, update_s: float = 0.0, contention: float | None = None, steps: int = 20
 ) -> Hardware:
-    """Measure how fast ranks exchange data, and return the hardware with the times of compute that you pass.
+    """Return the hardware of ``comm``: the measured speeds of collectives, and the times of compute that you pass.
 
     Each rank trains a small model under ZeRO-3 along all axes, and without communication. :meth:`Hardware.fit` finds the speeds
-    of each rank; the result has the medians over ranks, the same on every rank. It takes seconds.
+    of each rank. The result has the medians over ranks, and is the same on every rank. The call takes seconds.
 
     Args:
         comm: the ranks. All ranks call this function.
         compute: seconds of your model's units, as for :class:`Hardware`.
         update_s: seconds of your model's optimizer step, for all parameters on one rank.
-        contention: as for :class:`Hardware`. None means 1 if a rank is on a CPU host with fewer than two processors for
-            each rank, and else 0. If ``LOCAL_WORLD_SIZE`` is not set, all ranks count as ranks of this host.
+        contention: as for :class:`Hardware`. None means 1 if a CPU host has fewer than two processors for each of its ranks,
+            and else 0. Without ``LOCAL_WORLD_SIZE`` in the environment all ranks count as ranks of this host.
         steps: number of steps that are measured.
 
     Raises:
         ScheduleError: ``steps`` is less than 1, or a number is out of range.
-        AgreementError: ranks pass different arguments. All ranks raise. Functions as ``compute`` are not compared.
+        AgreementError: ranks pass different arguments, other than functions as ``compute``. All ranks raise.
 
     Cost: memory for 13 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
     """
@@ -79,7 +79,6 @@ def measure(
 
 
 def _trace_of_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
-    """Return the trace of steps of a small model, and their schedule."""
     params = {"layers": [torch.eye(width, device=comm.device) for width in _WIDTHS]}
     layout = plan(params, comm.mesh, zero3(*(axis for axis, _ in comm.mesh.axes)), units="layers.*")
     tx = sgd(1e-3)
@@ -107,7 +106,7 @@ def _layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_text(value: Any) -> str:
-    """Return an argument as text that is equal on all ranks if the argument is."""
+    """Return an argument as text for comparison between ranks. All functions have the same text."""
     if callable(value):
         return "a function"
     if isinstance(value, Mapping):

@@ -13,15 +13,15 @@ from fsharp.stateful.runtime.executor import Action, BoundOp
 from fsharp.stateful.schedule.ops import Stream
 from fsharp.stateful.schedule.program import Event
 
-Mark = Any  # seconds, or an event of a stream that will say
+Mark = Any  # a time in seconds, or an event of a stream
 
 
 class Recorder:
-    """Measures the ops of a plan, for a trace.
+    """Measures the ops of steps, for a trace.
 
     Args:
-        trace: what the rows are added to.
-        device: where the ops run.
+        trace: the trace to which rows are added.
+        device: the device on which the ops run.
         waited_s: returns the seconds for which the main thread has waited for collectives so far.
     """
 
@@ -33,10 +33,10 @@ class Recorder:
         self._rows: list[tuple[BoundOp, bool, Mark, Mark, list[CollectiveOutcome], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
-        self._waited_before = 0.0  # until the mark ``_last``
+        self._waited_before = 0.0  # seconds waited until the mark ``_last``
 
     def mark_time(self) -> Mark:
-        """Return a mark of the present time on the current stream."""
+        """Return a mark of the current time: the host's clock in seconds, or an event on the current stream."""
         if not self.has_streams:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -59,7 +59,7 @@ class Recorder:
         for bound, action in ops:
             if bound.spec.cost == "update":
                 began = self._last
-                if not self.has_streams:  # the host stands still in the update until gradients and losses have arrived
+                if not self.has_streams:  # in the update the host waits for gradients and losses
                     began += self._waited_s() - self._waited_before
                     self._add_row(bound, self._last, began, waits=True)
                 self._add_row(bound, began, here)
@@ -89,7 +89,7 @@ class Recorder:
         self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
     def end_step(self) -> None:
-        """End a step: add its measurements to the trace. Measurements of ops under way are added later."""
+        """End a step, and add its measurements to the trace. Measurements of ops under way are added in a later step."""
         ended = self.mark_time()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)

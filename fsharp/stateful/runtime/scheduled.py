@@ -1,4 +1,4 @@
-"""Scheduled: a function that a scheduler runs, with its recorded programs and a prediction of the next one."""
+"""Scheduled: a function that a scheduler runs, with its recorded programs and a prediction of the next program."""
 
 import weakref
 from collections import Counter
@@ -19,23 +19,23 @@ from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
 
 _MOST_SEEN = 256
-"""Programs that are remembered without a schedule."""
+"""Most programs to remember without a schedule."""
 _MOST_COMPILED = 16
-"""Schedules that are kept, each with views of the arena."""
+"""Most schedules to keep, each with views of the arena."""
 _GIVE_UP_AFTER = 3
-"""Calls in a row that have left their schedule; the next ones follow none, until an order comes again."""
+"""Number of calls in a row that leave their schedule, after which calls follow no schedule until a program occurs again."""
 
 
 class RecordedPrograms:
     """The recorded programs and schedules of one function.
 
     A new program is compiled. After several calls in a row that have left their schedule, a program is compiled only when it
-    occurs again. The next program is predicted: the one that followed the last two programs when they last occurred, or else
-    the last program.
+    occurs again. The next program is predicted from the last two programs: as the program that followed them when they last
+    occurred, or else as the last program.
 
     Attributes:
-        bound: schedules that are bound to the present arena.
-        pinned: the schedule that a caller has chosen, up to a call that leaves it.
+        bound: schedules that are bound to the current arena, by id of the schedule.
+        pinned: the schedule that the user has chosen by ``follow()``, until a call leaves this schedule.
         num_unscheduled_calls: number of calls that did not follow a schedule to the end.
         num_failed: number of consecutive calls that have left their schedule.
     """
@@ -60,7 +60,7 @@ class RecordedPrograms:
 
     @property
     def expected_schedule(self) -> Schedule | None:
-        """The schedule of the program that the next call is expected to have; None if there is none, or no expectation."""
+        """The schedule of the program that is predicted for the next call; None without a prediction or a schedule."""
         if self.pinned is not None:
             return self.pinned
         last = self._last_two[1]
@@ -93,7 +93,7 @@ class RecordedPrograms:
             if (schedule := compile_(program)) is not None:
                 self._schedules[program] = schedule
         elif program in self._schedules:
-            self._schedules[program] = self._schedules.pop(program)  # the latest
+            self._schedules[program] = self._schedules.pop(program)  # now the last that is dropped
         self._seen[program] = None
         while len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
@@ -114,7 +114,7 @@ class CallStatus(NamedTuple):
 
     Attributes:
         kind: ``"new"``: there was no call yet. ``"recorded"``: the call had no schedule, and was recorded. ``"planned"``: the
-            call followed its schedule to the end. ``"left"``: the call did something that its schedule does not have.
+            call followed its schedule to the end. ``"left"``: an event of the call was not in its schedule.
             ``"local"``: the call used no collective, so there is nothing to schedule.
         why: the reason, in words.
         num_programs: number of different programs in all calls so far.
@@ -154,7 +154,7 @@ class Scheduled:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule that the next call is expected to follow; None if there is none."""
+        """The schedule that is predicted for the next call; None if there is none."""
         return self.programs.expected_schedule
 
     @property
@@ -168,13 +168,13 @@ class Scheduled:
 
     @api_boundary
     def emitted(self) -> Schedule:
-        """Return the ops of the last call, if it had no schedule, as a Schedule to print, draw or verify.
+        """Return the ops of the last call, which had no schedule, as a Schedule to print, draw or verify.
 
         Raises:
             ScheduleError: the last call had a schedule, or there was no call.
         """
         if self._emitted is None:
-            raise ScheduleError("emitted(): the last call has followed a schedule: read `schedule` instead.")
+            raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
         return self._emitted()
 
     def begin_call(self) -> str:
@@ -183,11 +183,8 @@ class Scheduled:
         return f"{self.name} #{self.num_calls - 1}"
 
     def record_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
-        """Keep how a call went, for :meth:`status`, and the ops that it has emitted without a schedule.
-
-        A local call is not counted, as a single rank may have made it.
-        """
-        if kind == "local":
+        """Record the :meth:`status` of a call, and a function that returns the ops of a call without a schedule."""
+        if kind == "local":  # a single rank may have made it
             self.num_calls -= 1
         else:
             self._emitted = emitted
@@ -224,7 +221,7 @@ class Scheduled:
         return trace
 
     def nodes_by_unit(self, args: Any) -> dict[str, Sharded]:
-        """Return, by unit of the schedule, the node among the arguments, if it is there."""
+        """Return the nodes among the arguments, by unit, at the positions that earlier calls have recorded."""
         self._nodes = units_of(args)
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
@@ -261,7 +258,7 @@ class ScheduledFunctions:
         return scheduled
 
     def record_last_called(self, scheduled: Scheduled) -> None:
-        """Record the function that was called last, and that it was called next after the function called before."""
+        """Record that ``scheduled`` was called last, and that it followed the function called before."""
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)
@@ -273,7 +270,7 @@ class ScheduledFunctions:
             scheduled.begin_again()
 
     def reset_after_error(self) -> None:
-        """Reset after an error: unbind all schedules, and forget the order of calls."""
+        """Unbind all schedules, and drop the recorded order of calls."""
         self._last = lambda: None
         for scheduled in self._alive:
             scheduled.programs.bound.clear()

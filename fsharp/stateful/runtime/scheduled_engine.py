@@ -1,6 +1,6 @@
-"""ScheduledEngine: the Engine that pure functions call. It turns their calls, and the calls of autograd, into events of a step.
+"""ScheduledEngine: the Engine that turns calls of pure functions and of autograd into events of a step.
 
-The source of ops, not this engine, decides when data move, and in which memory.
+The source of a step's ops decides when data move, and in which memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class HandedOutGradients:
-    """The gradients that one ``value_and_grad`` has returned, to recognise them when they are passed to ``reduce_scatter``."""
+    """The gradients that one ``value_and_grad`` has returned, kept to recognise them in ``reduce_scatter``."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
@@ -50,7 +50,7 @@ class HandedOutGradients:
         return [unit for unit, _, _ in self._rows]
 
     def hand_out_gradient(self, node: Sharded, unit: UnitState, scale: Literal["sum"] | None) -> Sharded:
-        """Return the gradient at rest of the unit with the parameters ``node``, and record that it was handed out."""
+        """Return the gradient at rest of ``unit``, whose parameters are ``node``, and record the gradient as handed out."""
         gradient = unit.gradient
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, (), scale=scale)
@@ -62,16 +62,16 @@ class HandedOutGradients:
         return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
     def check_unsent(self) -> None:
-        """Raise an error if other gradients are reduced after some of these were sent with residuals."""
+        """Raise an error if a gradient was already sent with residuals, before other gradients are reduced in its place."""
         for unit in self.units:
             if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
                 raise ScheduleError(
-                    f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after it had been sent with feedback, as "
-                    "the schedule has it. Make the same changes in each step, from the first one on."
+                    f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after the schedule had sent it with "
+                    "feedback. Make the same changes in each step, from the first step on."
                 )
 
     def are_exactly(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
-        """Return whether these are exactly the gradients that were handed out, unchanged."""
+        """Return whether ``nodes`` are the gradients that were handed out, all of them and unchanged."""
         filled = [node for node in nodes if node.unit.trainable_groups]
         if len(filled) != len(self._rows) or not filled:
             return False
@@ -83,7 +83,7 @@ class HandedOutGradients:
             buffers = node.raw_buffers
             if list(map(_address_of, buffers)) != list(map(_address_of, tensors)):
                 return False
-            is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # without the residuals that were changed
+            is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # sent without the caller's changes
             if is_sent and list(map(_version_of, buffers)) != versions:
                 return False
         return True
@@ -130,13 +130,14 @@ class ScheduledEngine(Engine):
         return self.registry.units
 
     def keep_main_on_device(self) -> None:
-        """Keep main copies on the device from now on, also with ``offload``, as a module shows them."""
+        """Keep main copies on the device from now on, even with ``offload``."""
         self.main_stays = True
 
     def can_run_forward(self, units: Any) -> bool:
-        """Return whether the engine takes a call: not under ``torch.func``, and not if buffers themselves need gradients.
+        """Return whether the engine can run a forward of ``units``, a pair of nodes and ties.
 
-        Calls under ``make_fx`` and calls with donated nodes are not taken, and ``forward`` raises an error for them.
+        It cannot under ``torch.func``, or if a buffer itself requires a gradient. Nor can it under ``make_fx`` or with donated
+        nodes, for which ``forward`` raises an error.
         """
         if torch._C._are_functorch_transforms_active():
             return False
@@ -183,7 +184,7 @@ class ScheduledEngine(Engine):
     def run_value_and_grad(
         self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Views
     ) -> tuple[Loss, Any]:
-        """Run forward and backward of each microbatch; gradients are collected and reduced during the backward."""
+        """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
         units = self.begin_gradients(params, residuals)
         total: Loss | None = None
         for number, part in enumerate(parts, 1):
@@ -200,7 +201,7 @@ class ScheduledEngine(Engine):
         return total, self.hand_out_gradients(units, params, scale="sum")
 
     def begin_gradients(self, params: Any, residuals: Views = MappingProxyType({})) -> list[UnitState]:
-        """Begin new gradients of these parameters, and return their units. Gradients of other units are kept."""
+        """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
         step, self._handed_out = self.current_step(), HandedOutGradients()
         units = [self.unit_of(node) for node in units_of(params)]
         step.renew_gradients(units)
@@ -209,12 +210,12 @@ class ScheduledEngine(Engine):
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
-        """End a backward pass. ``probed``: the parameters of these units in the pass, with their sinks."""
+        """End a microbatch after its backward. ``probed``: the parameters of these units in the microbatch, with sinks."""
         found = zip(units, units_of(probed), strict=True)
         self.current_step().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, scale: Literal["sum"] | None = None) -> Any:
-        """Return the gradients at rest of these parameters, whose units are given."""
+        """Return the gradients at rest of ``params``, as nodes with this ``scale``. ``units``: the unit of each node."""
         self.lanes.join_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
@@ -225,7 +226,7 @@ class ScheduledEngine(Engine):
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), scale), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: Views) -> Any:
-        """Reduce gradients to the optimizer's place: those of :meth:`run_value_and_grad` by the schedule, others at once."""
+        """Return gradients in the place ``to``: by the schedule if :meth:`run_value_and_grad` returned them, else at once."""
         nodes, step = units_of(tree), self.current_step()
         if not self._handed_out.are_exactly(nodes, to):
             if residuals:
@@ -244,7 +245,7 @@ class ScheduledEngine(Engine):
         )
 
     def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """Copy offloaded state from host memory to the device."""
+        """Begin to copy offloaded state from host memory to the device, and return ``(main, opt)`` on the device."""
         self._offload = None
         if not self.policy.offload:
             return state
@@ -258,14 +259,14 @@ class ScheduledEngine(Engine):
         return (params, main) if self.main_stays else params
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Begin to gather updated parameters, and to copy state to host memory. Reading them waits for the end."""
+        """Begin to gather updated parameters, and to copy state to host memory. Return both; a read of them waits."""
         step, lanes, rank = self.current_step(), self.lanes, self.rank
         update_gathers, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
-            if update_gather.moves:  # without a cycle that would keep its memory
+            if update_gather.moves:  # in a new node: update_gather.node would make a cycle that keeps its memory
                 node = with_future_buffers(node, partial(self.executor.run_and_report, update_gather.wait), lanes)
             if not donate:
                 unit.drop_references()
@@ -284,7 +285,7 @@ class ScheduledEngine(Engine):
 
 
 def _pass_residuals(units: Sequence[UnitState], residuals: Views) -> None:
-    """Pass residuals to the reductions of these units, which add them to gradients and overwrite them."""
+    """Pass residuals to the reductions of ``units``, which add residuals to gradients and overwrite them."""
     for unit in units:
         if unit.gradient is not None:
             unit.gradient.feed_back(residuals.get(unit.layout.name, {}))
@@ -299,7 +300,7 @@ def _leaves_of(*values: Any) -> Sequence[Any]:
 
 
 def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
-    """Return the function's arguments: trees of the leaves of the uses, in place of units."""
+    """Return ``sharded`` with the subtrees of full parameters of the uses in place of units."""
     rows, leaves = [], {}
     for use in uses:
         index, own = use.unit.index, use.take_leaves()
@@ -317,7 +318,7 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves:
 
 
 def _reduced_gradient(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
-    """Return a handed-out gradient at the optimizer's place."""
+    """Return the reduced gradient of a unit in the place ``to``. ``node``: the gradient that was handed out."""
     place = resolve_place(node.unit, to)
     if gradient is None or gradient.final is None:
         same = Sharded(node.raw_buffers, node.unit, place, node.groups, scale=node.scale)
@@ -327,7 +328,7 @@ def _reduced_gradient(node: Sharded, gradient: GradientBuffer | None, to: PlaceN
 
 
 def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
-    """Return a function's result with copies in place of views of parameters that are about to be released."""
+    """Return ``out`` with copies in place of views of the uses' parameters, which are released next."""
     bounds: list[tuple[int, int]] = []
     for use in uses:
         if use.copy is not None and use.copy.memory is not None:

@@ -44,8 +44,8 @@ class StepUnderWay:
     """The step under way, with its function and its thread.
 
     Attributes:
-        title: the name of the step in labels of collectives, without the digest of earlier steps' settings.
-        loose: the step of calls outside of all scheduled functions, as long as a backward of these calls may come.
+        title: name of the step in labels of collectives, without the digest of earlier steps' settings.
+        loose: the step of calls outside of scheduled functions, while a backward of such a call may still come.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StepUnderWay:
         self.step = self.scheduled = None
 
     def check_thread(self) -> None:
-        """Raise an error if the call is in another thread than the step."""
+        """Raise an error if this thread is not the step's thread."""
         if threading.get_ident() != self.thread and not in_backward():
             raise ScheduleError(
                 "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
@@ -139,7 +139,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.num_updates = 0
 
     def reopen(self) -> None:
-        """Open the scheduler again after an error, with new process groups, on all ranks. Schedules are kept."""
+        """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
         if self._closed is not None:
             self._closed = None
             self._start(self.lanes)
@@ -153,7 +153,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
                 compiled.bind_ops(self.executor)
 
     def report_failure(self, error: Exception, where: str) -> None:
-        """Tell other ranks that this rank has failed: all further collectives of this scheduler raise an error."""
+        """Tell other ranks that this rank has failed. All later collectives of this scheduler then raise an error."""
         self.executor.report_failure(error, where)
 
     @property
@@ -165,13 +165,13 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
-        """Pass a collective of the caller on, unscheduled. If the scheduler is closed, raise an error."""
+        """Return the Comm and the label for an unscheduled collective. Raise an error if the scheduler is closed."""
         self._refuse()
         self.executor.make_process_groups()
         return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
 
     def add_settings(self, text: str) -> None:
-        """Add settings to the labels of all later collectives, so that ranks with other settings are found."""
+        """Add settings to the labels of all later collectives, by which ranks with other settings are found."""
         self._history.add_settings(text)
         if self._now.step is not None:
             self.executor.set_label_names(step=f"{self._now.title}{self._of_history}")
@@ -184,12 +184,12 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     @property
     def settings(self) -> str:
-        """The digest of settings up to the last step, and the settings since then, a field in each line as ``name=value``."""
+        """The digest of settings up to the last step, and the settings since then, as lines ``name=value``."""
         return self._history.text
 
     @property
     def comm_with_history(self) -> Comm:
-        """Return this Comm with the history in its labels, for collectives outside of steps that combine parts of all ranks."""
+        """A Comm whose labels have the history of settings, for collectives of all ranks' parts outside of steps."""
         return self if self._now.step is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
@@ -202,7 +202,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         return self.wrap(fn, getattr(fn, "__qualname__", type(fn).__name__))
 
     def wrap(self, fn: Callable[..., Any], name: str) -> Scheduled:
-        """Return ``scheduler(fn)`` under a name for labels of collectives. The second function of a name gets a number."""
+        """Return ``scheduler(fn)``, with a name for labels of collectives. A second function of the same name gets a number."""
         return self._functions.wrap(self, fn, name)
 
     def call_scheduled(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,7 +231,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             step = Step(self.executor, schedule, self.units, recorder)
             self._now.begin_step(scheduled, step, title)
             self.lanes.set_recorder(recorder)
-            observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # a new list for each op
+            observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # the list is replaced
             self.transport.observe_collectives(observer)
             if recorder is not None:
                 recorder.begin_step()
@@ -249,7 +249,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     @contextmanager
     def closed_on_error(self, step: Step | None = None) -> Iterator[None]:
-        """Return a context: an error in it closes the scheduler on all ranks, if a step is under way or about to begin."""
+        """Close the scheduler on all ranks if an error leaves this context, and ``step`` is None or under way."""
         try:
             yield
         except BaseException as error:
@@ -258,7 +258,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             raise
 
     def close_after_error(self, error: BaseException) -> None:
-        """Close the scheduler after an error: end the step under way, free its memory, and send the error to other ranks."""
+        """Close the scheduler after an error: abandon the step under way, and tell other ranks of the error."""
         if self._closed is not None:
             return
         self._closed = f"{type(error).__name__}: {error}"
@@ -286,10 +286,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             comm.watch.check()
 
     def _refuse(self) -> None:
-        """Raise an error if the scheduler is closed."""
         if self._closed is not None:
-            why = f"this scheduler is closed, because of an error before: {self._closed}"
-            raise ScheduleError(f"{why}\nMake a new one: fs.Scheduler(comm) of the same Comm works.")
+            why = f"this scheduler was closed by an earlier error: {self._closed}"
+            raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
 
     def _leave(self) -> None:
         self._now.end_step()
@@ -307,7 +306,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
                 unit.gradient.copy_out()
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_begin_step()
-            scheduled.record_call("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
+            scheduled.record_call("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
             return
         self._functions.record_last_called(scheduled)
         if step.eager is None and step.schedule is not None:
@@ -338,16 +337,13 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             )
         why = f"its schedule did not have {step.eager.left_at} next" if was_planned else "no schedule was expected to fit"
         if held:
-            why = f"parameters of units {held} are held beyond their use, for which no schedule has room"
+            why = f"a caller holds parameters of units {held} after their use, and a schedule would reuse their memory"
         scheduled.record_call("left" if was_planned else "recorded", why, emitted)
         schedules = [schedule for each in self._functions for schedule in each.programs.schedules]  # of all units in use
         self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
 
     def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
-        """Return the schedule of a program, after a comparison between ranks.
-
-        None if some rank holds parameters beyond their use, as a schedule reuses their memory.
-        """
+        """Return the schedule of a program, compared between ranks; None if a rank's callers hold parameters after a use."""
         self.executor.make_process_groups()
         if b"1" in all_gather_bytes(b"1" if is_held else b"0", self.own):
             return None
@@ -359,7 +355,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         return schedule
 
     def unit_of(self, node: Sharded) -> UnitState:
-        """Return the unit of a node."""
+        """Return the unit of a node; a new unit if there is none yet."""
         unit = self.registry.find_unit(node)
         if unit is None:
             unit = self.registry.bind_or_make_unit(node)
@@ -374,7 +370,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.registry.bind_node(unit, new, instead=old)
 
     def current_step(self) -> Step:
-        """Return the step of the present function; outside of functions, a step without schedule and recording."""
+        """Return the step under way; outside of scheduled functions, a step without schedule and recording."""
         now = self._now
         step = now.step or next(iter(now.loose), None)
         if step is None:
@@ -390,7 +386,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 def _with_own_numbering(comm: Comm) -> Comm:
     """Return a Comm of the same ranks with its own numbering of collectives."""
     if isinstance(comm, CountingComm):
-        other = copy.copy(comm)  # which counts into the same counter
+        other = copy.copy(comm)  # shares the counter
         other.inner = _with_own_numbering(comm.inner)
         return other
     return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm

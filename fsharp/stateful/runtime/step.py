@@ -1,7 +1,7 @@
 """Step: one call of a function under a scheduler, as a sequence of events such as the forward of a unit.
 
-A source of ops turns each event into ops, and the executor runs the ops. If an event is not in the schedule, the step goes on
-without the schedule, with the source ``EagerOps``.
+A source of ops turns each event into ops, and the executor runs the ops. If an event is not in the schedule, the step continues
+with the source ``EagerOps``.
 """
 
 import weakref
@@ -51,7 +51,7 @@ class Step:
 
     @property
     def is_local(self) -> bool:
-        """Whether this step has only used units that rest whole, so that it used no collective."""
+        """Whether this step has used no collective: it has forwards alone, of units that rest in full."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
 
@@ -65,7 +65,6 @@ class Step:
         copy: UnshardedBuffer | None = None,
         units: Collection[UnitState] = (),
     ) -> None:
-        """Record an event, and run its ops."""
         at, found = len(self.events), (kind, unit.key if unit is not None else "", number, bare)
         if self.eager is None:
             schedule = self.schedule
@@ -90,21 +89,21 @@ class Step:
         assert self.eager is not None
         for bound in self.eager.with_followers(bounds):
             self.executor.run_op(bound)
-            del bound  # the memory that it has freed is wanted for the next one
+            del bound  # releases memory for the next op
 
     def leave_schedule(self, event: Event | None = None) -> None:
-        """Leave the schedule, if there is one: finish the work under way, and use the source ``EagerOps`` from now on."""
+        """Leave the schedule, if the step follows one: finish the work under way, and continue with ``EagerOps``."""
         if self.eager is not None:
             return
         assert self.schedule is not None
-        after = f"what came after {self.events[-1]}" if self.events else "its end"
+        after = f"the end after {self.events[-1]}" if self.events else "an end"
         self.executor.finish_reductions()
         self.schedule.leave_schedule(self.uses.any_in_buffer)
         left_at = after if event is None else str(event)
         self.eager = EagerOps(self.executor, is_in_use=self.uses.any_in_buffer, left=self.schedule, left_at=left_at)
 
     def begin_use(self, node: Sharded, unit: UnitState) -> UnitUse:
-        """Begin a use, and return it once its unit is gathered."""
+        """Begin a use of a unit, gather the unit, and return the use with its leaves."""
         uses = self.uses
         if uses.backward and not in_backward():
             self._end_passed_backwards(None)
@@ -136,18 +135,18 @@ class Step:
         return use
 
     def full_in_backward(self, unit: str) -> FullUnit | None:
-        """Return the full parameters of a unit whose backward is under way; None if it is not."""
+        """Return the full parameters of a unit while its backward is under way, else None."""
         use = next((use for use in reversed(self.uses.backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None
         return use.copy.full if use.copy is not None else use.unit.full_at_rest()
 
     def filled_buffer(self, use: UnitUse) -> UnshardedBuffer:
-        """Return the buffer of a use, whose backward needs it, filled."""
+        """Return the buffer of a use, which a backward needs, with gathered parameters."""
         if self.is_over:
             raise _too_late(use.unit.key)
         assert use.copy is not None
-        if use.copy.filled_from is None:  # the backward did not come through what the function returned
+        if use.copy.filled_from is None:  # the backward did not pass through the function's result
             if self._on_backward is not None:
                 self._on_backward()
             self._open(use)
@@ -156,7 +155,7 @@ class Step:
     def end_forward(self, use: UnitUse) -> None:
         """End the forward part of a use."""
         uses = self.uses
-        while uses.backward and uses.backward[-1].is_nested_in(use):  # of a backward that the function has called itself
+        while uses.backward and uses.backward[-1].is_nested_in(use):  # the function itself has called a backward
             self._close(uses.backward[-1], None)
         popped = uses.forward.pop()
         assert popped is use
@@ -164,11 +163,11 @@ class Step:
             use.take_leaves()
         self._event("forward_end", use.unit, use.number, copy=use.copy)
         if use.copy is not None and use.copy.is_held and not use.is_opaque:
-            # In a backward a checkpoint has them, which computes again for a backward of the same unit that is to come.
+            # In a backward a checkpoint that recomputes may hold the parameters, until the unit's own backward.
             (uses.recomputed if in_backward() else uses.held)[use.unit.key] = None
 
     def begin_backwards(self, uses: Sequence[UnitUse], grads: object = None) -> None:
-        """Begin the backwards of uses: a backward has reached the results of the function that used these units."""
+        """Begin the backwards of ``uses``, as a backward has reached the results of their function."""
         gathered = [use.unit.key for use in uses if use.copy is not None] if self.is_over or torch.is_grad_enabled() else []
         if gathered and torch.is_grad_enabled():
             raise double_backward_error()
@@ -180,7 +179,7 @@ class Step:
             self._open(use)
 
     def _enter_backward(self, gathered: Sequence[str]) -> None:
-        """Call ``on_backward`` for a backward of gathered units. A backward that comes too late raises an error."""
+        """Call the function of :meth:`call_on_backward`. Raise an error if the step is over, whose parameters are released."""
         if self._on_backward is not None:
             self._on_backward()
         if self.is_over:
@@ -191,7 +190,7 @@ class Step:
         if use in uses.backward:
             return
         if use.parent is not None and use.parent not in uses.forward:
-            self._open(use.parent)  # its output may be this one's own, so that a backward comes here first
+            self._open(use.parent)  # if both have the same output, the backward reaches the inner use first
         if uses.backward:
             self._end_passed_backwards(use)
         uses.recomputed.pop(use.unit.key, None)
@@ -199,8 +198,8 @@ class Step:
             use.unit.bind_node(use.node)
         if use.unit.node is not None and buffers_stamp(use.unit.node) != use.seen:
             raise ScheduleError(
-                f"the parameters of unit {use.unit.key!r} were changed, or replaced by others, between their use in a forward "
-                "and its backward. Call the backward before they are; or, in functions, pass comm=scheduler.comm."
+                f"the parameters of unit {use.unit.key!r} were changed or replaced between a forward and its backward. Change "
+                "them after the backward; or, in functions, pass comm=scheduler.comm."
             )
         self._event("backward", use.unit, use.number, copy=use.copy)
         uses.backward.append(use)
@@ -212,7 +211,7 @@ class Step:
             self._close(backward[-1], None)
 
     def _end_backward(self, use: UnitUse, grads: Grads) -> None:
-        """End the backward of a use, with the gradients of its leaves."""
+        """End the backward of a use. ``grads``: the gradients of its leaves."""
         if self.is_over or self._on_backward is not None:
             self._enter_backward([use.unit.key])
         uses = self.uses
@@ -234,14 +233,14 @@ class Step:
         self.executor.receive_gradients(None)
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Begin a backward pass. ``is_last``: it is the last one before gradients are reduced for the optimizer."""
+        """Begin a backward pass. ``is_last``: whether it is the last pass before gradients go to the optimizer's place."""
         number = self.num_microbatches
         if not is_last and self.schedule is not None and number in self.schedule.microbatches_before_reduce:
-            self.leave_schedule()  # it would reduce them now
+            self.leave_schedule()  # the schedule would reduce gradients for the optimizer in this pass
         self.executor.set_label_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
-        """End a backward pass. ``direct``: gradients that came through ``gather()`` in the loss, flat and at rest."""
+        """End a microbatch. ``direct``: gradients, flat and at rest, of parameters that the loss gathered by ``gather()``."""
         self._end_passed_backwards(None)
         self.uses.end_recomputation()
         found = []
@@ -261,7 +260,7 @@ class Step:
         self.uses.pending.clear()
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:
-        """Begin new gradients of these units, in the schedule's memory, after work on the old gradients has ended."""
+        """Begin the gradients of ``units`` anew, in the schedule's memory, after reductions of the old gradients have ended."""
         if self.executor.reducing:
             reducing = {key for key, _ in self.executor.reducing}
             if any(unit.key in reducing for unit in units):
@@ -272,12 +271,12 @@ class Step:
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def record_unscheduled_reduction(self) -> None:
-        """Record a reduction outside of the schedule, which all ranks make."""
+        """Record that all ranks reduce gradients outside of the schedule."""
         self._end_passed_backwards(None)
         self._event("move")
 
     def reduce_to_optimizer(self, units: Sequence[UnitState], *, wait: bool) -> None:
-        """Reduce gradients to the optimizer's place. Without ``wait``, reading the gradients waits for them."""
+        """Reduce gradients to the optimizer's place. Without ``wait`` a later read of a gradient waits for its reduction."""
         self._end_passed_backwards(None)
         unfinished = [unit for unit in units if _is_unfinished(unit)]
         self._event("reduce", units=unfinished)
@@ -297,32 +296,32 @@ class Step:
         self.executor.take_moves(moves)
         for key in moves:
             self._event("fetch", self.units[key])
-        self.executor.lanes.join_ops(self.executor.fetched[-1:])  # earlier ops of the lane are over then
+        self.executor.lanes.join_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
 
     def gather_updates(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
         """Gather updated parameters to their place, and copy offloaded optimizer state to host memory."""
         self._end_passed_backwards(None)
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
-                unit.gradient.join()  # the memory it comes from is wanted for the next step
+                unit.gradient.join()  # the next step reuses the memory that the reduction reads
         nbytes = dict.fromkeys(self.executor.taken, 0) | {key: move.nbytes for key, move in moves.items()}
         self.executor.take_moves(moves, {each.unit.key: each for each in update_gathers if each.moves})
         for key in nbytes:
             self.units[key].set_offloaded_nbytes(nbytes[key])
         if self.eager is None and self.schedule is not None:
             expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
-            if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
+            if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state has changed since the recorded step
                 self.leave_schedule()
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
         self._event("update", units=units)
-        if self.executor.spreading or self.executor.moves:  # of units that the schedule does not know of
+        if self.executor.spreading or self.executor.moves:  # of units that are not in the schedule
             self.leave_schedule()
             assert self.eager is not None
             self._run(self.eager.ops_after_update(units))
 
     def end_step(self) -> None:
-        """End the step after its function has returned: finish the work under way."""
+        """End the step after its function has returned, and wait for reductions under way."""
         self._end_passed_backwards(None)
         self.uses.end_recomputation()
         for unit in self.units.values():
@@ -333,11 +332,11 @@ class Step:
         self.abandon()
 
     def abandon(self) -> None:
-        """End the step, and abandon work under way. A later backward of this step raises an error."""
+        """End the step without a wait for work under way. A later backward of this step raises an error."""
         self.is_over = True
 
     def call_on_backward(self, call: Callable[[], None]) -> None:
-        """Call ``call``, which may raise an error, when a backward reaches a use."""
+        """Let each backward that reaches a use of this step first call ``call``, which may raise an error."""
         self._on_backward = call
 
 
@@ -348,7 +347,7 @@ def _is_unfinished(unit: UnitState) -> bool:
 
 def _too_late(unit: str) -> ScheduleError:
     return ScheduleError(
-        f"a backward came to unit {unit!r} after the step that used it was over. Of a ShardedModule call each backward before "
-        "optimizer.step() and zero_grad(), and the model again for another one. Of a scheduled function call it inside of that "
-        "function, or do not wrap it: pass comm=scheduler."
+        f"a backward came to unit {unit!r} after the step that used it was over. With a ShardedModule call backward before "
+        "optimizer.step() and zero_grad(), and call the model again for another backward. Call the backward of a scheduled "
+        "function inside of that function; or pass comm=scheduler to the function instead of wrapping it."
     )

@@ -1,13 +1,13 @@
 """Assign addresses in one arena to the buffers of a whole step.
 
-A buffer keeps one address for all of its live spans, as tensors saved in the forward point at it. The smallest
-arena is hard to find in general (dynamic storage allocation), and easy for buffers of a step.
+A buffer keeps one address for all of its live spans, as tensors saved in the forward point into the buffer. The smallest arena
+is hard to find in general (dynamic storage allocation), and easy for buffers of a step.
 
 Many buffers are live for a long time, and their spans nest: gradients rest up to the end, and parameters that stay for their
-backward are released in reverse order. These buffers are two stacks without gaps. Those that are live at the end of the step
-stand on the first byte of the arena, all others hang from its last byte. The buffers that are left meet only buffers of units
-near by, and the two stacks. They are placed in an order in which each meets those placed just before it. Then a dead end is
-near its cause, and a search that takes back the last choice first soon finds an arena of the lower bound, or close to it.
+backward are released in reverse order. These buffers form two stacks without gaps: one grows from the first byte of the arena,
+with the buffers that are live at the end of the step, the other from the last byte. Any other buffer meets only buffers of
+nearby units, and the two stacks. These buffers are placed in an order in which each meets the buffers placed just before it. So
+a dead end is near its cause, and a depth-first search soon finds an arena of the lower bound, or close to it.
 """
 
 import math
@@ -19,14 +19,14 @@ from itertools import accumulate, tee
 from operator import add
 from typing import Generic, NamedTuple, TypeVar
 
-_NEAR = 48  # spans that begin while a buffer is live: of those that meet more, stacks are made
-# Arenas to try, by how much they are larger than the bound.
+_NEAR = 48  # a buffer goes to a stack if more spans than this begin while the buffer is live
+# Sizes of arenas to try, as the part by which they exceed the lower bound.
 _SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0)
-_PLACED = 12_000  # buffers that searches may place, and place again, before the next larger arena is tried
-_EACH = 6  # times that they may place each buffer, if those are more
-_PATIENCE = 300  # buffers that one search may place, beside half as many again as there are
+_PLACED = 12_000  # for one size of the arena, the number of placements in all searches,
+_EACH = 6  # or this number for each buffer, if that is more
+_PATIENCE = 300  # number of placements in one search, besides 1.5 for each buffer
 
-# Of the places that a buffer fits in, which to try first: by bytes below it, bytes it leaves of its gap, bytes above it.
+# A rank of the places that a buffer fits in: from bytes below the buffer, bytes left in the gap, bytes above the buffer.
 Fit = Callable[[int, int, int], int]
 _FITS: tuple[Fit, ...] = (lambda at, spare, above: min(at, above), lambda at, spare, above: spare, lambda at, spare, above: at)
 
@@ -45,26 +45,25 @@ class ArenaItem:
 
 
 def lower_bound(items: Sequence[ArenaItem]) -> int:
-    """Return the largest number of bytes that are live at once."""
+    """Return the largest number of bytes that are live at one position."""
     changes = sorted(change for item in items for a, b in item.spans for change in ((a, item.nbytes), (b + 1, -item.nbytes)))
     most = live = 0
-    for _, nbytes in changes:  # at one position what ends sorts before what begins
+    for _, nbytes in changes:  # at one position ends sort before starts
         live += nbytes
         most = max(most, live)
     return most
 
 
 def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int] | None:
-    """Return the first byte of each item, such that items that are live at once share no byte.
+    """Return the first byte of each item, such that items that are live at one position share no byte.
 
-    Starts are multiples of the greatest common divisor of all sizes. Equal items get equal addresses.
+    Starts are multiples of the greatest common divisor of all sizes. Equal lists of items get equal addresses.
 
     Args:
         items: the buffers to place.
         within: limit of bytes. The result is None if no placement within the limit is found soon.
 
-    Cost: as ``n log n`` in the number of spans, as long as those that begin within most of them are few. For each of the
-        others a copy of as many integers as there are positions.
+    Cost: ``n log n`` in the number of spans. For each item in a stack also a pass over all positions.
     """
     if not items:
         return []
@@ -73,14 +72,14 @@ def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -
 
 
 class _SearchResult(NamedTuple):
-    """The first byte of each item, or none; and the number of items that were placed on the way."""
+    """The first byte of each item, or an empty list; and the number of placements that the search has made."""
 
     places: list[int]
     num_placed: int
 
 
 class _ArenaPacking:
-    """A placement: two stacks of long-lived items, and a search for places of all other items between the stacks.
+    """Places items: long-lived items in two stacks, and all other items between the stacks, by a search.
 
     Attributes:
         stacked: for each item in a stack, its distance from the arena's first byte, or from its last byte.
@@ -117,13 +116,10 @@ class _ArenaPacking:
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
     def place_items(self, least: int, within: int | None) -> list[int] | None:
-        """Return the first byte of each item, in an arena of at least ``least`` and at most ``within`` bytes.
-
-        Return None if the search finds no such arena within its limit of tries. Without ``within`` there always is one.
-        """
+        """Return the first byte of each item, in at least ``least`` and at most ``within`` bytes; None if the search fails."""
         stacks = max(map(add, self.low, self.high))
         least = max(least, stacks, _clique_nbytes(self.items, self.short, self.neighbours))
-        orders = _orders(self.items, self.short, self.neighbours)  # made as they are needed: mostly the first will do
+        orders = _orders(self.items, self.short, self.neighbours)  # lazy, as mostly the first order succeeds
         if within is not None:
             if least > within:
                 return None
@@ -147,10 +143,7 @@ class _ArenaPacking:
         return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
     def _search_places(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> "_SearchResult":
-        """Search places for all items below ``target``, and give up after ``limit`` items.
-
-        At a dead end the latest choice is taken back first.
-        """
+        """Search for places of all items below ``target``, depth first, with at most ``limit`` placements."""
         items = self.items
         rank = {i: k for k, i in enumerate(order)}
         before = {i: [j for j in self.neighbours[i] if rank[j] < rank[i]] for i in order}
@@ -161,7 +154,7 @@ class _ArenaPacking:
             return _SearchResult(starts, 0)
 
         def places(i: int) -> list[int]:
-            """Return both ends of each gap that is large enough. The last one is tried first."""
+            """Return both ends of each gap that is large enough, the best end last."""
             nbytes, top, stop, found = sizes[i], self.floors[i], target - self.ceilings[i], set()
             taken = [(starts[j], starts[j] + sizes[j]) for j in before[i]]
             taken.sort()
@@ -187,12 +180,12 @@ class _ArenaPacking:
 
 
 def _largest_height(stack: Sequence[int], item: ArenaItem) -> int:
-    """Return the largest number of bytes that a stack takes while an item is live."""
+    """Return the largest height of a stack, in bytes, while an item is live."""
     return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
 
 def _clique_nbytes(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
-    """Return a lower bound: bytes of buffers of which any two are live together at some time, so that they share no byte."""
+    """Return a lower bound of the arena: the bytes of buffers of which any two are live together at some position."""
     near = {i: set(neighbours[i]) for i in which}
     load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in which}
     most = 0
@@ -206,7 +199,7 @@ def _clique_nbytes(items: Sequence[ArenaItem], which: Sequence[int], neighbours:
 
 
 def _neighbours(items: Sequence[ArenaItem], which: Sequence[int]) -> dict[int, list[int]]:
-    """Return for each item the items that are live at some time together with it."""
+    """Return for each item the items that are live together with the item at some position."""
     spans = sorted((a, b, i) for i in which if items[i].nbytes for a, b in items[i].spans)
     result: dict[int, set[int]] = {i: set() for i in which}
     live: list[tuple[int, int]] = []
@@ -239,10 +232,7 @@ def _orders(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[i
 
 
 def _overlap_order(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
-    """Return an order from ``seed`` on.
-
-    Next comes the item that overlaps the most bytes so far (maximum cardinality search).
-    """
+    """Return an order from ``seed`` on. Next comes the item that is live with the most bytes so far (maximum cardinality)."""
     met = dict.fromkeys(which, 0)
     order: dict[int, None] = {}
     heap = [(1, 0, i) for i in which]
@@ -262,10 +252,7 @@ T = TypeVar("T")
 
 
 class ByteRanges(Generic[T]):
-    """Disjoint runs of bytes, each with a value.
-
-    Cost: a call is logarithmic in the number of runs, and linear in how many of them it overlaps.
-    """
+    """A map from disjoint runs of bytes to values. A call is logarithmic in the runs, and linear in overlapping runs."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -277,11 +264,11 @@ class ByteRanges(Generic[T]):
         yield from self._values[self._slice(start, stop)]
 
     def set_value(self, start: int, stop: int, value: T) -> None:
-        """Set the value of these bytes."""
+        """Set the value of bytes ``start`` to ``stop``."""
         self._replace(start, stop, [(start, stop, value)])
 
     def remove_values(self, start: int, stop: int) -> None:
-        """Remove the value of these bytes."""
+        """Remove the values of bytes ``start`` to ``stop``."""
         self._replace(start, stop, [])
 
     def _slice(self, start: int, stop: int) -> slice:

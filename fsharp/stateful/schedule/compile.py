@@ -20,7 +20,7 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def compile_schedule(program: Program, policy: SchedulePolicy = SchedulePolicy(), *, has_streams: bool = False) -> Schedule:
-    """Compile a program to a schedule, as a policy says.
+    """Return the schedule of a program under a policy.
 
     Args:
         program: the order in which a step uses units.
@@ -47,14 +47,18 @@ def compile_schedule(program: Program, policy: SchedulePolicy = SchedulePolicy()
         else:
             facts = [("budget", f"{policy.memory_budget:,} bytes"), ("needed", f"{arena:,} bytes")]
             what = "the memory budget is too small, even without prefetch and with one reduction at a time."
-            raise ScheduleError(problem("compile_schedule()", what, facts, "Raise it, or cut the model into smaller units."))
+            raise ScheduleError(problem("compile_schedule()", what, facts, "Raise the budget, or make smaller units."))
 
 
 Placed = tuple[list[Op], int, int]
+"""Ops with addresses, bytes of the arena, and the most bytes that are live at one op."""
 
 
 def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_late: bool) -> Placed:
-    """Return ops, arena and lower bound. Units stay resident until their backward as far as the policy says."""
+    """Return placed ops. Units stay resident from forward to backward as far as ``policy.release`` allows.
+
+    ``finishes``: number of reductions to the optimizer's place that may be under way. ``sum_late``: see ``policy.sum_late``.
+    """
     buckets = BundlesByKind(program, policy)
     first, *later = uses_by_backward(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []
@@ -63,7 +67,7 @@ def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_l
     best = place_buffers(unplaced, program)
     assert best is not None, "there is room without a limit"
     if policy.release != "room" or any(later) or not first:
-        # With more microbatches gradients are there already when the next one begins, and a unit has one address in all.
+        # With several microbatches gradients already rest in the arena, and a unit has one address in all microbatches.
         return best
     most, fewer = best[2], 1
     # Uses nest: the use whose backward comes first had the last forward.
@@ -89,7 +93,6 @@ def _bound(unplaced: Sequence[UnplacedOp], program: Program) -> int:
 
 
 def _live_nbytes(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
-    """Return the number of live bytes at each op."""
     change = [0] * (len(unplaced) + 1)
     for item in items.values():
         for first, last in item.spans:
@@ -99,7 +102,7 @@ def _live_nbytes(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
 
 
 def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | None = None) -> Placed | None:
-    """Give each buffer an address, and each op the ops it waits for. Return None if more than ``within`` bytes are needed."""
+    """Return ops with addresses and with the ops for which they wait; None if no arena of ``within`` bytes is found."""
     position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marks is None)}
     if _open_early(unplaced, items := _items(unplaced, program)):
         items = _items(unplaced, program)
@@ -107,9 +110,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, within: i
     if starts is None:
         return None
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
-    freed = ByteRanges[
-        tuple[Stream, int]
-    ]()  # the ops that have filled these bytes since then have waited for the earlier frees
+    freed = ByteRanges[tuple[Stream, int]]()  # by bytes, the last op that freed them
     ops = []
     for op in unplaced:
         if op.marks is None:
@@ -117,7 +118,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, within: i
             after = {position[id(each)] for each in op.after}
             for filled in (memory if op.fills else None, opens):
                 if filled:
-                    # Ops on one stream end in order: the last that freed any of these bytes stands for all of them.
+                    # Ops on one stream end in order, so the last op of each stream that freed any of these bytes suffices.
                     after |= set(dict(sorted(freed.values_over(filled.start, filled.stop))).values())
             kind, stream = op.spec.kind, op.spec.stream
             ops.append(Op(kind, op.unit, op.phase, op.at, op.use, stream, memory, tuple(sorted(after)), op.bucket, opens))
@@ -128,7 +129,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, within: i
 
 
 def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
-    """Let reductions write results to the memory of gradients at rest where this takes no more memory. It saves a copy."""
+    """Let reductions write directly to gradients at rest if this takes no more memory. Return whether one does."""
     live = _live_nbytes(unplaced, dict(items))
     bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
     found = False
@@ -145,7 +146,7 @@ def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaI
 
 
 def _liveness(unplaced: Sequence[UnplacedOp]) -> dict[BufferKey, tuple[tuple[int, int], ...]]:
-    """Return the live spans of each buffer. A buffer that a step hands to the next one is live at both ends of the step."""
+    """Return the live spans of each buffer. A buffer that a step hands to the next step is live at both ends of the step."""
     spans: dict[BufferKey, list[tuple[int, int]]] = {}
     since: dict[BufferKey, int] = {}
     for i, op in enumerate(unplaced):

@@ -1,21 +1,20 @@
 """Choose which units share a collective, by latency and bandwidth.
 
 [Note: buckets pay]
-Joining two units in one collective saves a latency. What it costs is overlap: the first of them is there only when both
-are, and memory, as both are live from then on. A collective that takes ``k`` latencies to send is slower by a part
-``1 / (k + 1)`` at most for not being joined with others. So neighbours are joined as long as what they send together takes
-no more than two latencies, and no bucket is more than a quarter of what all of them send: a model is never resident in
-full for the sake of a few messages, and something is left to overlap.
+One collective of two units saves a latency. It costs overlap, as the first unit arrives only with the second; and memory, as
+both are live from then on. A collective whose bytes take ``k`` latencies gains at most a part ``1 / (k + 1)`` of its time. So
+neighbours are joined while their bytes take at most two latencies, and are at most a quarter of the bytes of all units. Then a
+model is never resident in full to save a few messages, and there is something left to overlap.
 
-Small buffers that are joined are also copied, into what travels and out of it, some three times the bytes that are sent. A step
-of 24 blocks of 33 thousand parameters over gloo on two ranks took a fifth less processor time when they were joined than alone;
-one of blocks of 308 thousand a few percent less when they were joined and packed, and another 4 % less as messages.
+Small buffers that are joined are also copied before and after they travel, some three times the bytes that are sent. A step of
+24 blocks of 33 thousand parameters over gloo on two ranks took a fifth less processor time with joined blocks; a step of blocks
+of 308 thousand took a few percent less with joined and packed blocks, and another 4 % less with separate messages.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
 
-_MOST_NBYTES = 2_000_000  # two latencies: of 1 ms at 1 GB/s, as over gloo, and of 20 us at 50 GB/s, as over NCCL
-_BUCKETS = 4  # into which all that is sent is cut at least
+_MOST_NBYTES = 2_000_000  # of two latencies: 1 ms at 1 GB/s, as over gloo; 20 us at 50 GB/s, as over NCCL
+_BUCKETS = 4  # least number of buckets
 
 
 def bucket_limit_nbytes(sent: Iterable[int]) -> int:
@@ -24,7 +23,7 @@ def bucket_limit_nbytes(sent: Iterable[int]) -> int:
 
 
 Bundle = tuple[str, ...]
-"""Names of units that move as one, in order."""
+"""Names of units that move in one collective, in order."""
 Bundles = Mapping[str, Bundle]
 """The bundle of each unit."""
 
@@ -32,10 +31,10 @@ Bundles = Mapping[str, Bundle]
 def group_into_bundles(
     order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int, groups: Mapping[str, int] = {}
 ) -> Bundles:
-    """Group neighbouring units into bundles: units of one channel, for which a rank sends at most ``most`` bytes.
+    """Return bundles of neighbouring units with equal channels, for which a rank sends at most ``most`` bytes.
 
-    A unit that sends nothing, or has the channel None, is alone. Units of a group in ``groups`` are joined whatever they send,
-    and only with units of the same group.
+    A unit that sends nothing, or has the channel None, is alone. Units of a group in ``groups`` are joined without a limit of
+    bytes, and only with units of the same group.
     """
     found: list[list[str]] = []
     last, filled = "", 0

@@ -13,7 +13,7 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
 class BundlesByKind:
-    """The bundles of units that move as one, for each kind of data: parameters, gradients, sums, updated parameters."""
+    """The bundles of units, for each kind of collective: gathers, reductions, final reductions, gathers after the update."""
 
     def __init__(self, program: Program, policy: SchedulePolicy) -> None:
         self._policy, self._facts, names = policy, program.facts, [unit.name for unit in program.units]
@@ -44,7 +44,7 @@ def emit_ops(
     finishes: int = FINISHES,
     sum_late: bool,
 ) -> list[UnplacedOp]:
-    """Return all ops of a step, in the order of issue. Parameters of uses ``kept`` stay from forward to backward."""
+    """Return the ops of a step in the order of issue. Parameters of uses in ``kept`` stay from forward to backward."""
     ops, microbatch = OpList(program), 0
     parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.spreads, kept)
     gradients = GradientOps(ops, buckets.reduces, buckets.finishes, finishes, sum_late=sum_late)
@@ -58,7 +58,7 @@ def emit_ops(
             case "forward_end":
                 parameters.emit_moves(i, "forward")
             case "backward_end":
-                parameters.emit_releases(i, "backward")  # first, so that the gradient may go where the parameters were
+                parameters.emit_releases(i, "backward")  # first, so that the gradient may take the parameters' memory
                 gradients.emit_cast(event, i)
                 parameters.emit_gathers(i, "backward")
             case "microbatch_end":
@@ -80,7 +80,7 @@ def emit_ops(
 
 
 def _in_order_of_gradients(program: Program) -> list[str]:
-    """Return the units in the order in which their gradients are complete, in the first microbatch that has a gradient."""
+    """Return units in the order in which their gradients are complete, each in the first microbatch with its gradient."""
     here, result = dict[str, None](), dict[str, None]()
     for event in program.events:
         if event.kind == "microbatch_end":

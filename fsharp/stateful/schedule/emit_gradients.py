@@ -25,46 +25,40 @@ After = tuple[UnplacedOp, ...]
 
 
 class GradientOps:
-    """Emitter of the ops of gradients. Units of a bundle are reduced as one, once all their gradients are complete.
+    """Emits the ops of gradients. Units of a bundle are reduced in one collective, once all their gradients are complete.
 
     Args:
-        reduces: units whose gradients of a microbatch are reduced as one.
-        finishes: units whose gradients go to the optimizer's place as one.
+        reduces: bundles for the reductions of a microbatch.
+        finishes: bundles for the reductions to the optimizer's place.
         num_finishes: most reductions to the optimizer's place that are under way at once.
-        sum_late: whether a result is added only when its memory is needed. Else it is added at once, and its memory stays
-            reserved until then.
+        sum_late: whether to add a reduction's result only when other ops need its memory. If False, the result is added at
+            once, and its memory stays reserved until other ops need it.
     """
 
     def __init__(self, ops: OpList, reduces: Bundles, finishes: Bundles, num_finishes: int, *, sum_late: bool) -> None:
         self._ops, self._reduces, self._finishes, self._sum_late = ops, reduces, finishes, sum_late
         self._most = {REDUCE: REDUCTIONS, FINISH: num_finishes}
-        self._due, self._to_come = Counter[str](), Counter[str]()  # casts of each unit in this microbatch, and missing ones
-        self._casts: dict[str, UnplacedOp] = {}  # by unit, the last one of this microbatch so far
-        self._unfinished: dict[str, bool] = {}  # of units that go to the optimizer's place: whether they have yet to go
+        self._due, self._to_come = Counter[str](), Counter[str]()  # casts of each unit in this microbatch: all, and missing
+        self._casts: dict[str, UnplacedOp] = {}  # by unit, the last cast in this microbatch so far
+        self._unfinished: dict[str, bool] = {}  # by unit that goes to the optimizer's place: whether it is not ready yet
         self._fed: dict[str, UnplacedOp] = {}  # by unit, the last op that has written to its gradient at rest
         self._under_way: list[list[UnplacedOp]] = []
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch; ``casts`` has the number of gradients that each unit gets in the microbatch.
-
-        In the last microbatch, complete gradients are reduced on to the shards that the optimizer updates.
-        """
+        """Begin a microbatch with ``casts`` gradients of each unit, which go to the optimizer's place if it ``is_last``."""
         self._due, self._to_come, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._unfinished = {unit: True for unit, each in facts if FINISH.has_ops_for(each) and each.trainable}
 
     def emit_cast(self, event: Event, i: int) -> None:
-        """Emit the op that casts a unit's gradient into memory to send, where a backward of the unit ends.
-
-        Units that are reduced together are reduced once all of their gradients have been cast.
-        """
+        """Emit the cast of a unit's gradient at the end of a backward. After the last cast of a bundle, emit its reduction."""
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
         bundle = [each for each in self._reduces[unit] if self._due[each]]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bundle):
-            self._make_room(i, REDUCE)  # till then the bundle before may be on its way
+            self._make_room(i, REDUCE)  # the last first cast of the bundle: until here other reductions may be under way
         opens = None if has_memory else self._open_resting_gradient(unit)
         self._casts[unit] = self._ops.add_with_followers(
             CAST, unit, "backward", i, use=event.use, is_first_user=is_first, opens=opens
@@ -74,14 +68,14 @@ class GradientOps:
             self._reduce(bundle, i)
 
     def end_microbatch(self, i: int) -> None:
-        """End a microbatch: reduce all gradients that are left, to where they rest or to the optimizer's place."""
+        """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's place."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions(i)
         for unit in [unit for unit, is_waiting in self._unfinished.items() if is_waiting]:
             self._mark_ready(unit, i)
 
     def end_gradients(self, i: int) -> None:
-        """Bring all gradients to the optimizer's place."""
+        """Add the results of all reductions that are under way."""
         while self._under_way:
             self._end_oldest_reductions(i)
 
@@ -101,10 +95,7 @@ class GradientOps:
         self._mark_ready(unit, i)
 
     def _mark_ready(self, unit: str, i: int) -> None:
-        """Record that a unit's gradient is ready to be reduced for the optimizer.
-
-        Send its bundle once all units of the bundle are ready.
-        """
+        """Record that a unit's gradient can go to the optimizer's place. Reduce a bundle once all of its units are ready."""
         if not self._unfinished.get(unit):
             return
         self._unfinished[unit] = False
@@ -116,7 +107,7 @@ class GradientOps:
         self._launch(self._ops.add_bucket(FINISH, units, "finish", i, after=after))
 
     def _emit_encodes(self, spec: OpSpec, units: Sequence[str], i: int, after: dict[str, After]) -> dict[str, After]:
-        """Encode the gradients of units that travel encoded. Return the ops that their reductions come after."""
+        """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops that a reduction waits for."""
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):
@@ -124,7 +115,7 @@ class GradientOps:
         return after
 
     def _open_resting_gradient(self, unit: str) -> BufferKey | None:
-        """Return the buffer of a unit's gradient at rest, for the first op that writes there."""
+        """Return the buffer of a unit's gradient at rest, for the first op that writes there; None for later ops."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
         self._opened.add(unit)
@@ -146,7 +137,7 @@ class GradientOps:
             self._end_oldest_reductions(i)
 
     def _end_oldest_reductions(self, i: int) -> None:
-        """End the oldest reductions: add their results, and free their memory."""
+        """Add the results of the oldest bundle of reductions under way, and free its memory."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, LAND):
             for op in ops:
@@ -155,7 +146,7 @@ class GradientOps:
             self._finish_sums(self._add_up(ops, i, is_last=True))
 
     def _add_up(self, ops: Sequence[UnplacedOp], i: int, *, is_last: bool) -> list[UnplacedOp]:
-        """Add the results of reductions to the gradients. ``is_last``: the memory of the results is free afterwards."""
+        """Emit the ops that add results of reductions to gradients. ``is_last``: whether these ops free the results' memory."""
         sums = []
         for op in ops:
             decode, spec = (SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_SUM, LAND)
@@ -176,7 +167,7 @@ class GradientOps:
 
 
 def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:
-    """Return the last microbatch before each ``reduce`` event: at its end gradients go to the optimizer's place."""
+    """Return the numbers of the microbatches before a ``reduce`` event. In these gradients go to the optimizer's place."""
     number, result = 0, set()
     for event in events:
         if event.kind == "microbatch_end":

@@ -1,4 +1,4 @@
-"""Emit the ops that gather, wait for and release parameters, and those that gather updated parameters."""
+"""Emit the ops that gather, wait for and release parameters, and the ops of updates."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,10 +11,10 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
 class ParameterOps:
-    """Emitter of the ops of parameters and of updates.
+    """Emits the ops of parameters and of updates.
 
-    Units of a bundle of ``gathers`` are gathered as one; updated parameters of a bundle of ``spreads`` move as one. Parameters
-    of uses ``kept`` stay from their forward to the end of their backward.
+    ``gathers``: bundles of units that are gathered in one collective. ``spreads``: bundles for the gathers of updated
+    parameters. ``kept``: uses whose parameters stay from their forward to the end of their backward.
     """
 
     def __init__(
@@ -26,19 +26,19 @@ class ParameterOps:
         first = bundles_before_step(program, policy, gathers) if self._carries else ()
         self._changes, self._carried = plan_residency(program, policy, gathers, kept, first)
         self._gathers: dict[str, UnplacedOp] = {}  # gathers of resident units, by unit
-        self._ready: set[str] = set()  # units that are waited for
-        self._arriving: list[UnplacedOp] = []  # waits for what the step before has gathered
+        self._ready: set[str] = set()  # resident units that compute has waited for
+        self._arriving: list[UnplacedOp] = []  # waits for gathers of the previous step
         self._updated: tuple[UnplacedOp, ...] = ()  # the last update of this step
-        self._fetched: list[UnplacedOp] = []  # for the next update
-        self._settled: set[str] = set()  # units whose updated parameters are waited for
+        self._fetched: list[UnplacedOp] = []  # fetches for the next update
+        self._settled: set[str] = set()  # units whose updated parameters compute has waited for
 
     def emit_moves(self, i: int, phase: Phase) -> None:
-        """Release and gather units so that the residency is as planned from an event on."""
+        """Emit the releases and the gathers that are planned for event ``i``."""
         self.emit_releases(i, phase)
         self.emit_gathers(i, phase)
 
     def emit_releases(self, i: int, phase: Phase) -> None:
-        """Emit the ops that release parameters at event ``i``, as the plan of residency says."""
+        """Emit the releases that are planned for event ``i``."""
         for unit in (unit for bundle in self._changes[i].released for unit in bundle):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
@@ -46,7 +46,7 @@ class ParameterOps:
             self._ready.discard(unit)
 
     def emit_gathers(self, i: int, phase: Phase) -> None:
-        """Gather the units that the plan gathers at an event."""
+        """Emit the gathers that are planned for event ``i``."""
         self._gather(self._changes[i].gathered, phase, i, self._updated)
 
     def _gather(self, bundles: Iterable[Bundle], phase: Phase, i: int, after: tuple[UnplacedOp, ...]) -> None:
@@ -70,7 +70,7 @@ class ParameterOps:
         self._ops.add_with_followers(COMPUTE, unit, phase, i, use=event.use)
 
     def _emit_settles(self, unit: str, i: int) -> None:
-        """Emit the waits for the gathers of the previous step's update."""
+        """Emit the wait for the gather of a unit's parameters after the previous step's update."""
         self._settled.add(unit)
         self._arriving.append(self._ops.add_with_followers(SETTLE, unit, "update", i))
 
@@ -79,11 +79,7 @@ class ParameterOps:
         self._fetched.append(self._ops.add_with_followers(FETCH, unit, "update", i, after=self._ops.last_on_stream("compute")))
 
     def emit_update(self, i: int, *, is_last: bool) -> None:
-        """Emit the update, and the gathers of updated parameters.
-
-        At the end of a step (``is_last``) the waits for these gathers are left to the next step. Then the next step's first
-        units are gathered.
-        """
+        """Emit the update and its gathers. If it ``is_last``, the next step waits for these, and its first units follow."""
         self.emit_releases(i, "update")
         reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
         if self._carries:

@@ -1,37 +1,37 @@
 """The kinds of ops: one record for each kind, which the emitter, the verifier, estimates, traces and pictures read.
 
 [Note: ops]
-Ops are in the order in which the host issues them. An op starts when the ops in ``after`` have finished and the ops
-before it on its stream have; the host waits for nothing else.
+Ops are in the order in which the host issues them. An op starts when the ops in ``after`` and the earlier ops on its stream
+have finished; the host waits for nothing else.
 
-- ``gather``: copy full parameters into ``memory``; in phase ``update``: updated ones to where they rest.
+- ``gather``: copy full parameters into ``memory``; in phase ``update``: updated parameters to where they rest.
 - ``wait``: the compute stream (on CPUs the host) waits for a gather.
-- ``encode``: a gradient, for the first collective of its reduction. Only where that sends a format that is not plain.
-- ``decode_sum``: decode the parts that a reduction has brought, and add them in order of rank, before they are accumulated.
-- ``decode``: gathered parameters, behind their ``wait``, if their format is not plain.
-- ``compute``: the caller's own code, from entering the unit to the next op on this stream.
-- ``release``: ``memory`` of a gathered unit is free from here on.
+- ``decode``: decode gathered parameters behind their ``wait``, if their format is not plain.
+- ``compute``: run the caller's own code, from entering the unit to the next op on this stream.
+- ``release``: free the ``memory`` of a gathered unit.
 - ``cast``: write gradients of a use, when its backward ends, to ``memory`` (the first use copies, later uses add), or where
   gradients rest.
+- ``encode``: encode a gradient for the first collective of its reduction, if this collective sends a format that is not plain.
 - ``reduce``: begin to reduce the gradient of a microbatch, from ``memory``; in phase ``finish``: to the optimizer's place.
-- ``accumulate``: add the result of the reduction (or ``memory`` itself) to the gradient at rest; ``memory`` is free afterwards.
+- ``decode_sum``: decode the parts that arrive in the last collective of a reduction, and add them in order of rank.
+- ``accumulate``: add the result of the reduction (or ``memory`` itself) to the gradient at rest, and free ``memory``.
 - ``fetch``, ``offload``: copy a unit's optimizer state and main copies from host memory to the device, and back.
-- ``update``: the caller's optimizer step.
+- ``update``: run the caller's optimizer step.
 
 [Note: codecs]
-``encode`` and ``decode`` read and fill memory of the arena and memory beside it, which their unit's gradient or copy owns. What
-is encoded or decoded inside of another op has no op of its own; field ``codes`` of that op's record has its bytes:
+``encode`` and ``decode`` read and fill memory of the arena, and memory that the unit's gradient or parameter buffer owns. Other
+ops encode and decode as well; field ``codes`` of their records has the bytes:
 
-- between two collectives of one reduction: sums are decoded and encoded again for the next axis, or gathered;
-- differences of updated parameters, decoded by whoever looks at parameters first: over gloo the host would stand still before.
+- between two collectives of one reduction sums are decoded, and encoded again for the next axis, or gathered;
+- differences of updated parameters are decoded by the first reader of the parameters, as over gloo the host would wait before.
 
-What the optimizer step encodes is part of ``update``, whose time is measured as a whole.
+Encoding in the optimizer step is part of ``update``, whose time is measured as a whole.
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare_op`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
-A record with ``behind`` is emitted behind each op of that kind; for any other one the emitter has to say when. Whatever
-changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step come last in a
-step, so behind these there may be nothing: ``behind="gather"`` takes ``SchedulePolicy(gather_at_start=False)``.
+A record with ``behind`` is emitted behind each op of the kind ``behind``; the emitter needs code for any other record. An op
+that changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step are the last
+ops of a step, and have no ops behind them: ``behind="gather"`` needs ``SchedulePolicy(gather_at_start=False)``.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,11 +49,11 @@ STREAMS: tuple[Stream, ...] = get_args(Stream)
 Phase = Literal["forward", "backward", "finish", "update"]
 
 Cost = Literal["", "compute", "update", "send", "memory", "code", "copy"]
-"""What the time of an op depends on: the caller's own code, its optimizer step, collectives, bytes in memory, bytes that are
-encoded or decoded, or bytes between host memory and the device; an empty text: it takes none."""
+"""The quantity on which an op's time depends: the caller's own code, the caller's optimizer step, collectives, bytes in memory,
+bytes that are encoded or decoded, or bytes between host memory and the device. Empty if the op takes no time."""
 Look = Literal["unit", "dark", "coded", "grey", "faint", "hatched"]
-"""How a picture shows an op: in the colour of its unit, paler in the forward; in that colour, darker; or in the way named. What
-is ``coded`` has one colour for all units."""
+"""The look of an op in a picture: the colour of its unit, paler in the forward; the same colour, darker; one colour for all
+codes; grey, faint or hatched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,10 @@ class BufferSpec:
         fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
         is_pinned: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
         is_opened: whether the address is in ``opens`` of an op, and not in ``memory``, and holds to the end of the step.
-        made_of: buffer that an op reads to fill this one. If that buffer is changed, filled or freed, this one is empty. Empty
-            text: no such buffer.
-        is_passed: whether the buffer is filled and read at one event, so that a step that leaves its schedule finds it empty.
+        made_of: the source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this
+            buffer becomes empty. An empty text means no source.
+        is_passed: whether the buffer is filled and read at one event, so that it is always empty when a step leaves its
+            schedule.
     """
 
     words: str
@@ -106,8 +107,8 @@ class OpSpec:
         kind: name of the kind.
         phases: phases of a step with such ops.
         stream: stream on which the ops run.
-        when: fields of :class:`UnitFacts`: a unit has such ops if one of these fields is not empty. None: every unit may.
-        events: kinds of events of the program at which exactly one such op begins. None: no such rule.
+        when: fields of :class:`UnitFacts`: a unit has such ops if one of these fields is not empty. ``()``: every unit may.
+        events: kinds of events of the program at which exactly one such op begins. ``()``: no such rule.
         behind: kind of ops after each of which such an op is emitted. Empty: the emitter decides.
         reads: buffers that have to be filled before the op.
         joins: buffer that compute may use after the op, as the op waits for the fill of the buffer.
@@ -159,7 +160,7 @@ class OpSpec:
         return getattr(facts, self.codes) if self.codes else 0
 
     @property
-    @cache  # noqa: B019  # records are there as long as the process
+    @cache  # noqa: B019  # records live as long as the process
     def memory_buffer(self) -> str:
         """The kind of buffer in ``memory`` of an op of this kind; empty if the op has no memory."""
         used = (each for each in (self.frees, self.changes, self.fills) if each)
@@ -232,7 +233,7 @@ UPDATE = OpSpec("update", ("update",), events=("update",), reads=(FINAL, STATE),
 OFFLOAD = OpSpec("offload", ("update",), "host", when=("host",), frees=STATE, cost="copy")
 
 OPS: dict[tuple[str, Phase], OpSpec] = {}
-"""By kind and phase, all there are."""
+"""All records, by kind and phase."""
 
 
 def kinds_where(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
@@ -262,10 +263,10 @@ def declare_op(spec: OpSpec) -> None:
 
 
 def _unknown_name(spec: OpSpec) -> str:
-    """Return text about the first field that is empty but required, or names something unknown; empty if all are right."""
+    """Return text about the first field that is empty but required, or has an unknown name; empty if all fields are right."""
     for field in ("kind", "phases"):
         if not getattr(spec, field):
-            return f"{field} is {getattr(spec, field)!r}, expected one that is not empty"
+            return f"{field} is {getattr(spec, field)!r}, expected a value that is not empty"
     facts = {each.name: each.type for each in fields(UnitFacts)}
     leaders = [kind for kind in kinds_where() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
     known: dict[str, Sequence[str]] = {"when": [*facts], "behind": leaders}

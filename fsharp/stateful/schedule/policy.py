@@ -1,4 +1,4 @@
-"""SchedulePolicy: what a schedule may do, such as prefetch units or keep them in memory. A policy never changes a value."""
+"""SchedulePolicy: options for schedules, such as prefetch. A policy never changes a computed value."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ from fsharp.type_checks import check_fields
 ArenaMemory = Literal["allocator", "registered", "symmetric"]
 
 REDUCTIONS, FINISHES = 1, 3
-"""Reductions under way at most: of a microbatch, each with a block as large as the unit's gradient; and once a step."""
+"""Most reductions under way: for a microbatch, each with a block as large as the unit's gradient; to the optimizer's place."""
 
 
 @api_boundary
@@ -31,12 +31,12 @@ class SchedulePolicy:
             arena. Over gloo buffers of 128 KiB and more travel unpacked, as separate messages, except in an ``all_reduce``.
         together: tuples of names of units. Units of one tuple that follow each other share one collective, whatever its size,
             and no other unit joins it. ``shard_module`` adds the groups of its argument ``units``.
-        keep_gradients: give gradients at rest their own memory. If False, their memory is part of the arena: other units use
-            the memory before the gradient is there, and the next step uses it again. If a caller holds gradients for longer,
-            the next step takes other memory.
+        keep_gradients: give gradients at rest their own memory. If False, they rest in the arena, whose memory other units use
+            earlier in the step, and the next step uses again. If a caller still holds gradients then, the next step takes other
+            memory.
         offload: keep optimizer state and main copies in host memory between updates, pinned if the device is a GPU. They are
-            copied to the device for an update, and back after it: twice their bytes in a step. For a module optimizer state
-            alone is offloaded, as its main copies are the parameters that the module shows.
+            copied to the device before an update and back after it: twice their bytes in a step. Of a module only optimizer
+            state is offloaded, as main copies are the parameters that the module shows.
         memory_budget: most bytes that the arena may take. To fit, the compiler lowers buckets, then prefetch, then the number
             of reductions under way. Packed buckets do not count: pass ``bucket_nbytes=0`` if every byte counts.
         gather_at_start: issue the first gathers of the next step at the end of a step. False ends a step with no collective
@@ -66,7 +66,7 @@ class SchedulePolicy:
     separate_groups: bool | None = None
     arena_memory: ArenaMemory = "allocator"
 
-    # Those of a DebugPolicy: without annotations they are no fields.
+    # Defaults of the fields of DebugPolicy. Without annotations they are no fields here.
     poison = False
     trivial_axes = False
     sum_late: ClassVar[bool | None] = None

@@ -39,8 +39,8 @@ class UnitFacts:
             None shares none.
         decoded: encoded bytes that are decoded behind a gather. This field and the fields below are 0 for plain formats.
         reduce_encoded: encoded bytes of the first collective of a microbatch's reduction, encoded before it.
-        reduce_recoded: encoded bytes that this reduction decodes and encodes between two collectives.
-        reduce_decoded: encoded bytes that its last collective brings, decoded after it.
+        reduce_recoded: encoded bytes that a microbatch's reduction decodes and encodes between two collectives.
+        reduce_decoded: encoded bytes that arrive in the last collective of a microbatch's reduction, decoded after it.
         finish_encoded: as ``reduce_encoded``, of the reduction once a step.
         finish_recoded: as ``reduce_recoded``, of the reduction once a step.
         finish_decoded: as ``reduce_decoded``, of the reduction once a step.
@@ -81,7 +81,7 @@ class Event(NamedTuple):
         kind: ``forward`` and ``forward_end`` enclose a use of a unit. ``backward`` and ``backward_end`` enclose the backward of
             this use. ``microbatch_end`` is the end of a backward pass. ``reduce`` is the reduction of gradients to the
             optimizer's place. ``fetch`` copies a unit's optimizer state to the device, for the next ``update``. ``update`` is
-            the optimizer step. ``move`` is a reduction outside of schedules, such as that of another tree.
+            the optimizer step. ``move`` is a reduction outside of schedules, such as of another tree.
         unit: name of the unit; empty for a kind without a unit.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
         bare: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
@@ -126,7 +126,7 @@ class Program:
     events: tuple[Event, ...]
 
     def __hash__(self) -> int:
-        return hash(self.events)  # of tuples: no calls of Python. Programs of other units are told apart by comparison.
+        return hash(self.events)  # fast. Programs with equal events and other units differ when they are compared.
 
     def __post_init__(self) -> None:
         for row in (self, *self.units, *self.events, *(call for unit in self.units for call in unit.calls)):
@@ -158,7 +158,7 @@ class Program:
                 if event.kind == "forward" and event.use in began:
                     raise ScheduleError(f"{where}: use {event.use} has begun before.")
                 if event.kind == "backward" and event.use not in began:
-                    raise ScheduleError(f"{where}: use {event.use} was never forward.")
+                    raise ScheduleError(f"{where}: use {event.use} has had no forward.")
                 began.add(event.use)
                 open_.append((event.kind, event.unit, event.use))
             elif event.kind in ("forward_end", "backward_end"):
@@ -168,7 +168,7 @@ class Program:
             elif open_:
                 raise ScheduleError(f"{where}: inside of {open_[-1][1]!r}.")
         if open_:
-            raise ScheduleError(f"Program(): {open_[-1][1]!r} is never left.")
+            raise ScheduleError(f"Program(): the {open_[-1][0]} of {open_[-1][1]!r} has no end.")
 
     def use_spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield ``(unit, first event, last event)`` of each use, of forwards and of backwards, in order of the first events."""

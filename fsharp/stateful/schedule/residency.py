@@ -1,4 +1,4 @@
-"""Which units are resident between any two events of a program: units in use, and the next units that the program uses."""
+"""The plan of which bundles of units are resident at each event of a program: bundles in use, and the next bundles to use."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -18,11 +18,11 @@ class ResidencyChange(NamedTuple):
 
 
 class Residency(NamedTuple):
-    """The plan of which bundles are resident when.
+    """The plan of which bundles of units are resident at each event. A bundle is units that are gathered in one collective.
 
     Attributes:
         changes: for each event, the bundles to release and to gather.
-        carried: the bundles from the step before that the first event needs.
+        carried: bundles that the first event needs, and that the previous step has gathered.
     """
 
     changes: list[ResidencyChange]
@@ -32,22 +32,22 @@ class Residency(NamedTuple):
 def plan_residency(
     program: Program, policy: SchedulePolicy, bundles: Bundles, kept: Collection[int], carried: Sequence[Bundle]
 ) -> Residency:
-    """Return the plan of which bundles are resident when.
+    """Return the plan of which bundles are resident at each event.
 
     Bundles in use are always resident. So are the next ``policy.prefetch`` different bundles that the program uses before its
     parameters are updated. There is room for these and for one bundle in use. If no bundle in use is gathered, a resident
-    bundle that will be used again stays. Uses around the innermost one take up no room: a root that is in use all the time
-    would leave none to look ahead. Uses in ``kept`` take up no room from their forward to the end of their backward.
+    bundle that will be used again stays. Uses around the innermost use take up no room: a root that is always in use would
+    leave no room for prefetch. Uses in ``kept`` take up no room from their forward to the end of their backward.
 
-    ``carried`` are the bundles that the step before may have gathered.
+    ``carried``: bundles that the previous step may have gathered.
     """
     events = program.events
     in_use, staying = _in_use(events, bundles), _staying_bundles(events, bundles, frozenset(kept))
     wanted = _wanted_bundles(events, policy, bundles, in_use, staying)
     after = _needed_next(events, wanted)
     held: dict[Bundle, None] = {}
-    near: tuple[Bundle, ...] = ()  # bundles in use or ahead, at the event before
-    updated: tuple[Bundle, ...] = ()  # bundles that stay, and that an update has released: to be gathered again
+    near: tuple[Bundle, ...] = ()  # bundles in use or ahead at the previous event
+    updated: tuple[Bundle, ...] = ()  # bundles that stay, and have to be gathered again after an update
     result = []
     for i, event in enumerate(events):
         (stays, ended), here = staying[i], wanted[i]
@@ -79,9 +79,9 @@ def plan_residency(
 def _staying_bundles(
     events: Sequence[Event], bundles: Bundles, kept: Collection[int]
 ) -> list[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]]:
-    """Return for each event the bundles that stay after it to the end of their backward, and the bundle that stops staying."""
+    """Return for each event the bundles that stay from here to the end of their backward, and the bundle whose stay ends."""
     ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept}
-    counts: Mapping[Bundle, int] = {}  # by bundle, uses that keep it
+    counts: Mapping[Bundle, int] = {}  # by bundle, number of uses that keep the bundle
     result = []
     for i, event in enumerate(events):
         name, ended = bundles.get(event.unit, ()), tuple[Bundle, ...]()
@@ -101,7 +101,7 @@ def _wanted_bundles(
     in_use: Sequence[tuple[Bundle, ...]],
     staying: Sequence[tuple[Mapping[Bundle, int], tuple[Bundle, ...]]],
 ) -> list[tuple[Bundle, ...] | None]:
-    """Return for each beginning of a use the bundles to hold gathered, except bundles that stay; None for other events."""
+    """Return the bundles to hold at each start of a forward or backward, without bundles that stay; None for other events."""
     upcoming = _upcoming_bundles(events, bundles, policy.prefetch + 1 + max(map(len, in_use), default=0))
     wanted: list[tuple[Bundle, ...] | None] = []
     before: tuple[Bundle, ...] = ()
@@ -123,7 +123,7 @@ def _wanted_bundles(
 
 
 def _needed_next(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | None]) -> list[tuple[Bundle, ...]]:
-    """Return for each event the bundles that the next beginning of a use needs; none if an update comes before it."""
+    """Return for each event the bundles that the next forward or backward needs; none if an update comes first."""
     after: list[tuple[Bundle, ...]] = []
     following: tuple[Bundle, ...] = ()
     for event, here in zip(reversed(events), reversed(wanted), strict=True):
@@ -134,7 +134,7 @@ def _needed_next(events: Sequence[Event], wanted: Sequence[tuple[Bundle, ...] | 
 
 
 def bundles_before_step(program: Program, policy: SchedulePolicy, bundles: Bundles) -> tuple[Bundle, ...]:
-    """Return the bundles that a step needs first: those to gather before it begins."""
+    """Return the bundles that a step needs first, to be gathered before the step begins."""
     order = dict.fromkeys(bundles[e.unit] for e in program.events if e.kind in _STARTS and e.unit in bundles)
     return tuple(order)[: max(policy.prefetch, 1)]
 
@@ -163,10 +163,7 @@ def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[Bundle, ...
 
 
 def _upcoming_bundles(events: Sequence[Event], bundles: Bundles, most: int) -> list[tuple[Bundle, ...]]:
-    """Return for each event the next ``most`` different bundles that have a use after the event and before the next update.
-
-    A bundle is units that are gathered together.
-    """
+    """Return for each event the next ``most`` different bundles that have a use after the event and before the next update."""
     result: list[tuple[Bundle, ...]] = []
     ahead: tuple[Bundle, ...] = ()
     for event in reversed(events):

@@ -3,8 +3,8 @@
 [Note: ops] in :mod:`~fsharp.stateful.schedule.ops` lists the kinds of ops.
 
 [Note: buckets]
-Neighbouring gathers, or reductions, with equal ``bucket`` numbers are one collective along each axis. It begins when everything
-that one of these ops waits for is over, and ends for all of these ops at once.
+Neighbouring gathers, or reductions, with equal ``bucket`` numbers are one collective along each axis. It begins when all ops
+are over for which one of these ops waits, and ends for all of these ops at once.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import wrong_field
 
 VECTOR_NBYTES = 64
-"""Alignment of addresses, in bytes. Kernels load vectors of this width, and round the rest of a buffer in another way."""
+"""Alignment of addresses, in bytes. Kernels load vectors of this width, and may round the last elements differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Op:
         use: number of the unit's use; -1 for an op without a use.
         stream: stream on which the op runs.
         memory: bytes of the arena that the op fills, reads or frees; None if its parameters or gradients are at rest.
-        opens: bytes of the arena where the unit's gradient rests from this op to the end of the step; only the first op that
-            writes there has them. A reduction with ``opens`` writes its result there, any other one to ``memory``.
+        opens: bytes of the arena where the unit's gradient rests from this op to the end of the step; None if this is not the
+            first op that writes there. A reduction writes its result to ``opens``, or without ``opens`` to ``memory``.
         at: position of the program's event at which the host issues the op.
         after: positions of ops that must be over before this op starts. A position after the op's own is an op of the previous
             step.
@@ -184,7 +184,7 @@ class Schedule:
 
 
 def issue_positions(ops: Sequence[Op]) -> list[range]:
-    """Return groups of positions of ops that are issued as one: the ops of a bucket, or an op that is in no bucket."""
+    """Return the positions of ops in groups that are issued as one: the ops of a bucket, or an op that is in no bucket."""
     found: list[range] = []
     for i, op in enumerate(ops):
         if i and op.bucket != -1 and (op.kind, op.bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
@@ -195,12 +195,12 @@ def issue_positions(ops: Sequence[Op]) -> list[range]:
 
 
 def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """Return groups of ops that are issued as one, as :func:`issue_positions` groups positions."""
+    """Return ops in groups that are issued as one: the ops of a bucket, or an op that is in no bucket."""
     return [tuple(ops[i] for i in run) for run in issue_positions(ops)]
 
 
 class BufferLifetime(NamedTuple):
-    """A live span of a buffer: the ops that fill and free it, by position, None for an op of another step; and its bytes."""
+    """A live span of a buffer: the positions of the ops that fill and free it, None for an op of another step; its bytes."""
 
     fill: int | None
     free: int | None
@@ -227,7 +227,7 @@ def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
 
 
 def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
-    """Return the collectives of ops that are issued as one: for a bucket one of each kind along each axis, with all bytes.
+    """Return the collectives of ops that are issued as one. A bucket has one of each kind along each axis, with all bytes.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
     >>> joint_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
@@ -248,7 +248,7 @@ def sent_nbytes_by_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
 
 
 def coalescing_key(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
-    """Return the coalescing key of an op: dtypes, collectives and axes, equal for ops of one bucket. None: no bucket."""
+    """Return the coalescing key of an op: dtypes, collectives and axes, equal in a bucket. None: the op joins no bucket."""
     stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
     return (facts.wire, *stages) if stages and facts.wire is not None else None
 

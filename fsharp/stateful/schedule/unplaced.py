@@ -1,4 +1,4 @@
-"""OpList: the ops of a step in the order in which they are emitted, without addresses yet."""
+"""OpList: the ops of a step in the order of issue, without addresses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ BufferKey = tuple[str, str]
 
 @dataclass(eq=False)
 class UnplacedOp:
-    """An op whose buffer has no address yet.
+    """An op whose buffer has no address yet; or a mark behind an op, up to which the op's buffer stays reserved.
 
     Attributes:
         at: position of the op's event.
         fills: whether the op is the first to use its buffer.
-        frees: whether the op is the last to use its buffer.
+        frees: whether the op, or mark, is the last to use its buffer.
         use: number of the unit's use; -1 for an op without a use.
         after: ops that have to be over before this op starts.
-        bucket: number that the ops of one collective share; -1 for an op that shares none.
-        opens: the buffer of a gradient at rest, if this op is the first to write there.
-        reduction: if this op opens a buffer and adds the result of a reduction: the reduction, which may open the buffer
-            instead.
-        marks: None for an op. Else this entry is a mark: until here no other op may use the buffer of op ``marks``.
+        bucket: number that the ops of one collective share; -1 for an op with a collective of its own, or none.
+        opens: the buffer of a gradient at rest, if this op is the first to write there; else None.
+        reduction: for an op with ``opens`` that adds a reduction's result: the reduction's op. If memory allows, the reduction
+            writes there directly, and has ``opens`` instead.
+        marks: for a mark, the op whose buffer stays reserved; None for an op.
     """
 
     spec: OpSpec
@@ -49,7 +49,7 @@ class UnplacedOp:
         self.after = ops
 
     def open_resting_gradient(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
-        """Make this op the first to write a gradient at rest; ``buffer=None`` undoes that."""
+        """Make this op the first to write to the gradient at rest ``buffer``, or not the first if ``buffer`` is None."""
         self.opens, self.reduction = buffer, reduction
 
 
@@ -60,7 +60,7 @@ class OpList:
         self.facts = program.facts
         self.ops: list[UnplacedOp] = []
         self._numbers, self._behind = count(), cache(follower_specs)
-        self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # since the buffer's last change
+        self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
     def add_with_followers(
         self,
@@ -73,9 +73,10 @@ class OpList:
         is_last_user: bool = True,
         **fields: Any,
     ) -> UnplacedOp:
-        """Add an op, and the ops that its kind has behind it.
+        """Add an op and its followers. Return the op.
 
-        An op whose kind fills a buffer is its first user, unless told otherwise; an op whose kind frees a buffer is its last.
+        ``is_first_user``: whether an op whose kind fills a buffer is the buffer's first user. ``is_last_user``: whether an op
+        whose kind frees a buffer is the buffer's last user.
         """
         op = self._write(spec, unit, phase, at, is_first=is_first_user, is_last=is_last_user, **fields)
         self._write_behind(op)
@@ -84,7 +85,7 @@ class OpList:
     def add_bucket(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
-        """Add an op for each unit, in one bucket, and the ops that their kind has behind it."""
+        """Add an op for each unit, all in one bucket, and then the followers of these ops. Return the ops."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._write(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
@@ -117,14 +118,14 @@ class OpList:
                 )
 
     def reserve_until(self, op: UnplacedOp, at: int) -> None:
-        """Reserve the buffer of an op until here, though the op is the last to use it."""
+        """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""
         self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marks=op))
 
     def last_on_stream(self, stream: Stream) -> tuple[UnplacedOp, ...]:
-        """Return the last op on a stream, if there is one."""
+        """Return a tuple of the last op on a stream; ``()`` if there is none."""
         return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marks is None), ())
 
 
 def follower_specs(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """Return the kinds of ops that are emitted after each op of a kind in a phase."""
+    """Return the followers of a kind of ops: the kinds that are emitted behind each op of the kind, in a phase."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

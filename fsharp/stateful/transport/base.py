@@ -3,9 +3,9 @@
 [Note: packing]
 A *coalesced* collective moves several buffers at once. The parts for one rank are copied next to each other, travel as one
 message, and are copied to their places in the wait. So each element is summed over the same ranks in the same order as in a
-collective of its own, over any transport. The copies take a few microseconds for each buffer, a collective some hundreds.
+collective of its own, over any transport. The copies take a few microseconds for each buffer, and a collective some hundreds.
 Packed memory lives until the wait: as many bytes as a gather fills, or twice the bytes that a reduction sends, and scratch. A
-transport of messages need not pack: it sends a message for each buffer.
+transport that sends a message for each buffer need not pack.
 """
 
 from abc import ABC, abstractmethod
@@ -30,8 +30,8 @@ class Work:
     """A collective under way. Several threads may wait for it: the first completes it.
 
     Args:
-        then: function that waits for the collective and completes it. What it returns is the result of the Work, unless
-            ``result`` is given.
+        then: function that waits for the collective and completes it. Its result is the result of the Work, unless ``result``
+            is given.
         result: the result, if it is known before the collective is done.
     """
 
@@ -56,8 +56,7 @@ class Summand(NamedTuple):
 
     Attributes:
         x: the buffer. A reduce_scatter along an axis of ``n`` ranks cuts ``x`` into ``n`` equal parts.
-        out: memory for the sum. None, for a reduce_scatter only, leaves the sum in the memory in which the transport computes
-            it.
+        out: memory for the sum. None, for a reduce_scatter only, leaves the sum where the transport computes it.
         scratch: memory of :meth:`Transport.scratch_nbytes` bytes.
     """
 
@@ -73,7 +72,7 @@ class Summand(NamedTuple):
 
 
 class Transport(ABC):
-    """Asynchronous collectives along an axis. Results have the bits of the :class:`~fsharp.Comm` from which it is made.
+    """Asynchronous collectives along an axis of a :class:`~fsharp.Comm`, with the bits of the Comm.
 
     Several buffers of one dtype in one call are one collective: packed, unless :meth:`should_pack` returns False.
     """
@@ -128,7 +127,7 @@ class Transport(ABC):
         xs, outs = [each.x for each in summands], [each.required_out for each in summands]
         sizes = [-(-x.numel() // n) * n for x in xs]
         wire, wide = xs[0].dtype, outs[0].dtype
-        # With a wire of its own it is two collectives.
+        # If the data travel in another dtype, an all_reduce is two collectives.
         for op, dtype in [("all_reduce", wire)] if wire == wide else [("reduce_scatter", wire), ("all_gather", wide)]:
             self._count(op, axis, sum(sizes) // n * dtype.itemsize)
         if len(xs) == 1 or not self.should_pack("all_reduce", xs, n):
@@ -141,7 +140,7 @@ class Transport(ABC):
         return [self._after(work, lambda tail: self._after(tail, lambda _: _copy(outs, there)))] * len(xs)
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Return whether several buffers, each sent in ``n`` parts, are packed; the same answer on all ranks."""
+        """Return whether to pack several buffers, each sent in ``n`` parts. All ranks return the same."""
         return True
 
     @abstractmethod
@@ -172,10 +171,11 @@ class Transport(ABC):
         *,
         label: str = "",
     ) -> list[Work]:
-        """Run :meth:`reduce_scatter` as one exchange of encoded parts. The first wait decodes and adds the parts that arrive.
+        """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait decodes and adds the parts.
 
-        ``stored`` are the buffers from :func:`encode_parts`. ``out`` has a full part; without ``out`` the sum replaces the
-        first part of ``x``. Each sum is set to zero in its ``gaps``. Errors of the format have the buffer's facts.
+        ``stored``: each buffer encoded by :func:`encode_parts`. ``out`` has room for a padded part; without ``out`` the sum
+        replaces the first part of ``x``. ``gaps``: for each buffer, runs of its sum that belong to no leaf, and are set to
+        zero. ``facts``: for each buffer, facts for errors of the format.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded(len(x), n) for x in xs]
@@ -198,13 +198,12 @@ class Transport(ABC):
         return _each(Work(add), outs)
 
     def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
-        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, and drop padding beyond the end of ``outs[i]``."""
+        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without the padding behind ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._after(self.gather(xs, rooms, axis, label), lambda _: _copy(outs, parts))
 
     def _size_and_coord(self, axis: str) -> tuple[int, int]:
-        """Return the number of ranks along an axis, and this rank's coordinate."""
         return self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
 
     def _count(self, op: str, axis: str, nbytes: int) -> None:
@@ -217,7 +216,7 @@ class Transport(ABC):
 
     def _after(self, first: Work, then: Callable[[Any], Any]) -> Work:
         work = Work(lambda: then(first.wait()))
-        if not self.is_async:  # on a stream: unpacking is part of what runs there
+        if not self.is_async:  # the stream of the collective also unpacks
             work.wait()
         return work
 
@@ -226,7 +225,7 @@ class Transport(ABC):
         return 0
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
-        """Call ``on_collective`` with each later collective that runs in a thread of its own; None ends that."""
+        """Call ``on_collective`` with each later collective that runs in a thread of its own; None ends the calls."""
 
     def allocate_arena(self, nbytes: int, memory: str) -> torch.Tensor:
         """Return ``nbytes`` of memory on the device, of a kind that ``SchedulePolicy.arena_memory`` names, as bytes."""
@@ -235,14 +234,14 @@ class Transport(ABC):
 
 
 def encode_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts: Facts) -> torch.Tensor:
-    """Return a buffer encoded in ``n`` rows, one for each receiver, in whole blocks of ``wire``. The last ones are padded.
+    """Return a buffer encoded in ``n`` rows, one for each receiver, in whole blocks of ``wire``. The buffer's end is padded.
 
     Args:
         x: the buffer, 1-D.
         n: the number of receivers.
         wire: the format.
-        carried: what the format has lost of earlier buffers, which is added to this one, and random numbers.
-        facts: what is encoded, for errors of the format.
+        carried: encoding errors of earlier buffers, which are added to this buffer, and random numbers.
+        facts: facts about the buffer, for errors of the format.
     """
     part = wire.padded(len(x), n)
     padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
@@ -250,12 +249,12 @@ def encode_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts:
 
 
 def _each(work: Work, results: Iterable[Any]) -> list[Work]:
-    """Return a Work for each of some results, which are there once ``work`` is done."""
+    """Return a Work for each of ``results``, which are complete once ``work`` is done."""
     return [Work(work.wait, result) for result in results]
 
 
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
-    """Copy into memory as a message would: without a change of version counters."""
+    """Copy ``xs`` to ``outs`` without a change of version counters, as a message would."""
     pairs = [(out, x) for out, x in zip(outs, xs, strict=True) if out is not x]
     if pairs:
         with _unsafe_preserve_version_counter(tuple([out for out, _ in pairs if not out.is_inference()])):
@@ -263,17 +262,14 @@ def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
 
 
 class ProcessGroups:
-    """The process groups of one scheduler, so that its gathers and its reductions do not wait for each other.
-
-    With ``separate=False`` these are the groups of the Comm.
-    """
+    """The process groups of a scheduler: separate ones for gathers and for reductions, or the groups of the Comm."""
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
         self.comm, self.separate = comm, separate
         self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
 
     def make_groups(self) -> None:
-        """Make the groups along all axes. All ranks have to call this; a rank that is alone waits up to the limit."""
+        """Make the groups along all axes. All ranks have to call this method; a rank alone waits up to the time limit."""
         if self.separate:
             self.comm.watch.aborts.append(WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:
@@ -285,7 +281,7 @@ class ProcessGroups:
         self._made.clear()
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
-        """Return the group along an axis for one kind of collective, unless another rank has failed: that is an error."""
+        """Return the group along an axis for one kind of collective. Raise an error if another rank has failed."""
         self.comm.watch.check()
         if not self.separate:
             return self.comm.group(axis)

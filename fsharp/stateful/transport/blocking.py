@@ -8,7 +8,7 @@ from fsharp.stateful.transport.base import Summand, Transport, Work
 
 
 class BlockingTransport(Transport):
-    """A Transport over any Comm. The Comm itself counts and labels calls."""
+    """A Transport over any Comm, which counts and labels calls itself."""
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather over the Comm."""

@@ -1,8 +1,8 @@
 """GlooTransport: collectives over gloo as asynchronous sends and receives, with sums in order of rank.
 
-Workers take the place of streams. One worker posts sends and receives, which may block while gloo is busy with earlier ones.
-One worker for each kind of collective waits for messages and adds them. Every collective has a tag of its own, so its parts may
-be posted in any order. Tags are equal on all ranks, as all ranks begin the same collectives in the same order.
+Workers take the place of streams. One worker posts sends and receives, which may block while gloo is busy. One worker for each
+kind of collective waits for messages and adds them. Every collective has a tag of its own, so its parts may be posted in any
+order. Tags are equal on all ranks, as all ranks begin the same collectives in the same order.
 
 Summands arrive in chunks that fit a core's cache, two at a time. A chunk is added while it is in the cache, and takes little
 memory. Buffers of one collective travel as a message each, all under one tag, unless they are so small that packing costs less
@@ -22,12 +22,12 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
 
 _CHUNK = 1 << 20
-"""Bytes."""
+"""Bytes of a chunk."""
 _WORTH_A_MESSAGE = 1 << 17
-"""Bytes at which packing costs as much as a message, while ranks compute."""
+"""Bytes of a part for which packing costs as much as a message, while ranks compute."""
 
 Rows = Sequence[Sequence[torch.Tensor]]
-"""Of each buffer, the parts of all ranks."""
+"""For each buffer, the parts of all ranks."""
 
 
 class GlooTransport(Transport):
@@ -43,7 +43,7 @@ class GlooTransport(Transport):
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
-        """Call ``on_collective`` with each later collective; None ends that."""
+        """Call ``on_collective`` with each later collective; None ends the calls."""
         self._on_collective = on_collective
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
@@ -51,7 +51,7 @@ class GlooTransport(Transport):
         return op == "all_reduce" or sum([x.nbytes for x in xs]) < _WORTH_A_MESSAGE * n * len(xs)
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather by messages straight into ``outs``."""
+        """Gather by messages directly into ``outs``."""
         n, mine = self._size_and_coord(axis)
         rows = [list(out.view(n, -1)) for out in outs]
         for x, row in zip(xs, rows, strict=True):
@@ -79,13 +79,13 @@ class GlooTransport(Transport):
         n, mine = self._size_and_coord(axis)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
+        second = self._begin(label, "all_gather of sums", [x], axis)  # the main thread begins all calls, in one order
         sums = CollectiveOutcome(second.call)
         share = partial(self._exchange_parts, "share", [[results[mine]] * n], [results], mine, second, sums)
         return [self._sum_over_ranks([parts], [results[mine]], mine, summands, first, share, sums)]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Exchange parts by messages, straight into ``out``."""
+        """Exchange parts by messages, directly into ``out``."""
         n, mine = self._size_and_coord(axis)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
@@ -164,9 +164,9 @@ class GlooTransport(Transport):
     def _post_and_finish(
         self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], outcome: CollectiveOutcome
     ) -> Work:
-        """Run a collective on two workers: one posts the messages, and hands them to another one, which completes them."""
+        """Run a collective on two workers: the first posts the messages, the second waits for them and completes the result."""
         poster, finisher = self._crew["posts"], self._crew[kind]
-        if self._on_collective is not None and kind != "share":  # a second half, of which the first one tells
+        if self._on_collective is not None and kind != "share":  # the outcome of the first half has that of the second
             self._on_collective(outcome)
         poster.start_thread()
         finisher.start_thread()
@@ -188,12 +188,12 @@ class GlooTransport(Transport):
 
 
 def _split_into_chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
-    """Cut a tensor into chunks of ``_CHUNK`` bytes; with ``like``, into chunks with the numbers of elements of its chunks."""
+    """Return chunks of ``_CHUNK`` bytes of a tensor; with ``like``, chunks of as many elements as chunks of ``like`` have."""
     return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
 
 
 def _exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(receiver, sender)``: in each round the rank to send to, and the rank to receive from."""
+    """Yield for each round ``(receiver, sender)``: the coordinates to which rank ``mine`` sends, and from which it receives."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
 

@@ -15,7 +15,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class NcclTransport(Transport):
-    """A Transport that issues a backend's collectives, which sum in the dtype that travels, on the current CUDA stream."""
+    """A Transport of a device backend's collectives, on the current stream. The backend sums in the dtype of its input."""
 
     comm: ProcessGroupComm
     groups: ProcessGroups
@@ -47,12 +47,12 @@ class NcclTransport(Transport):
         return [Work(result=Work())]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Exchange equal parts as bytes."""
+        """Exchange equal parts, viewed as bytes, by an all_to_all."""
         dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), group=self.groups("reduce", axis))
         return Work()
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """Return the bytes of scratch that an all_reduce needs: none where ``out`` is given in the dtype of its input."""
+        """Return the bytes of scratch for an all_reduce: 0 if ``out`` has the dtype of the input."""
         return numel * itemsize if op == "all_reduce" and not apart else 0
 
     def allocate_arena(self, nbytes: int, memory: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 Key = tuple[int, int]
-"""An op: the number of its plan, its position."""
+"""A key of an op: the number of its BoundSchedule or EagerOps, and its position there."""
 _HERE = nullcontext()
 
 
@@ -19,7 +19,7 @@ class Lanes:
     has_streams = False
 
     def set_recorder(self, recorder: Any) -> None:
-        """Tell a recorder when later ops run on lanes; None ends that."""
+        """Record when later ops run on lanes, in ``recorder``; None ends the records."""
         self._recorder = recorder
 
     def current_stream(self) -> Hashable:
@@ -29,9 +29,9 @@ class Lanes:
     def on_lane(
         self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True
     ) -> AbstractContextManager:
-        """Run an op on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after other ops.
+        """Return a context that runs its work on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
 
-        With ``begins`` the op also waits for all work of compute so far.
+        With ``begins`` the work also waits for all work of compute so far. ``op``: key under which others wait for the work.
         """
         return _HERE
 
@@ -45,17 +45,17 @@ class Lanes:
         """Block the host until an op is over."""
 
     def record_use(self, x: torch.Tensor) -> None:
-        """Keep the memory of a freed tensor until all present work of this lane is over (``record_stream``)."""
+        """Keep the memory of a freed tensor until all work so far of the current lane is over (``record_stream``)."""
 
     def drop_events_with(self, plan: Any, number: int) -> None:
-        """Drop the events of a plan's ops, whose keys begin with ``number``, once ``plan`` is garbage-collected."""
+        """Drop the events of ops whose keys begin with ``number`` once ``plan``, which has the ops, is garbage-collected."""
 
     def drop_all_events(self) -> None:
-        """Drop all events of lanes. Call this method only if their work is over, or belongs to a captured graph."""
+        """Drop all events of lanes. Their work has to be over, or to belong to a captured graph."""
 
 
 class DeviceLanes(Lanes):
-    """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for them.
+    """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for the lanes.
 
     Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
     state, while a lane works on it: :meth:`record_use` makes the allocator wait for the lane before it reuses such memory.
@@ -64,8 +64,8 @@ class DeviceLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams: dict[str, torch.Stream] = {}
-        self._events: dict[int, dict[int, torch.Event]] = {}  # by plan and op
-        self._given: set[str] = set()  # lanes that have had something to do
+        self._events: dict[int, dict[int, torch.Event]] = {}  # by the two numbers of a key
+        self._given: set[str] = set()  # lanes that have had work
 
     has_streams = True
 
@@ -77,7 +77,7 @@ class DeviceLanes(Lanes):
     def on_lane(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
         """Run an op on the lane's stream, after the given ops, and with ``begins`` after all work of compute so far."""
         if name not in self.streams:
-            # Collectives go first: their kernels are small, and would queue behind kernels of compute.
+            # Collectives have priority, as their small kernels would queue behind kernels of compute.
             self.streams[name] = torch.Stream(self.device, priority=0 if name == "host" else -1)
         stream = self.streams[name]
         if begins:
@@ -100,19 +100,19 @@ class DeviceLanes(Lanes):
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
     def join_lanes(self, *names: str) -> None:
-        """Make the current stream wait for all lanes with work. Lanes without work may not become part of a capture."""
+        """Make the current stream wait for the lanes, except idle lanes, which a wait would add to a graph's capture."""
         for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
     def synchronize_op(self, op: Key) -> None:
-        """Wait for the event of an op. If its plan is gone, wait for everything that lanes were given."""
+        """Block the host until an op is over; until all lanes are idle, if the op's event was dropped."""
         event = self._events.get(op[0], {}).get(op[1])
         for each in self.streams.values() if event is None else [event]:
             each.synchronize()
 
     def drop_events_with(self, plan: Any, number: int) -> None:
-        """Drop the events of plan ``number`` once ``plan`` is garbage-collected: each eager step makes a new plan."""
+        """Drop the events with ``number`` once ``plan`` is garbage-collected, as each eager step makes new EagerOps."""
         weakref.finalize(plan, self._events.pop, number, None).atexit = False
 
     def drop_all_events(self) -> None:
@@ -121,7 +121,7 @@ class DeviceLanes(Lanes):
         self._given.clear()
 
     def record_use(self, x: torch.Tensor) -> None:
-        """Call ``record_stream`` for device memory. The allocator of pinned memory tracks copies by itself."""
+        """Call ``record_stream`` if the tensor is on the device. The allocator of pinned memory tracks copies itself."""
         if x.device.type != "cpu":
             x.record_stream(torch.accelerator.current_stream(self.device))
 

@@ -44,15 +44,15 @@ class AxisChain:
     """A chain of collectives that reduces a group's gradient from one place to another, stage by stage.
 
     Data travel in the wire's format; results have the accumulation dtype. On a host without streams every stage but the last
-    blocks. The Work of the last stage is returned. With an encoded wire an ``all_to_all`` stands for a ``reduce_scatter``:
-    each rank decodes and adds the parts it receives. An ``all_to_all``, then an ``all_gather`` of sums, is an ``all_reduce``.
+    blocks. If parts travel encoded, an ``all_to_all`` takes the place of a ``reduce_scatter``: each rank decodes and adds the
+    parts that it receives. An ``all_to_all`` and an ``all_gather`` of the sums take the place of an ``all_reduce``.
 
     Attributes:
         way: the two places.
         size: number of elements of the gradient in the first place.
         has_target: whether the result always goes to memory of its own.
         sent: for each stage, the dtype of its input.
-        first: the dtype of the input; that of the result if there are no stages.
+        first: the dtype of the first stage's input; the accumulation dtype if there are no stages.
         casts_first: whether the input has another dtype than the result.
         casts_last: whether the input of the last stage has another dtype than the result.
     """
@@ -112,7 +112,7 @@ class AxisChain:
         return result
 
     def coded_bytes(self) -> CodedBytes:
-        """Return the encoded bytes on the way. :func:`reduce_along` codes those between two collectives."""
+        """Return the encoded bytes of the chain. :func:`reduce_along` codes the bytes between two collectives."""
         found, last = [0, 0, 0], len(self.stages) - 1
         for k, (stage, out) in enumerate(zip(self.stages, self.output_sizes(), strict=True)):
             if stage.op == "all_to_all":
@@ -123,7 +123,7 @@ class AxisChain:
         return CodedBytes(*found)
 
     def encode(self, x: torch.Tensor, residuals: Mapping[str, Carried], stage: int = 0) -> torch.Tensor | None:
-        """Return what a stage sends of a buffer, if it sends the buffer encoded, else None. Residuals are overwritten."""
+        """Return a buffer encoded for a stage; None if the stage sends plain buffers. Residuals are overwritten."""
         if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
             return None
         _, axis, n = self.stages[stage]
@@ -132,7 +132,7 @@ class AxisChain:
 
 
 def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
-    if wire.is_plain or stage.n == 1:  # where nothing travels nothing is encoded
+    if wire.is_plain or stage.n == 1:  # along one rank nothing travels
         return [stage]
     sum_parts, gather_sums = stage._replace(op="all_to_all"), stage._replace(op="all_gather")
     return [sum_parts] if stage.op == "reduce_scatter" else [sum_parts, gather_sums]
@@ -142,9 +142,9 @@ class ChainInput(NamedTuple):
     """A buffer to reduce by a chain.
 
     Attributes:
-        x: the buffer, in the dtype that is ``first`` of the chain.
+        x: the buffer, in the dtype ``chain.first``.
         out: memory for the result; None leaves the result in the memory of the last stage.
-        memory: the tensors that :meth:`AxisChain.scratch_pieces` asks for.
+        memory: tensors with the sizes and dtypes of :meth:`AxisChain.scratch_pieces`.
         residuals: by axis, encoding errors of earlier buffers, and random numbers; overwritten.
         encoded: the buffer from :meth:`AxisChain.encode`, if the first stage sends it encoded.
     """
@@ -158,9 +158,10 @@ class ChainInput(NamedTuple):
 
 
 def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
-    """Begin to reduce buffers, in the same collectives if stages and dtypes are equal. Return the Works of the last stage.
+    """Begin to reduce buffers, each by its chain. Return a Work of the last stage for each buffer.
 
-    The first wait for the last Works decodes what they bring, if it comes encoded.
+    With ``as_one`` all buffers share the collectives of each stage; their stages and dtypes have to be equal. If the last stage
+    sends encoded parts, the first wait for a returned Work decodes and adds the parts.
     """
     works = list[Work]()
     if not as_one:
@@ -208,13 +209,14 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
 
 
 Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""A rank's part of a buffer, and the buffers that its gathers fill."""
+"""A rank's part of a buffer, and for each axis the buffer that the gather along the axis fills."""
 
 
 def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
-    """Begin to gather buffers along one axis after another; buffers of one dtype share collectives.
+    """Begin to gather buffers along one axis after another. They are filled once the returned Works are done.
 
-    All collectives but the last block on a host without streams. The buffers are filled once the returned Works are done.
+    With ``as_one`` all buffers share collectives; their dtypes have to be equal. On a host without streams all collectives but
+    the last block.
     """
     together = [(moves, label)] if as_one and moves else [([move], f"{label} group {i}") for i, move in enumerate(moves)]
     works = []
@@ -223,7 +225,7 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
         for k, axis in enumerate(axes):
             work.wait()
             outs = [each[k] for _, each in several]
-            gather = transport.gather if len(xs) > 1 or transport.counters else transport.gather_each  # a frame less
+            gather = transport.gather if len(xs) > 1 or transport.counters else transport.gather_each  # faster
             work = gather(xs, outs, axis, text)
             xs = outs
         works.append(work)

@@ -2,9 +2,9 @@
 
 [Note: aliases]
 Autograd saves the leaves that a function used, and compares their version counters in the backward. Between forward and
-backward, a slot of the arena is released and gathered again at the same address, with the same values, which raises the
-slot's version counter. A view of the slot shares this counter, so autograd would refuse the view. So leaves are views of an
-alias of the slot's memory that has a version counter of its own.
+backward a slot of the arena is released, and the same values are gathered again, which raises the slot's version counter.
+Autograd would refuse a view of the slot, which shares this counter. So leaves are views of an alias of the slot's memory, with
+another version counter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class LeafTable:
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def build_subtree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, "Stored"]) -> Any:
-        """Return the unit's subtree, from the tensors of its ``own`` stored leaves and those of each unit of the call.
+        """Return the unit's subtree, with the tensors ``own`` of its stored leaves. ``leaves``: all units of the call, by name.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
@@ -57,15 +57,15 @@ class LeafTable:
         return self.unit.build_subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
 
     def leaves_of_call(self, own: list[torch.Tensor], leaves: Mapping[str, "Stored"]) -> list[torch.Tensor]:
-        """Return the leaves of :meth:`build_subtree`."""
+        """Return the leaves of the subtree that :meth:`build_subtree` returns."""
         return own if self._is_untied else optree.tree_leaves(self.build_subtree(own, leaves))
 
     def leaf_views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Return leaves as views of full flat buffers, which are given by group and have to be contiguous."""
+        """Return leaves as views of ``flats``: full flat buffers by group, which have to be contiguous."""
         for flat in flats.values():
             if not flat.is_contiguous():
                 raise TreeError(
-                    f"unit {self.unit.display_name}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
+                    f"unit {self.unit.display_name}: a buffer has stride {flat.stride(0)}, expected a contiguous buffer. "
                     "Call .contiguous() on it."
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
@@ -90,7 +90,7 @@ def alias(flat: torch.Tensor) -> torch.Tensor:
 
 
 RELEASED = 2**31
-"""The version of leaves whose memory may hold something else."""
+"""The version counter of leaves whose memory was released."""
 
 
 class FullUnit:
@@ -118,13 +118,13 @@ class FullUnit:
         self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
         plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}
-        self._aliases = tuple(plain.values())  # of a version counter each, which all leaves of the group share
+        self._aliases = tuple(plain.values())  # each with a version counter, which all leaves of the group share
         self._leaves = tuple(self.index.leaf_views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
         self._handed_out: list[HandedOutLeaf] = []
         self._version = 0
 
     def decode(self, rank: int) -> None:
-        """Decode the gathered groups that have a format, into the memory from which functions read parameters."""
+        """Decode the gathered groups whose format is not plain, into the memory from which functions read parameters."""
         unit = self.index.unit
         for g, flat, data in zip(unit.all_groups, self.flats, self.stored, strict=True):
             if g not in unit.tensor_classes and data is not flat:
@@ -146,11 +146,11 @@ class FullUnit:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The memory of all leaves, for a buffer that was gathered."""
+        """The storage in which all leaves are, if the buffer was gathered."""
         scales = [part.scales for _, part in self._classed.values()]
         return (scales or self.flats)[0].untyped_storage()
 
-    @torch.inference_mode(False)  # what inference makes may not be emptied later
+    @torch.inference_mode(False)  # the memory of inference tensors cannot be taken later
     def hand_out_leaf(self, position: int) -> torch.Tensor:
         """Return a new tensor for the stored leaf at a position, in the leaf's own tensor class."""
         cls, part = self._classed[position]
@@ -159,7 +159,7 @@ class FullUnit:
         return tensor
 
     def register_alias(self, tensor: torch.Tensor) -> None:
-        """Register another alias of a leaf, so that :meth:`withdraw_memory` takes the memory from it as well, once."""
+        """Register another alias of a leaf, so that :meth:`withdraw_memory` takes the memory from the alias as well."""
         if any(each.is_of(tensor) for each in self._handed_out):
             return
         plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
@@ -179,7 +179,7 @@ class FullUnit:
         return alive
 
     def take_over_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
-        """Give memory to leaves that were handed out for the same values at another address."""
+        """Give this memory to leaves that were handed out with the same values at another address."""
         self._handed_out = handed_out
         for each in handed_out:
             each.give_memory(self.storage)
@@ -190,7 +190,7 @@ class FullUnit:
         return [*found, *(each.version for each in self._handed_out)] if self._classed else found
 
     def is_written_since(self, versions: list[int]) -> bool:
-        """Return whether leaves were written to since they had these versions."""
+        """Return whether a leaf was written to since :meth:`version_counters` returned ``versions``."""
         now = self.version_counters()
         return now != versions and any(a != b and -1 not in (a, b) for a, b in zip(now, versions, strict=False))
 
@@ -217,11 +217,11 @@ class FullUnit:
 
 
 Pieces = Sequence[tuple[int, torch.dtype]]
-"""Flat tensors one behind the other in a run of memory: the elements and dtype of each."""
+"""Flat tensors one after another in a run of memory: the number of elements and the dtype of each."""
 
 
 def carve_tensors(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
-    """Return flat tensors, one after another in a run of bytes, each on an aligned boundary."""
+    """Return flat tensors as views of a run of bytes, one after another, each on an aligned boundary."""
     result, start = [], 0
     for numel, dtype in pieces:
         piece = memory[start : start + numel * dtype.itemsize]
@@ -253,10 +253,7 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 
 def encoded_nbytes(unit: UnitLayout, group: int) -> int:
-    """Return the bytes of a full buffer's planes, the arrays that its format stores.
-
-    Return 0 if the only plane is used where it was gathered.
-    """
+    """Return the bytes of a full buffer's planes, the arrays that its format stores; 0 if functions use the gathered plane."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]

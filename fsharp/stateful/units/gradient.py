@@ -45,7 +45,7 @@ class GradientBuffer:
         rest: the buffers in which the gradient rests between microbatches.
         num_added: number of microbatches whose gradients were added at rest.
         found: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
-        block: the gradient collected in this microbatch; None if it is added at rest directly.
+        block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
         is_under_way: whether :meth:`join` has to wait.
     """
 
@@ -57,7 +57,7 @@ class GradientBuffer:
         self.num_added = self.found = 0
         self.block: OutgoingBlock | None = None
         self._place: RestingGradient | None = None
-        self._is_open = False  # whether this step has come to where the place is the gradient's own
+        self._is_open = False  # whether the memory at the place belongs to the gradient from now on in this step
         self._works: list[Work] = []
         self._tails: list[Work] = []
         self._deferred: Callable[[], None] | None = None
@@ -77,25 +77,25 @@ class GradientBuffer:
         self._is_open = False
 
     def renew(self, place: RestingGradient | None) -> None:
-        """Begin a new gradient, and disregard the old one. The schedule has memory for it at ``place``, after :meth:`open`."""
+        """Begin a new gradient in place of the old one. ``place``: memory of the schedule, to be used after :meth:`open`."""
         if self.is_under_way:
             self.join()
         if self.rest.handed_out:
             self.copy_out()
-        if place is not None or self._own.is_held:  # what a step without a schedule has rested in is given back
+        if place is not None or self._own.is_held:  # release memory of a step without a schedule, or that callers hold
             self._own.release()
         if self.final is not None and self.final.is_held:
             self.final.release()
         self.rest, self._place = place if self._is_open and place is not None else self._own, place
         if self.route.device.type != "cpu" and self.final is not None:
-            _ = self.final.tensors  # from the pool of the stream that computes
+            _ = self.final.tensors  # allocated from the memory pool of the compute stream
         self.phase, self.block = GradientPhase.NONE, None
         self.num_added = self.found = 0
         self._works.clear()
         self._tails.clear()
 
     def open(self) -> None:
-        """Let the gradient rest in its memory of the schedule from now on."""
+        """Let the gradient rest in the schedule's memory from now on in this step."""
         assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
         if self._place is not None:
             self.rest, self._is_open = self._place, True
@@ -110,12 +110,12 @@ class GradientBuffer:
         return True
 
     def end_step(self) -> None:
-        """Leave the arena at the end of the step."""
+        """End the step: the arena's memory is free for other uses, and tensors that callers hold move out of it."""
         self.copy_out()
         self.rest, self._place, self._is_open = self._own, None, False
 
     def copy_out(self) -> None:
-        """Give tensors in the arena that callers hold memory of their own."""
+        """Move the tensors that callers hold from the arena to memory of their own."""
         if not self.rest.in_arena or not self.rest.handed_out:
             return
         if not self.rest.is_held:
@@ -124,12 +124,12 @@ class GradientBuffer:
             gc.collect()
             if self.rest.is_held:
                 raise ScheduleError(
-                    f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, and the memory it "
-                    "is in is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
+                    f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, which reuses the "
+                    "memory. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
     def abandon(self, refuse: Callable[[], None]) -> None:
-        """Abandon work under way after the scheduler was closed. The memory stays reserved: collectives may write to it."""
+        """Abandon work under way after an error. Later reads call ``refuse``. Memory stays reserved for late collectives."""
         self._deferred = refuse if self.is_under_way else None
         self._works, self._tails, self.block = [], [], None
         self.rest = self._own
@@ -142,14 +142,14 @@ class GradientBuffer:
             self._ignored |= {i for i, leaf in leaves if self.route.unit.path_in_tree(leaf) in paths}
 
     def feed_back(self, residuals: Mapping[int, ByAxis]) -> None:
-        """Pass residuals to reductions, by group and axis: they are added to gradients, and overwritten."""
+        """Pass residuals, by group and axis, to later reductions, which add them to the gradient and overwrite them."""
         self._residuals = residuals
 
     def _carried(self, group: int) -> ByAxis:
         return self._residuals.get(group, {})
 
     def collect_in(self, block: OutgoingBlock) -> None:
-        """Continue to collect in another block, to which the collected gradient is moved."""
+        """Collect this microbatch's gradient in ``block`` from now on, to which the part collected so far is copied."""
         if self.block is not None:
             for target, source in zip(block.collected, self.block.collected, strict=True):
                 target.copy_(source)
@@ -190,17 +190,17 @@ class GradientBuffer:
         rows = zip(self.route.leaves, grads, strict=True)
         where, kind = next((leaf, x.layout) for leaf, x in rows if x is not None and x.layout is not torch.strided)
         return TreeError(
-            f"unit {self.route.unit.display_name}: the gradient of leaf {where.path!r} is {kind}, expected a dense one, as "
-            "flat buffers are. Pass sparse=False to the embedding."
+            f"unit {self.route.unit.display_name}: the gradient of leaf {where.path!r} is {kind}, expected a dense gradient. "
+            "Pass sparse=False to the embedding."
         )
 
     def encode(self, chains: Sequence[AxisChain], buffers: Sequence[torch.Tensor]) -> None:
-        """Encode the buffers that are about to go through chains, if the chains begin with an exchange of encoded parts."""
+        """Encode ``buffers`` for the reductions by ``chains``, if the first stages of the chains send encoded parts."""
         pairs = zip(chains, buffers, strict=True)
         self._encoded = [chain.encode(x, self._carried(chain.group)) for chain, x in pairs]
 
     def encode_rest(self) -> None:
-        """Encode what rests, for :meth:`finish`."""
+        """Encode the gradient at rest, for :meth:`finish`."""
         self.join()
         self.settle()
         self.encode(self.route.finishes, self.rest.tensors)
@@ -225,18 +225,18 @@ class GradientBuffer:
         return legs
 
     def send(self, works: list[Work]) -> list[Work]:
-        """Take the Works of this gradient's collectives, which are first in ``works``; return the Works of other gradients."""
+        """Keep the first of ``works``, one for each chain of this gradient. Return the rest, of other gradients."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]
 
     def decode(self) -> None:
-        """Decode and add what :meth:`reduce` or :meth:`finish` has brought, once it is there."""
+        """Wait for the collectives of :meth:`reduce` or :meth:`finish`, which decodes and adds encoded parts."""
         for work in self._works:
             work.wait()
 
     def accumulate(self, block: OutgoingBlock) -> None:
-        """Wait for the sum of a microbatch, and add it to the gradient at rest if it is not there already."""
+        """Wait for the sum of a microbatch, and add it to the gradient at rest, unless the reduction has written there."""
         self._enter_phase(GradientPhase.RESTING)
         targets, works, self.block = self.rest.tensors, self._works, None
         for i, target in enumerate(targets):
@@ -249,11 +249,11 @@ class GradientBuffer:
 
     @property
     def is_fed(self) -> bool:
-        """Whether the unit has got a gradient in this step, which may still be under way."""
+        """Whether a backward of this step has given the unit a gradient, whose reduction may be under way."""
         return self.num_added > 0 or self.phase in (GradientPhase.COLLECTING, GradientPhase.REDUCING)
 
     def settle(self) -> None:
-        """Fill the gradient at rest with zeros if no backward has reached the unit yet. A later backward overwrites them."""
+        """Fill the gradient at rest with zeros if no backward has reached the unit. A later backward overwrites the zeros."""
         if self.phase is GradientPhase.NONE:
             self._enter_phase(GradientPhase.RESTING)
             for buffer in self.rest.tensors:
@@ -262,8 +262,8 @@ class GradientBuffer:
     def reopen(self, factor: int) -> None:
         """Prepare for another backward pass of the same step, after the mean gradients were handed out.
 
-        The gradient at the optimizer's place is out of date from here on: the next reduction makes it anew, of all that
-        rests. A gradient that rests at the optimizer's place is multiplied by ``factor``, by which the mean was divided.
+        The gradient at the optimizer's place is then out of date: the next reduction computes it again from the gradient at
+        rest. A gradient that rests at the optimizer's place is multiplied by ``factor``, by which the mean was divided.
         """
         self.join()
         if self.final is None:
@@ -272,7 +272,7 @@ class GradientBuffer:
             self._enter_phase(GradientPhase.RESTING)
 
     def add_flat(self, grads: Grads) -> None:
-        """Add gradients that came on another way: flat buffers at rest; None stands for zero."""
+        """Add gradients of parameters that the loss gathered by ``gather()``: flat buffers at rest, or None for zero."""
         self.join()
         self.settle()
         self._enter_phase(GradientPhase.RESTING)
@@ -305,7 +305,7 @@ class GradientBuffer:
         ]
 
     def end_final_reduction(self) -> None:
-        """End the reduction that :meth:`finish` began: its memory is free now, and :meth:`join` waits for what is left."""
+        """Wait for the reductions of :meth:`finish` until their memory is free. :meth:`join` waits for their rest."""
         for _ in self.route.finishes:
             tail = self._works.pop(0).wait()
             if isinstance(tail, Work):
@@ -314,12 +314,12 @@ class GradientBuffer:
         self._enter_phase(GradientPhase.FINISHED)
 
     def defer(self, end: Callable[[], None]) -> None:
-        """Postpone the end of a reduction to the next read of the gradient."""
+        """Postpone ``end``, which ends a reduction, to the next :meth:`join`."""
         self.join()
         self._deferred, self.is_under_way = end, True
 
     def join(self) -> None:
-        """Block until the gradient has reached the place to which it was sent last."""
+        """Block until no reduction of the gradient is under way, so that its results can be read."""
         if self._deferred is not None:
             self._deferred()
             self._deferred = None

@@ -1,4 +1,4 @@
-"""HandedOut: a leaf that callers may hold when its memory is released. The release takes the memory from the leaf."""
+"""HandedOutLeaf: a leaf that callers may hold when its memory is released. The release takes the memory from the leaf."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class HandedOutLeaf:
         return self._tensor() is tensor
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is the leaf or an alias, without other tensors in the leaf's memory."""
+        """Return whether all inner tensors of ``tensor`` in the leaf's memory are inner tensors of the leaf, at least one."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
         here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._place]
         return bool(here) and all(id(x) in mine for x in here)
@@ -58,20 +58,20 @@ class HandedOutLeaf:
 
     @torch.no_grad()
     def give_memory(self, storage: torch.UntypedStorage) -> None:
-        """Give the leaf memory at the same position in a storage, which may be filled later."""
+        """Give the leaf memory at its old position in ``storage``, which may be filled later."""
         for ref, *where in self._inner:
             if (inner := ref()) is not None:
                 inner.__class__ = torch.Tensor
                 inner.set_(storage, *where)
 
     def recompute_derived(self) -> None:
-        """Recompute what a tensor subclass derives from its values for the backward, after the leaf's memory was filled."""
+        """Recompute the data that a tensor subclass derives from its values for the backward, after the memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.derive(tensor)
 
 
 class _ReleasedTensor(torch.Tensor):
-    """Stands for an inner tensor of a leaf whose memory is released: any function of it raises an error."""
+    """The class of an inner tensor whose memory is released: any function of the tensor raises an error."""
 
     path: str
 
@@ -79,6 +79,6 @@ class _ReleasedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         path = next((x.__dict__["path"] for x in args if isinstance(x, _ReleasedTensor)), "of a unit")
         raise TreeError(
-            f"parameter {path!r} is used where its memory is released, outside of its unit's forward and that forward's "
-            "backward. Return it from the forward, or keep w.dequantize()."
+            f"parameter {path!r} is used while its memory is released, outside of its unit's forward and backward. Return the "
+            "parameter from the forward, or keep w.dequantize()."
         )

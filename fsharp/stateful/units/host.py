@@ -1,7 +1,7 @@
 """Copy optimizer state and main copies between the device and host memory, where they rest between updates.
 
-The arena is reserved for the whole step, so fetched tensors are not in the arena. Torch's allocator has their memory, which
-forwards and backwards can use after the update. On a CPU too, tensors that rest in host memory are :class:`HostBuffers`.
+Fetched tensors are not in the arena, which is reserved for the whole step: torch's allocator reuses their memory after the
+update. On a CPU, too, tensors that rest in host memory are :class:`HostBuffers`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class HostCopies:
 
     Attributes:
         copies: target and source of each tensor.
-        nbytes: bytes of all tensors, also of those that need no copy.
+        nbytes: bytes of all tensors, including tensors that need no copy.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -36,7 +36,7 @@ class HostCopies:
         self._began: Key | None = None
 
     def add_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Add the copy of a tensor to its target, unless the tensor is the target."""
+        """Add a copy from ``source`` to ``target`` for :meth:`run_copies`, unless both are the same tensor."""
         self.nbytes += source.nbytes
         if target is not source:
             self.copies.append((target, source))
@@ -60,19 +60,19 @@ class HostCopies:
 
 
 class MovedState(NamedTuple):
-    """A state in other memory, and by unit the copies that fill this memory."""
+    """A state in new memory, and by unit the copies that fill the memory."""
 
     tree: Any
     copies: Mapping[str, HostCopies]
 
 
 class Offload:
-    """The offloaded state of one update: copied to the device before, and to the host after. Each tensor is copied once.
+    """Copies the offloaded state of one update to the device before it, and to the host after it. Each tensor is copied once.
 
     Args:
         keys: by name, the keys of the state's units.
         grads: gradients. Tensors that share memory with gradients are not copied, as the memory is reused in the next step.
-        donate: whether host memory may be filled again after its fetch.
+        donate: whether host memory may be reused after its fetch.
     """
 
     def __init__(self, keys: Mapping[str, str], grads: Any, lanes: Lanes, device: torch.device, *, donate: bool) -> None:
@@ -80,10 +80,10 @@ class Offload:
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def move_state(self, tree: Any, params: Any, *, to_host: bool) -> "MovedState":
-        """Return the state as on the device, or in host memory, and the copies that fill it.
+        """Return a state in memory of the device, or of the host, and the copies that fill this memory.
 
-        Tensors that share memory with ``params`` (after an update: with the new parameters) are not copied, as this would free
-        nothing.
+        Tensors that share memory with ``params`` (after an update, the new parameters) are not copied, as a copy would free no
+        memory.
         """
         moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storages((params, self._grads))
 

@@ -9,7 +9,7 @@ from fsharp.stateful.transport.streams import Lanes
 
 
 class FutureBuffers(LazyBuffers):
-    """Tensors that are filled once ``arrive`` has returned. The first reader calls it, once.
+    """Tensors that are filled once ``arrive`` has returned. The first reader calls ``arrive``, once.
 
     If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
     """
@@ -23,7 +23,7 @@ class FutureBuffers(LazyBuffers):
     def wait(self) -> tuple[Any, ...]:
         """Block until the tensors are filled, and return them."""
         if self._arrive is not None:
-            with self._lock:  # further readers wait, too
+            with self._lock:  # other readers wait
                 if self._arrive is not None:
                     self._arrive()
                     self._arrive = None
@@ -38,10 +38,7 @@ class FutureBuffers(LazyBuffers):
 
 
 def with_future_buffers(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
-    """Return a node whose buffers are filled once ``arrive`` has returned; the first reader of a buffer calls ``arrive``.
-
-    Functions of pytrees treat the node like any other Sharded.
-    """
+    """Return a node whose buffers are filled once ``arrive`` has returned; the first reader of a buffer calls ``arrive``."""
     return node.with_buffers(FutureBuffers(node.raw_buffers, arrive, lanes), scale=node.scale)
 
 

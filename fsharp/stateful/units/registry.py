@@ -1,4 +1,4 @@
-"""UnitRegistry: find the unit of a node: within a step by the node's memory, over steps by name and layout."""
+"""UnitRegistry: find the unit of a node: in a step by the node's memory, in later steps by name and layout."""
 
 from collections.abc import Container
 from itertools import count
@@ -25,7 +25,7 @@ class UnitRegistry:
         self._by_memory: dict[MemoryKey, UnitState] = {}
 
     def begin_step(self) -> None:
-        """Begin a step: forget the addresses of the previous step, which may be reused."""
+        """Begin a step: drop the nodes and addresses of the previous step, as addresses may be reused."""
         self._by_memory.clear()
         for unit in self.units.values():
             unit.begin_step()
@@ -53,7 +53,7 @@ class UnitRegistry:
 
     def find_unit(self, node: Sharded) -> UnitState | None:
         """Return the unit of a node in this step; None if it has no unit yet."""
-        return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # as _memory_key, without a call
+        return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # _memory_key(), inlined
 
     def bind_or_make_unit(self, node: Sharded) -> UnitState:
         """Bind a node to a unit of an earlier step, or to a new unit, and return the unit."""

@@ -13,12 +13,12 @@ from fsharp.stateful.units.full import LeafTable, LeavesAndGaps, Pieces, carve_t
 class RestingGradient:
     """The flat buffers of a gradient at rest, one for each group: in the arena, or in memory of their own, allocated on use.
 
-    Callers get tensors with a storage of its own over the same bytes, which counts references. Memory of its own is used again
-    in the next step if no caller holds it then. From the arena, tensors that callers still hold are copied out.
+    Callers get tensors in another storage over the same bytes, which counts references. So memory of its own is reused in the
+    next step only if no caller holds it, and tensors in the arena that callers still hold are copied out.
 
     Attributes:
         nbytes: bytes of the flat buffers of all groups.
-        handed_out: the tensors that callers got and that were not copied out, each with the index of its buffer.
+        handed_out: tensors that callers got and that are still in this memory, each with the index of its buffer.
     """
 
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
@@ -31,7 +31,7 @@ class RestingGradient:
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None
-        self.handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
+        self.handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._storage: Any = None  # the storage of the views; None if it is empty
         self._alone = 0
         self._leaves: LeavesAndGaps | None = None
@@ -53,7 +53,7 @@ class RestingGradient:
         return self._leaves
 
     def hand_out(self) -> list[torch.Tensor]:
-        """Return the buffers as tensors for a caller, and count them."""
+        """Return the buffers as tensors for a caller, and record them in ``handed_out``."""
         if self._views is None:
             with torch.inference_mode(False):
                 _ = self.tensors
@@ -70,10 +70,10 @@ class RestingGradient:
         return tensors
 
     def move_to(self, other: "RestingGradient") -> bool:
-        """Move values, and the tensors that callers hold, to the memory of ``other``. Return whether this was possible.
+        """Move values, and the tensors that callers hold, to the memory of ``other``. Return False if a caller holds a view.
 
-        Afterwards the tensors are still the gradient at rest: a write of a caller changes the gradient. If a caller has made a
-            view of a tensor, nothing is moved.
+        A view of such a tensor cannot be moved, and then nothing is moved. Else the tensors that callers hold are still the
+        gradient at rest: a write to them changes the gradient.
         """
         held = [
             (tensor, i)
@@ -91,10 +91,7 @@ class RestingGradient:
         return True
 
     def copy_out(self) -> bool:
-        """Give the tensors that callers hold memory of their own. Return whether no caller holds these bytes afterwards.
-
-        A view that a caller has made of such a tensor cannot be moved.
-        """
+        """Move the tensors that callers hold to new memory. Return False if callers hold views, which cannot be moved."""
         for ref, _ in self.handed_out:
             if (tensor := ref()) is not None:
                 tensor.data = tensor.data.clone()
@@ -111,5 +108,5 @@ class RestingGradient:
 
 
 def storage_over(memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same bytes, with a storage of its own that keeps ``memory`` alive and counts references."""
+    """Return a tensor over the same bytes in another storage, which keeps ``memory`` alive and counts references."""
     return from_dlpack(to_dlpack(memory))

@@ -1,4 +1,4 @@
-"""GradientRoute: the buffers and collectives of a unit's gradient from a backward to the optimizer, equal in every step."""
+"""GradientRoute: the collectives of a unit's gradient from a backward to the optimizer's place, and their buffers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class OutgoingBlock(NamedTuple):
 
 
 class GradientRoute:
-    """The stages of a unit's gradient, and the memory of each stage: the same in every step.
+    """The collectives of a unit's gradient, and the sizes of their buffers, which are equal in every step.
 
     Args:
         trivial: whether collectives run along axes of one rank too.
@@ -67,17 +67,17 @@ class GradientRoute:
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
     def resting_gradient(self, window: torch.Tensor | None = None) -> RestingGradient:
-        """Return the buffers of the gradient at rest: in these bytes of the arena, or in memory of its own."""
+        """Return the buffers of the gradient at rest: in ``window``, bytes of the arena, or in memory of their own."""
         return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, window)
 
     def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
-        """Return the bytes of the block of a microbatch; 0 if leaves are added to the gradient at rest directly."""
+        """Return the bytes of an :class:`OutgoingBlock`; 0 if gradients are added directly to the gradient at rest."""
         if not self.is_reduced and not (several_uses and several_microbatches):
             return 0
         return sum(pieces_nbytes(self._outgoing_pieces(chain, several_uses)) for chain in self.chains)
 
     def _outgoing_pieces(self, chain: AxisChain, several_uses: bool) -> Pieces:
-        """Return the buffers of one group that are collected, sent, used as scratch, and received."""
+        """Return sizes and dtypes of one group's tensors in a block: collected, sent, scratch, received."""
         if not self.is_reduced:
             return [(chain.size, chain.dtypes.accumulate)]
         collected: Pieces = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
@@ -85,11 +85,11 @@ class GradientRoute:
         return [*collected, (chain.size, chain.first), *chain.scratch_pieces(), *received]
 
     def finishing_block_nbytes(self) -> int:
-        """Bytes of the block for the reduction to the optimizer's place."""
+        """Return the bytes of the block for the reduction to the optimizer's place."""
         return sum(map(pieces_nbytes, self._finishing_pieces()))
 
     def _finishing_pieces(self) -> list[Pieces]:
-        """Return, for each group, the buffer to send and the memory that its reduction works in, as sizes and dtypes."""
+        """Return, for each group, sizes and dtypes of the buffer to send and of the scratch of its reduction."""
         if not self.is_finished:
             return [[] for _ in self.finishes]
         return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_pieces()] for chain in self.finishes]
@@ -113,6 +113,6 @@ class GradientRoute:
 
 
 def _carved(memory: torch.Tensor, rows: Sequence[Pieces]) -> list[list[torch.Tensor]]:
-    """Return the tensors of each row, one row behind the other in a run of bytes."""
+    """Return the tensors of each row, one row after another in a run of bytes."""
     tensors = iter(carve_tensors(memory, [piece for row in rows for piece in row]))
     return [[next(tensors) for _ in row] for row in rows]

@@ -1,4 +1,4 @@
-"""UnitState: the state of one unit of one tree in a scheduler, and the owner of the unit's memory."""
+"""UnitState: the state of one unit of one tree in a scheduler."""
 
 import math
 from collections.abc import Iterable
@@ -24,16 +24,16 @@ from fsharp.stateful.units.resting import RestingGradient
 
 
 class UnitState:
-    """One unit of one tree, for the lifetime of the scheduler.
+    """The state of one unit of one tree, for the lifetime of the scheduler.
 
     Attributes:
         key: name of the unit in programs.
-        index: positions of the unit's leaves in its flat buffers.
+        index: table of the unit's leaves.
         axes: axes along which the unit is gathered before a use; empty if it rests in full, or has no elements.
         update_axes: axes along which updated parameters are gathered to their place.
-        node: the unit's parameters in this step.
-        tree_label: beginning of the label of a gather of its parameters; None before the first gather.
-        host_nbytes: bytes of its state that the last update of this step has copied to host memory.
+        node: the unit's parameters in this step; None before their first use.
+        tree_label: name of the tree of ``node``, with which labels of gathers begin; None before the first gather.
+        host_nbytes: bytes of the unit's state that the last update of this step has copied to host memory.
     """
 
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
@@ -49,7 +49,7 @@ class UnitState:
         self._at_rest: tuple[Any, FullUnit] | None = None
 
     def _moving_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return the axes along which a collective is needed: those of more than one rank, or all if trivial ones count."""
+        """Return the axes that have collectives: axes of more than one rank, or all axes if ``trivial``."""
         return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
     def facts(
@@ -101,18 +101,18 @@ class UnitState:
         )
 
     def bind_node(self, node: Sharded | None) -> None:
-        """Make a node the unit's parameters from now on; with None the unit has none."""
+        """Make ``node`` the unit's parameters from now on; with None the unit has none."""
         self.node, self.tree_label = node, None
 
     def find_tree_label(self, comm: Comm) -> str:
-        """Return the name of the tree of the unit's parameters, with which labels of their gathers begin."""
+        """Return ``tree_label``, and find it first if it is None."""
         if self.tree_label is None:
             self.tree_label = "" if self.node is None else label_prefix(self.node, comm)
         return self.tree_label
 
-    @torch.inference_mode(False)  # kept leaves will be trained, too
+    @torch.inference_mode(False)  # the result is kept, and may be trained later
     def full_at_rest(self) -> FullUnit:
-        """Return the parameters of a unit that rests in full."""
+        """Return the full parameters of a unit that rests in full, without a gather."""
         assert self.node is not None
         buffers = self.node.raw_buffers
         if self.layout.tensor_classes:
@@ -136,14 +136,14 @@ class UnitState:
         return self.gradient
 
     def begin_step(self) -> None:
-        """Begin a step, in which nothing of the unit is under way yet."""
+        """Begin a step, without a node yet."""
         self.bind_node(None)
         self.host_nbytes = 0
         if self.gradient is not None:
             self.gradient.begin_step()
 
     def begin_gradient(self, transport: Transport, place: RestingGradient | None) -> None:
-        """Begin a new gradient, if the unit is trained."""
+        """Begin a new gradient, if the unit is trained. ``place``: memory of the schedule for the gradient at rest."""
         if not self.layout.trainable_groups:
             return
         if self.gradient is None:
@@ -162,5 +162,4 @@ class UnitState:
 
 
 def _coded_bytes(chains: Iterable[AxisChain]) -> CodedBytes:
-    """The encoded bytes of all groups of a unit."""
     return CodedBytes(*map(sum, zip(*[each.coded_bytes() for each in chains], strict=True)))

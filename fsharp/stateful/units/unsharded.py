@@ -18,35 +18,35 @@ from fsharp.stateful.units.unit_state import UnitState
 Stamp = list[tuple[int, int]]
 
 _VERSIONS_A_FILL = 1024
-"""Distance of version counters between fills from other values or in other steps; a write to a leaf adds one."""
+"""Distance of version counters between fills with different values or in different steps. A write to a leaf adds 1."""
 
 
 def buffers_stamp(node: Sharded) -> Stamp:
     """Return the identities and version counters of a node's buffers."""
     found = []
-    for b in node.raw_buffers:  # no comprehension, which is a call of Python
+    for b in node.raw_buffers:  # faster than a comprehension
         found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
     return found
 
 
 class UnshardedBuffer:
-    """Memory for the full parameters of a unit, filled or released: in the arena, or memory of its own.
+    """Memory for the full parameters of a unit, filled or released: a part of the arena, or memory of its own.
 
-    Tensors that autograd has saved may point into the arena. While other data may be in this memory, the tensors' version
-    counters differ from those that autograd has seen. So autograd refuses a backward of which the scheduler does not know.
-    Memory of its own is new for each gather, and lives as long as a view of it.
+    Tensors that autograd has saved may point into the arena. While the memory may hold other data, their version counters
+    differ from the counters that autograd has saved. So autograd refuses a backward that the scheduler has not seen. Memory of
+    its own is new for each gather, and lives as long as a view of it.
 
     Args:
         where: a part of the ``arena``; None for memory of its own.
         poison: fill memory with NaN when it is released.
 
     Attributes:
-        full: the parameters; in memory of its own only while they are gathered.
-        filled_from: the stamp of the node from which the buffer is filled, or will be; None while it is released.
+        full: the parameters; without a part of the arena, None while they are released.
+        filled_from: the stamp of the node from which gathers fill, or have filled, the buffer; None while it is released.
         works: the Works of the gathers that fill the buffer.
-        is_held: whether a caller still held memory of its own at the release.
+        is_held: whether a caller still held the buffer's own memory at the release.
         is_carried: whether the buffer was gathered in the previous step.
-        is_encoded: whether encoded parameters are not decoded yet.
+        is_encoded: whether gathered parameters have still to be decoded.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class UnshardedBuffer:
         self.is_held = self.is_carried = self.is_encoded = False
         self._sources: list[StorageWeakRef] = []
         self._last_filled_from: Stamp | None = None
-        self._version = 0  # of its leaves while it is filled
-        self._withdrawn: list[HandedOutLeaf] = []  # leaves whose memory of its own was released
-        self._step = 0  # in which it was filled last
+        self._version = 0  # version counter of the leaves while the buffer is filled
+        self._withdrawn: list[HandedOutLeaf] = []  # leaves whose memory was taken at the last release
+        self._step = 0  # number of the step in which the buffer was filled last
 
     def _make(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
@@ -77,23 +77,20 @@ class UnshardedBuffer:
         self._outs = [nested_parts(flat, layout, self.axes, self._comm.rank) for flat in moving]
 
     def decode(self) -> None:
-        """Decode the gathered groups with a format, after the buffer was filled and before it is used."""
+        """Decode the gathered groups whose format is not plain. The buffer has to be filled."""
         self.is_encoded = False
         assert self.full is not None
         self.full.decode(self._comm.rank)
 
     def begin_step(self, step: int) -> None:
-        """Begin step number ``step``, and keep parameters gathered in the previous step.
-
-        From now on, the backward of a forward of the previous step is an error.
-        """
+        """Begin step number ``step``, with the same data. Autograd then refuses backwards of the previous step's forwards."""
         self._withdrawn = []
         self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % RELEASED
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
 
     def begin_fill(self, node: Sharded, step: int) -> list[Move]:
-        """Return the gathers that fill the buffer from a node, in the step of this number. From now on it counts as filled."""
+        """Return the moves that fill the buffer from a node in step number ``step``. It counts as filled then."""
         if self.where is None:
             with torch.inference_mode(False):
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))
@@ -128,16 +125,16 @@ class UnshardedBuffer:
         self.works.clear()
 
     def is_filled_from(self, seen: Stamp) -> bool:
-        """Return whether the buffer is filled, or being filled, from the tensors with the stamp ``seen``."""
+        """Return whether gathers fill, or have filled, the buffer from the tensors with the stamp ``seen``."""
         return self.filled_from == seen and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry_to_next_step(self, node: Sharded | None) -> None:
-        """Keep the buffer filled for the next step. Its source tensors may be freed, and their addresses reused."""
+        """Keep the buffer filled for the next step. It notices if source tensors are freed, whose addresses may be reused."""
         if node is not None:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
 
     def release(self) -> None:
-        """Release the memory; tensors in it must not be used any more."""
+        """Release the memory. Tensors in the memory must no longer be used."""
         if self.works:
             self.wait()
         was_filled, self.filled_from = self.filled_from is not None, None
@@ -156,7 +153,7 @@ class UnshardedBuffer:
                 self.memory.fill_(0xFF)  # NaN in every floating dtype
 
     def abandon_gathers(self) -> None:
-        """Abandon gathers into the buffer that are under way: they may never end. The buffer counts as released."""
+        """Abandon gathers into the buffer that are under way, as they may never end. The buffer counts as released."""
         self.works.clear()
         self.filled_from = None
         if self.full is not None and self.where is not None:
@@ -164,7 +161,7 @@ class UnshardedBuffer:
 
 
 def _is_unreferenced(storage: StorageWeakRef) -> bool:
-    """Return whether no reference to a storage is left. Wait for a thread that ends a collective to drop its reference."""
+    """Return whether no reference to a storage is left. A thread that ends a collective has 5 ms to drop its reference."""
     for _ in range(5):
         if storage.expired():
             return True

@@ -13,8 +13,8 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 class HappensBefore:
     """The happens-before relation of ops, by vector clocks. Positions of ops of the previous step are negative.
 
-    Ops of one bucket count as one op. This op starts when all ops that any of them waits for are over. An op that waits for one
-    of them waits for all.
+    The ops of a bucket count as one op, which starts when all ops are over for which one of them waits. An op that waits for
+    one of them waits for all of them.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
@@ -31,7 +31,7 @@ class HappensBefore:
     def _compute_clocks(self, last_landed_gather: int) -> list[list[int]]:
         """Return for each op the last op of each stream that is over when the op ends.
 
-        ``last_landed_gather`` of the previous step is over when this step starts.
+        ``last_landed_gather``: last gather of the previous step that is over when this step starts.
         """
         num, over = len(self.ops), list[list[int]]()
         on = [[last_landed_gather if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
@@ -59,11 +59,11 @@ class HappensBefore:
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
     def trailing_gathers(self) -> list[int]:
-        """Return the gathers of the previous step after its last update, as negative positions."""
+        """Return the positions, which are negative, of the previous step's gathers after its last update."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried_gathers(self) -> dict[str, int]:
-        """Return, by unit, the gather of the previous step whose full parameters this step uses."""
+        """Return, by unit, the negative position of the previous step's gather whose full parameters this step uses."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:
@@ -94,11 +94,11 @@ class Check:
         """Check the conditions that hold after the last op."""
 
     def schedule_position(self, i: int) -> int:
-        """Return the position of an op in the schedule; ops of the previous step have negative numbers."""
+        """Return the position in the schedule of op ``i``, which is negative for an op of the previous step."""
         return i % len(self.order.ops)
 
     def unordered_error(self, i: int, op: Op, what: str, j: int) -> ScheduleError:
-        """Return the error for an op that has to come after op ``j``, but is not ordered."""
+        """Return the error for an op that has to come after op ``j``, where neither a stream nor ``after`` orders the two."""
         j = self.schedule_position(j)
-        what = f"{what} op {j}, {self.order.ops[j]}: nothing orders it after that."
+        what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."
         return op_error(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")

@@ -7,7 +7,7 @@ from fsharp.stateful.verify.check import Check, HappensBefore, op_error
 
 
 class DerivedCheck(Check):
-    """Check that a buffer made of another buffer is filled before each read, and anew whenever the other buffer changes."""
+    """Check that buffers with a source (``BufferSpec.made_of``) are filled before each read, and again after a change of it."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -16,17 +16,17 @@ class DerivedCheck(Check):
         self.filled: dict[BufferKey, int] = {}  # the op that has filled a buffer
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record which derived buffers are filled. Raise an error if an op reads a derived buffer that is not up to date."""
+        """Record which of these buffers are filled. Raise an error if an op reads one that is empty or out of date."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if each in self.made_of]:
             if any(maker.has_ops_for(facts) for maker in self.makers[buffer]):
                 self._read(i, op, buffer)
         if spec.fills in self.made_of:
             if not spec.has_ops_for(facts):
-                raise op_error(i, op, "is of a unit that has none.", f"{op.kind} of units whose format is not plain")
+                raise op_error(i, op, "is of a unit with a plain format.", f"{op.kind} of units whose format is not plain")
             if (spec.fills, op.unit) in self.filled:
                 at = self.filled[spec.fills, op.unit]
-                raise op_error(i, op, f"happens twice: op {at} has done it.", "one", "Drop one.")
+                raise op_error(i, op, f"happens twice: op {at} has done it.", f"one {op.kind}", "Drop one of them.")
             self.filled[spec.fills, op.unit] = i
         gone = {spec.changes, spec.frees, spec.fills, spec.filled_buffer(facts)} - {""}
         for buffer in [name for name, source in self.made_of.items() if source in gone]:
@@ -42,5 +42,5 @@ class DerivedCheck(Check):
         if is_passed and self.order.ops[at].at != op.at:
             what = f"reads the {words}, which op {at} fills at another event."
             raise op_error(
-                i, op, what, f"event {self.order.ops[at].at}", f"Issue both at one event: the {words} is kept nowhere."
+                i, op, what, f"event {self.order.ops[at].at}", f"Issue both at one event: no event later has the {words}."
             )

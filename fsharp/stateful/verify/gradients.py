@@ -22,7 +22,7 @@ class GradientCheck(Check):
             if event.has_gradient:
                 self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[i] = event.use
         self.finishes = {bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}
-        # What takes a gradient out of a buffer: first what reduces it there, or into it, then what frees the buffer.
+        # The ops that take a gradient out of a buffer: first the op that reduces it, then the op that frees the buffer.
         self.takers = {
             buffer: [
                 spec
@@ -35,11 +35,11 @@ class GradientCheck(Check):
         self.done: dict[tuple[OpSpec, str, int], int] = {}  # by record, unit and number of microbatch or `reduce`
         self.written: dict[str, int] = {}  # by unit, the op that last changed its gradient
         self.read: dict[str, int] = {}  # by unit, the op that last read where its gradient rests
-        self.waiting: dict[str, int] = {}  # by unit, the cast whose gradient has yet to be accumulated
-        self.last = -1  # op of the reduce stream
+        self.waiting: dict[str, int] = {}  # by unit, the cast whose gradient is not accumulated yet
+        self.last = -1  # the last op that took a gradient out of a buffer
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record where each gradient is, from its backward to the optimizer's place. Raise an error for an op out of order."""
+        """Record where each gradient is on its way to the optimizer's place. Raise an error if the op is out of order."""
         if spec.fills == OUTGOING:
             self._cast(i, op)
         elif any(spec in takers for takers in self.takers.values()):
@@ -61,7 +61,7 @@ class GradientCheck(Check):
             if not there:
                 what = f"casts a gradient that use {op.use} does not have in this microbatch."
                 raise op_error(i, op, what, f"uses {sorted(due.values())}")
-            what = f"is issued at event {op.at}, and its gradient is there at the end of the use's backward alone."
+            what = f"is issued at event {op.at}, and its gradient exists only at the end of the use's backward."
             raise op_error(i, op, what, f"event {there[0]}")
         if op.at in self.cast.setdefault(key, set()):
             raise op_error(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
@@ -71,12 +71,12 @@ class GradientCheck(Check):
             self.waiting[op.unit] = i
 
     def _write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
-        """Record a change of a unit's gradient. It is an error if the sum that should include the change was sent already."""
+        """Record a change of a unit's gradient. Raise an error if the gradient was sent before the change."""
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
         for done in (*later, *sent):
             if done in self.done:
                 at = self.done[done]
-                what = f"comes after op {at}, {self.order.ops[at]}, which it should be part of."
+                what = f"comes after op {at}, {self.order.ops[at]}, which has sent the gradient without it."
                 raise op_error(i, op, what, f"a position before {at}", f"Move it before op {at}.")
         reader = self.read.get(op.unit)
         if reader is not None and op.spec.filled_buffer(self.facts[op.unit]) == REST and not self.order.is_before(reader, i):
@@ -108,18 +108,18 @@ class GradientCheck(Check):
         self.read[op.unit] = i
 
     def _reductions(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the ops that compute the sum in the buffer that an op of ``spec`` frees."""
+        """Return the kinds of reductions whose sum is in the buffer that an op of the kind ``spec`` frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing_text(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return an error text if ``op`` sends or frees a gradient that is not complete, or not due; else an empty text."""
+        """Return an error text if ``op`` sends or frees a gradient that is incomplete or not expected; else an empty text."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
         if finish and not (spec.has_ops_for(facts) and key[1] in self.finishes):
             return "no `reduce` event asks for it"
         if any(each.has_ops_for(facts) and (each, *key) not in self.done for each in self._reductions(spec)):
-            return "adds a result without a reduction, in time, that makes it"
+            return "adds a result without a reduction before it"
         if finish:
             return f"comes before op {self.waiting[op.unit]} is accumulated" if op.unit in self.waiting else ""
         if not spec.has_ops_for(facts):

@@ -28,7 +28,7 @@ class OffloadedStateCheck(Check):
         if spec.fills == STATE:
             event = self.events[op.at]
             if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
-                raise op_error(i, op, "belongs to no event here, or comes twice.", "one for each event that says so")
+                raise op_error(i, op, "is not at a fetch event of its unit, or comes twice.", "one for each fetch event")
             if self.computed >= 0 and not self.order.is_before(self.computed, i):
                 raise self.unordered_error(i, op, "may fill memory still in use by", self.computed)
             self.fetched[op.unit] = i
@@ -71,15 +71,15 @@ class MemoryCheck(Check):
         super().__init__(schedule, order)
         self.live: dict[BufferKey, tuple[int, Memory | None]] = {}  # the op that filled a buffer, and where
         self.owners = ByteRanges[tuple[BufferKey, int]]()  # of live bytes: the buffer, and the op that filled it
-        self.freed = ByteRanges[tuple[int, int]]()  # of bytes that were freed: the ops that filled and freed them last
+        self.freed = ByteRanges[tuple[int, int]]()  # of freed bytes: the last ops that filled and freed them
         self.slots: dict[str, Memory] = {}
         self.changed: dict[BufferKey, int] = {}  # the op that last filled or changed a buffer
-        self.readers: dict[BufferKey, list[int]] = {}  # of a buffer, since then
+        self.readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
         for unit, i in order.carried_gathers().items():
             self._own(i, (PARAMS, unit), order.ops[i].memory)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record which op owns which bytes of the arena, and who reads them. Raise an error if two owners overlap in time."""
+        """Record the owner and the readers of each byte of the arena. Raise an error if two owners overlap in time."""
         self._see_reads(i, op, spec)
         self._see_memory(i, op, spec)
         self._see_gradient_memory(i, op, spec)
@@ -90,10 +90,7 @@ class MemoryCheck(Check):
             self.owners.set_value(memory.start, memory.stop, (key, i))
 
     def _see_gradient_memory(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Check that memory for a gradient at rest, which adds up microbatches, is allocated exactly once.
-
-        The op that allocates the memory may be the first one that writes to it, or an op before.
-        """
+        """Check that the memory of a gradient at rest is opened once, by the first op that writes there or an earlier op."""
         facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
             if key in self.live:
@@ -102,11 +99,11 @@ class MemoryCheck(Check):
             self._fill(i, op, op.opens)
             self._own(i, key, op.opens)
         elif spec.filled_buffer(facts) == REST and facts.rest and key not in self.live:
-            what = "puts a gradient where nothing is open for it."
-            raise op_error(i, op, what, "memory in its `opens`, or in that of an op before it")
+            what = "writes a gradient at rest whose memory no op has opened."
+            raise op_error(i, op, what, "memory in its `opens`, or in the `opens` of an earlier op")
 
     def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Raise an error for an op that reads an unfilled buffer. Gradients at rest are checked by ``GradientCheck``."""
+        """Raise an error if an op reads an empty buffer. ``GradientCheck`` checks gradients at rest."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
             key, words = (buffer, op.unit), BUFFERS[buffer].words
@@ -139,14 +136,13 @@ class MemoryCheck(Check):
             self._fill(i, op, op.memory)
             self._own(i, key, op.memory)
         elif self.live[key][1] != op.memory:
-            what = f"its memory is not that which op {self.schedule_position(self.live[key][0])} has filled."
+            what = f"its memory is not the memory that op {self.schedule_position(self.live[key][0])} has filled."
             raise op_error(i, op, what, f"{self.live[key][1]}")
         if spec.frees == spec.memory_buffer:
             filled, _ = self.live.pop(key)
             self.owners.remove_values(op.memory.start, op.memory.stop)
-            self.freed.set_value(
-                op.memory.start, op.memory.stop, (filled, i)
-            )  # the op that filled them has waited for earlier frees
+            # The op that filled these bytes has waited for earlier frees, so the last one is enough.
+            self.freed.set_value(op.memory.start, op.memory.stop, (filled, i))
 
     def _fill(self, i: int, op: Op, memory: Memory) -> None:
         for (buffer, unit), j in self.owners.values_over(memory.start, memory.stop):
@@ -154,7 +150,7 @@ class MemoryCheck(Check):
                 f"fills memory in which the {BUFFERS[buffer].words} of {unit!r} is live, since op {self.schedule_position(j)}."
             )
             expected = f"no byte of {self.live[buffer, unit][1]}"
-            raise op_error(i, op, what, expected, "Move it, or release that first.")
+            raise op_error(i, op, what, expected, "Move the op's memory, or release the other buffer first.")
         for filled, freed in self.freed.values_over(memory.start, memory.stop):
             for j in (freed, filled):
                 if not self.order.is_before(j, i):
@@ -162,18 +158,18 @@ class MemoryCheck(Check):
 
 
 class LimitsCheck(Check):
-    """Check the policy's limits of resident units and of reductions under way. A bucket counts as one."""
+    """Check the policy's limits of resident units and of reductions under way. The units of a bucket count as one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
-        self.group_of = {unit: _group(order.ops[i]) for unit, i in order.carried_gathers().items()}  # of resident units
-        self.in_use, self.pinned = Counter[str](), Counter[str]()  # by unit, uses; and uses or backwards to come
+        self.group_of = {unit: _group(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
+        self.in_use, self.pinned = Counter[str](), Counter[str]()  # by unit, uses under way; the same and backwards to come
         self.changes = self._changes_by_event()
         self.seen = 0  # events so far
         self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
 
     def _changes_by_event(self) -> list[list[tuple[str, bool, int]]]:
-        """Return for each event triples ``(unit, is_use, change)``: a change of uses, or of stays for a backward."""
+        """Return for each event triples ``(unit, is_use, change)``: a change of the uses under way, or of backwards to come."""
         result: list[list[tuple[str, bool, int]]] = [[] for _ in self.events]
         for unit, first, last in self.program.use_spans():
             result[first].append((unit, True, 1))
@@ -194,18 +190,18 @@ class LimitsCheck(Check):
         self.seen = max(self.seen, at + 1)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Count the buffers that are in use after an op."""
+        """Count resident units and reductions under way after the op. Raise an error if they exceed a limit."""
         if spec.fills == PARAMS:
             self._advance(op.at)
             self.group_of[op.unit] = _group(op)
             if op.bucket in {each.bucket for each in self.order.ops[i + 1 : i + 2] if each.kind == op.kind} - {-1}:
-                return  # a bucket is counted when all of its units are there: any of them may be in use
+                return  # a bucket counts once all of its units are gathered, as any of them may be in use
             kept = {group for unit, group in self.group_of.items() if self.pinned[unit]}
             ahead = set(self.group_of.values()) - kept
             used = {group for unit, group in self.group_of.items() if self.in_use[unit]}
             if ahead and bool(used) + len(ahead) > self.policy.prefetch + 1:  # only the innermost use counts
-                what = f"is the unit too many: {sorted(used)} are in use, and {sorted(ahead)} resident beside them."
-                raise op_error(i, op, what, f"at most {self.policy.prefetch + 1}, or those in use alone", "Gather it later.")
+                what = f"is a unit too many: {sorted(used)} are in use, and {sorted(ahead)} are resident as well."
+                raise op_error(i, op, what, f"at most {self.policy.prefetch + 1}, or only units in use", "Gather it later.")
         elif spec.frees == PARAMS:
             self.group_of.pop(op.unit, None)
         elif spec.calls and spec.memory_buffer in self.under_way:
@@ -213,8 +209,8 @@ class LimitsCheck(Check):
             here.setdefault(_group(op), set()).add(op.unit)
             most = FINISHES if spec.memory_buffer == FINISHING else REDUCTIONS
             if len(here) > most:
-                what = f"is the reduction too many: those of {sorted(here)} are under way."
-                raise op_error(i, op, what, f"at most {most}", "Accumulate another first.")
+                what = f"is a reduction too many: reductions of {sorted(here)} are under way."
+                raise op_error(i, op, what, f"at most {most}", "Accumulate another gradient first.")
         elif spec.frees in self.under_way:
             here = self.under_way[spec.frees]
             for group in [group for group, units in here.items() if op.unit in units]:

@@ -11,9 +11,9 @@ class ParameterCheck(Check):
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.ends = {first: last for _, first, last in schedule.program.use_spans()}
-        self.open: dict[str, tuple[int, int]] = {}  # by unit, the (last, first) event of the entered use that ends last
+        self.open: dict[str, tuple[int, int]] = {}  # by unit, the (last, first) event of the begun use that ends last
         self.carried = order.carried_gathers()
-        self.copies = dict(self.carried)  # by unit, the gather of the copy that is there
+        self.copies = dict(self.carried)  # by resident unit, its gather
         joins = {i: op.unit for i, op in enumerate(order.ops, -len(order.ops)) if op.spec.joins == PARAMS}
         self.joined = {unit for i, unit in joins.items() if i > self.carried.get(unit, 0)}
         for i in (i + len(order.ops) for i in self.carried.values()):
@@ -21,11 +21,11 @@ class ParameterCheck(Check):
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
                 raise op_error(i, order.ops[i], what, "a release after its last use")
         tail = order.trailing_gathers()
-        self.readers = {order.ops[i].stream: i for i in tail}  # by stream, what last reads or fills where parameters rest
+        self.readers = {order.ops[i].stream: i for i in tail}  # by stream, the last op that reads or fills parameters at rest
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}
         spread = {order.ops[i].unit: i for i in tail if order.ops[i].spec.fills == RESTING}
-        self.arriving = {unit: i for unit, i in spread.items() if unit not in settled}  # updated ones, not yet waited for
-        self.stale: set[str] = set()  # updated, not gathered
+        self.arriving = {unit: i for unit, i in spread.items() if unit not in settled}  # gathers after an update without a wait
+        self.stale: set[str] = set()  # units whose updated parameters are not gathered to their place yet
         self.updated = -1
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
@@ -77,7 +77,7 @@ class ParameterCheck(Check):
         if spec.events:
             self.open[op.unit] = max(self.open.get(op.unit, (-1, -1)), (self.ends[op.at], op.at))
         if op.unit in self.arriving or op.unit in self.stale:
-            raise op_error(i, op, "uses parameters without a wait for those that the update has changed.", "a wait before it")
+            raise op_error(i, op, "uses parameters without a wait for their update's gather.", "a wait before it")
         if not self.facts[op.unit].gathered:
             return
         if op.unit not in self.copies:

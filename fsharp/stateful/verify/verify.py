@@ -44,7 +44,7 @@ def verify(schedule: Schedule) -> None:
 
 @options_checked
 def verify_ranks(schedules: Sequence[Schedule]) -> None:
-    """Check that the schedules of all ranks issue the same collectives in the same order. Otherwise ranks would wait for ever.
+    """Check that the schedules of all ranks issue the same collectives in one order. Otherwise ranks would wait for ever.
 
     Gathers and reductions form one order, on whatever streams and process groups they run.
 
@@ -67,7 +67,6 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
 
 
 def _collectives(schedule: Schedule) -> list[str]:
-    """Return the collectives in order, as texts."""
     facts = schedule.program.facts
     queue: list[str] = []
     for issued in issue_groups(schedule.ops):
@@ -80,11 +79,11 @@ def _collectives(schedule: Schedule) -> list[str]:
 
 
 def _check_form(schedule: Schedule) -> None:
-    """Check units, streams, positions and sizes, whatever the order of ops."""
+    """Check units, streams, positions and sizes of single ops, and their events."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""
-    if what := "smaller than what is live at once" if arena < schedule.bound else what:
+    if what := "smaller than the buffers that are live at once" if arena < schedule.bound else what:
         rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.bound:,} bytes"), ("memory budget", budget)]
         remedy = "Raise SchedulePolicy.memory_budget, or lower prefetch."
         raise ScheduleError(problem("verify()", f"the arena is {what}.", rows, remedy))
@@ -112,7 +111,7 @@ def _check_form(schedule: Schedule) -> None:
         if have != want:
             k = next((k for k, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
             rows = [("op", str(have[k : k + 1])), ("expected", str(want[k : k + 1]))]
-            what = f"the ops of kind {spec.kind} do not follow the program, from the one with number {k} on."
+            what = f"the ops of kind {spec.kind} do not follow the program, from their number {k} on."
             raise ScheduleError(problem("verify()", what, rows, UNDO))
 
 

@@ -197,7 +197,7 @@ def test_the_process_that_starts_them_may_end_and_a_forked_caller_has_its_own(tm
     processes(PAIR, lambda comm: None)
     os.killpg(launcher._server.pid, signal.SIGKILL)
     launcher._server.wait()
-    with pytest.raises(CommError, match="the process that starts them has ended"):
+    with pytest.raises(CommError, match="the process that starts the ranks has ended"):
         processes(PAIR, lambda comm: None)
     assert processes(PAIR, lambda comm: comm.rank) == [0, 1]
 

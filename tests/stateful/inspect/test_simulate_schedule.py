@@ -267,10 +267,10 @@ def test_what_the_hardware_does_not_say(change, error, match):
         ({"latency": {"dp": -1e-6}}, "latency is {'dp': -1e-06}, expected at least 0"),
         ({"update_s": math.inf}, "update_s is inf"),
         ({"contention": 1.5, "synchronous_host": True}, "contention is 1.5, expected 0 to 1"),
-        ({"contention": 0.5}, "contention is 0.5, which is for a host that computes: pass synchronous_host=True"),
+        ({"contention": 0.5}, "contention is 0.5, which needs synchronous_host=True"),
         ({"host_share": -0.5}, "host_share is -0.5, expected 0 to 1"),
-        ({"issue_s": 0.5}, "issue_s is 0.5, which is for a host that computes"),
-        ({"issue_bandwidth": 1.0}, "issue_bandwidth is 1.0, which is for a host that computes"),
+        ({"issue_s": 0.5}, "issue_s is 0.5, which needs synchronous_host=True"),
+        ({"issue_bandwidth": 1.0}, "issue_bandwidth is 1.0, which needs synchronous_host=True"),
         ({"issue_s": -0.5, "synchronous_host": True}, "issue_s is -0.5, expected at least 0"),
     ],
 )

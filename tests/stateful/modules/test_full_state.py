@@ -168,7 +168,7 @@ def test_a_pair_is_refused_with_the_line_to_write_instead():
         model, _ = wrap(comm, "zero3")
         optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(0.1))
         train(model, optimizer, batches(comm, 1))
-        line = r"fs\.full_tree\(optimizer\.state_dict\(\)\['state'\], comm=model\.comm\), whole on all ranks"
+        line = r"whole tree on all ranks, fs\.full_tree\(optimizer\.state_dict\(\)\['state'\], comm=model\.comm\)"
         with pytest.raises(TreeError, match=rf"(?s)full_state_dict\(\): .*fs\.checkpoint\.save\(\) and load by .*{line}"):
             optimizer.full_state_dict()
         with pytest.raises(TreeError, match=r"load_full_state_dict\(\): .*load by fs\.checkpoint\.load\(\)"):

@@ -190,7 +190,7 @@ REFUSED = {
     ),
     "a part": (half, r"that nothing initializes\.\n  first  Linear: weight\n"),
     "no buffers": (no_buffers, r"that nothing initializes\.\n  \(root\)  Bare: flag, mask, scale\n"),
-    "another shape": (misshapen, r"weight' is float32\[4, 3\], and its initializer has made it float32\[2\]"),
+    "another shape": (misshapen, r"weight' is float32\[4, 3\], and its initializer has replaced it by float32\[2\]"),
     "an error": (lambda module: 1 / 0, "division by zero"),
 }
 

@@ -131,7 +131,7 @@ def test_frozen_parameters_that_are_rounded_say_so(strategy):
         expected = {name: p.detach().clone() for name, p in net.named_parameters()}
         options = {"mesh": comm, "strategy": STRATEGIES[strategy][1], "units": [Block]}
         model = fs.shard_module(net, precision=fs.Precision(compute=torch.bfloat16), **options)
-        said = r"frozen parameters such as 'embed\.weight' were float32, and rest in bfloat16.*trained=True"
+        said = r"frozen parameters such as 'embed\.weight' were float32, and rest rounded in bfloat16.*trained=True"
         with pytest.warns(UserWarning, match=rf"full_parameters\(\): \d+ {said}"):
             found = dict(model.full_parameters())
         with pytest.warns(UserWarning, match=rf"unsharded\(\): \d+ {said}"), model.unsharded():
@@ -182,7 +182,7 @@ def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
         loss = model(x, y)["loss"]
         loss.backward(retain_graph=True)
         optimizer.step()
-        with pytest.raises((ScheduleError, RuntimeError), match=r"call each backward before optimizer\.step"):
+        with pytest.raises((ScheduleError, RuntimeError), match=r"call backward before optimizer\.step"):
             loss.backward()
 
     simulate(DP, rank_fn)

@@ -236,7 +236,7 @@ def test_a_checkpoint_of_a_functional_module_has_to_be_a_unit():
 def test_parameters_of_two_modules_are_refused():
     def rank_fn(comm):
         a, b = (fs.shard_module(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
-        with pytest.raises(ScheduleError, match=r"'weight' is one of another module\. Call it for each"):
+        with pytest.raises(ScheduleError, match=r"'weight' is a parameter of another module\. Call it once for each"):
             torch.autograd.grad(b(a(torch.ones(2, 3))).sum(), [a.weight, b.weight])
         with pytest.raises(LayoutError, match=r"Use torch\.autograd\.grad"):
             a(torch.ones(2, 3)).sum().backward(inputs=[a.weight])
@@ -282,7 +282,7 @@ def test_what_autograd_grad_refuses():
         filled = torch.autograd.grad(model(x, y), every, materialize_grads=True)
         assert not any(grad.local.any() for grad, name in zip(filled, found) if found[name] is None)
         model(x, y).backward()
-        with pytest.raises(ScheduleError, match="other backward passes have left gradients"):
+        with pytest.raises(ScheduleError, match="this step has gradients of other backward passes"):
             torch.autograd.grad(model(x, y), every, allow_unused=True)
         return True
 

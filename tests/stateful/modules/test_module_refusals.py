@@ -159,7 +159,7 @@ REFUSED_WHERE_WHOLE = {
         r"register_hook\(\): parameter 'head\.weight'.*register_post_accumulate_grad_hook\(lambda",
     ),
     "a second optimizer": (lambda m, o: second_step(m, o), "another optimizer of this module has made the step"),
-    "more parameters": (lambda m, o: o.add_param_group({"params": []}), "gets all its groups when it is made"),
+    "more parameters": (lambda m, o: o.add_param_group({"params": []}), "groups cannot be added later"),
     "loading": (lambda m, o: m.load_state_dict({}), r"load_state_dict\(\): a step is under way"),
     "calling it when unsharded": (lambda m, o: called_when_unsharded(m), "was called inside of unsharded"),
     "clipping too early": (lambda m, o: clipped_too_early(m), "after gradients had been changed"),

@@ -213,7 +213,7 @@ WRONG = {
     ),
     "another class": (
         lambda d: {**d, "param_groups": [without(d["param_groups"][0], "betas")]},
-        r"(?s)group 0 is that of another optimizer.*expected +'betas', such as \(0.9, 0.999\)",
+        r"(?s)group 0 belongs to another optimizer.*expected +'betas', such as \(0.9, 0.999\)",
     ),
     "an unknown name": (
         lambda d: {**d, "state": {**d["state"], "other": {}}},
@@ -299,9 +299,9 @@ OTHERS = {
     "another transformation": (
         fs.optim.sgd(1e-2),
         "zero1",
-        "it is (the state of another transformation|a state of another layout)",
+        "the state (is of another transformation|has another layout)",
     ),
-    "another layout": (PAIR, "zero3", "it is a state of another layout"),
+    "another layout": (PAIR, "zero3", "the state has another layout"),
 }
 
 
@@ -332,9 +332,9 @@ def test_the_state_of_a_pair_of_another_rank_is_refused():
             return
         before = copy.deepcopy(optimizer.state_dict()["state"])
         other = 1 - comm.rank
-        with pytest.raises(TreeError, match=rf"state of rank {other} of Mesh\(dp=2\), and this is rank {comm.rank}"):
+        with pytest.raises(TreeError, match=rf"state is of rank {other} of Mesh\(dp=2\), and this is rank {comm.rank}"):
             optimizer.load_state_dict(found[other])
-        with pytest.raises((TreeError, AgreementError), match=r"state of rank 1 of Mesh\(dp=2\), and this is rank 0"):
+        with pytest.raises((TreeError, AgreementError), match=r"state is of rank 1 of Mesh\(dp=2\), and this is rank 0"):
             optimizer.load_state_dict(found[1])  # wrong on rank 0 alone
         assert_same(optree.tree_leaves(optimizer.state_dict()["state"]), optree.tree_leaves(before))
         optimizer.load_state_dict(found[comm.rank])

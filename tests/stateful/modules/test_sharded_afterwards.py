@@ -65,9 +65,9 @@ def hook_afterwards(module):
 
 
 KEPT = {
-    "a view in an attribute": (keep_view, r"transposed holds parameter 'inner\.weight' itself or a view"),
-    "its data in a buffer": (keep_data, r"inner\.alias holds parameter 'inner\.weight' itself or a view"),
-    "a row in a dict": (keep_row, r"rows holds parameter 'inner\.weight' itself or a view"),
+    "a view in an attribute": (keep_view, r"transposed holds parameter 'inner\.weight' or a view"),
+    "its data in a buffer": (keep_data, r"inner\.alias holds parameter 'inner\.weight' or a view"),
+    "a row in a dict": (keep_row, r"rows holds parameter 'inner\.weight' or a view"),
     "a hook": (hook, r"'inner\.weight' has hooks.*p\.grad"),
     "a hook of the sum": (hook_afterwards, r"'inner\.weight' has hooks.*p\.grad"),
 }

@@ -429,7 +429,7 @@ def test_at_the_wrong_time():
         state = copy.deepcopy(dict(model.state_dict()))
         with pytest.raises(TreeError, match=r"load_state_dict\(assign=True\): parameters of a ShardedModule rest in memory"):
             model.load_state_dict(state, assign=True)
-        with optimizer.averaged(), pytest.raises(ScheduleError, match=r"load_state_dict\(\): in averaged"):
+        with optimizer.averaged(), pytest.raises(ScheduleError, match=r"load_state_dict\(\): inside of averaged"):
             model.load_state_dict(state)
         [(x, y)] = modules.batches(comm, 1)
         model(x, y)["loss"].backward()

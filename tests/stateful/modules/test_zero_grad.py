@@ -219,7 +219,7 @@ def test_one_rank_alone_without_zero_grad_is_heard_of_by_all():
             return str(error)
 
     for text in processes(DP, rank_fn):
-        assert "has used up the gradients of the step before, such as that of 'embed.weight'" in text
+        assert "has used up the gradients of the previous step, such as the gradient of 'embed.weight'" in text
 
 
 def test_zero_grad_inside_of_a_backward_is_refused():

@@ -69,7 +69,7 @@ def test_the_planned_schedule_is_the_one_that_a_scheduler_follows(mesh, every):
 
 def test_an_order_that_does_not_name_each_unit_once_is_refused():
     layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
-    with pytest.raises(LayoutError, match=r"order says nothing of unit 'embed'"):
+    with pytest.raises(LayoutError, match=r"order lacks unit 'embed'"):
         plan_step(layout, order=("layers.*", "head"))
     with pytest.raises(LayoutError, match=r"order selects unit 'layers.0' twice"):
         plan_step(layout, order=("embed", "layers.0", "layers.*", "head"))

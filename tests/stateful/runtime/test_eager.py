@@ -58,7 +58,7 @@ def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
         state = make_state(comm, "zero3")
         call(state, my_batches(comm, 1)[0])
         assert call.status().kind == "planned"
-        with pytest.raises(ScheduleError, match="the last call has followed a schedule"):
+        with pytest.raises(ScheduleError, match="there is no call, or the last call had a schedule"):
             call.emitted()
         return schedule
 

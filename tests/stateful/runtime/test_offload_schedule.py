@@ -49,8 +49,8 @@ def fetch_late(schedule):
 
 FAULTS = {
     "fetch": (lambda s: drop(s, first(s, "fetch")), r"updates 'embed', whose state is in host memory"),
-    "fetch twice": (lambda s: twice(s, first(s, "fetch")), r"fetch embed .*: belongs to no event here, or comes twice"),
-    "fetch of another": (lambda s: edit(s, first(s, "fetch"), unit="head"), r"fetch head .*: belongs to no event here"),
+    "fetch twice": (lambda s: twice(s, first(s, "fetch")), r"fetch embed .*: is not at a fetch event of its unit, or comes"),
+    "fetch of another": (lambda s: edit(s, first(s, "fetch"), unit="head"), r"fetch head .*: is not at a fetch event"),
     "fetch late": (fetch_late, r"update .*: updates 'layers.2', whose state is in"),
     "update early": (lambda s: edit(s, first(s, "update"), after=()), r"update .*: may"),
     "update before fetch": (without_fetches, r"update .*: may read state before the end of op"),

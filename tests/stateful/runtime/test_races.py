@@ -233,7 +233,7 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
         return work
 
     scheduler.transport.gather_each = late
-    with pytest.raises(RaceError, match="memory that two streams use") as caught, check_races(scheduler):
+    with pytest.raises(RaceError, match="two streams use the same memory") as caught, check_races(scheduler):
         train_with(scheduler, loss_fn)
     text = str(caught.value)
     assert "aten.mul_.Tensor on reduce" in text

@@ -360,7 +360,7 @@ def test_parameters_changed_within_a_step_are_refused():
         armed.append(True)
         grads(state.params, batch)
 
-    with pytest.raises(ScheduleError, match=r"'layers\.0' were changed in place between being gathered and being used"):
+    with pytest.raises(ScheduleError, match=r"'layers\.0' were changed in place between their gather and their use"):
         simulate(DP, rank_fn)
 
 

@@ -65,7 +65,7 @@ def test_a_schedule_written_by_hand_passes(by_hand):
 
 
 FAULTS = {
-    "wait for spread": (lambda s: drop(s, 0), r"op 1, compute a forward .*: uses parameters without a wait for those that the"),
+    "wait for spread": (lambda s: drop(s, 0), r"op 1, compute a forward .*: uses parameters without a wait for their update"),
     "carried wait": (lambda s: drop(s, 1), r"op 1, compute a forward .*: uses a unit before its gather, op 19, is waited for"),
     "wait": (lambda s: drop(s, 6), r"op 6, compute a backward .*: uses a unit before its gather, op 5, is waited for"),
     "wait for nothing": (lambda s: edit(s, 6, after=()), r"op 6, wait a backward .*: does not wait for its gather, op 5,"),
@@ -89,7 +89,10 @@ FAULTS = {
     "cast": (lambda s: drop(s, 9), r"event 6, backward_end b: the gradient of use 1 of 'b' is never cast"),
     "cast to send": (lambda s: drop(s, 10), r"op 11, reduce a backward .*: comes before the cast of use 0"),
     "cast twice": (lambda s: twice(s, 9), r"op 10, cast b .*: casts the gradient of use 1 twice"),
-    "cast early": (lambda s: edit(s, 9, at=5), r"op 9, cast b .*: is issued at event 5, and its gradient is there at the end"),
+    "cast early": (
+        lambda s: edit(s, 9, at=5),
+        r"op 9, cast b .*: is issued at event 5, and its gradient exists only at the end",
+    ),
     "cast late": (lambda s: move(edit(s, 9, at=8), 9, 14), r"op 14, cast b .*: is issued at event 8, and its(?s:.*)event 6"),
     "cast behind": (lambda s: move(edit(s, 14, at=6), 14, 9), r"op 10, cast b .*: comes after op 9, reduce b finish"),
     "cast phase": (
@@ -113,7 +116,7 @@ FAULTS = {
     "refilled": (lambda s: edit(s, 5, after=()), r"op 5, gather a .*: may fill memory still in use by op 4, release a"),
     "shared": (lambda s: edit(s, 10, 12, 13, memory=Memory(0, 128)), r"op 10, cast a .*: fills memory in which the param"),
     "other address": (lambda s: elsewhere(s, 5, 11), r"op 20, gather a .*: the unit's copy changes its address"),
-    "two addresses": (lambda s: elsewhere(s, 11), r"op 11, release a .*: its memory is not that which op 5 has filled"),
+    "two addresses": (lambda s: elsewhere(s, 11), r"op 11, release a .*: its memory is not the memory that op 5 has filled"),
     "outside": (lambda s: edit(s, 10, memory=Memory(128, 128)), r"op 10, cast a .*: its memory is outside of the arena"),
     "size": (lambda s: edit(s, 10, memory=Memory(64, 64)), r"op 10, cast a .*: its memory is of the wrong size(?s:.*)128 b"),
     "no such unit": (lambda s: edit(s, 3, unit="c"), r"op 3, compute c .*: the program has no such unit"),
@@ -123,13 +126,13 @@ FAULTS = {
     "bucket": (lambda s: edit(s, 5, 20, bucket=3), r"op 20, gather a .*: is not next to the other ops of bucket 3"),
     "bucket of computes": (lambda s: edit(s, 3, bucket=3), r"op 3, compute b .*: cannot be in bucket 3"),
     "needless gather": (lambda s: edit(s, 5, unit="b", memory=None), r"op 5, gather b .*: there is nothing to gather"),
-    "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
-    "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from the one with number 0 on"),
+    "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from their number 1 on"),
+    "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from their number 0 on"),
     "budget": (
         lambda s: replace(s, policy=SchedulePolicy(memory_budget=191)),
         r"larger than the memory budget(?s:.*)budget +191",
     ),
-    "arena": (lambda s: replace(s, arena=191), r"smaller than what is live at once(?s:.*)191 bytes"),
+    "arena": (lambda s: replace(s, arena=191), r"smaller than the buffers that are live at once(?s:.*)191 bytes"),
 }
 
 
@@ -150,7 +153,7 @@ def test_a_message_says_what_was_expected_and_what_to_do(by_hand):
         verify(edit(by_hand, 5, after=()))
     assert str(caught.value).splitlines() == [
         "verify(): op 5, gather a backward [gather] @0+64: may fill memory still in use by op 4, release a forward [compute] "
-        "@0+64: nothing orders it after that.",
+        "@0+64: nothing orders op 5 after op 4.",
         "  unit      a",
         "  expected  4 among the ops it runs after",
         "Add 4 to its `after`.",
@@ -160,10 +163,10 @@ def test_a_message_says_what_was_expected_and_what_to_do(by_hand):
 def test_refuses_more_units_or_reductions_than_are_allowed(monkeypatch):
     schedule = compile_schedule(chain(5), SchedulePolicy(prefetch=2))
     verify(schedule)
-    with pytest.raises(ScheduleError, match=r"gather u2 .*: is the unit too many: \['u0'\] are .* \['u1', 'u2'\](?s:.*)most 2"):
+    with pytest.raises(ScheduleError, match=r"gather u2 .*: is a unit too many: \['u0'\] are .* \['u1', 'u2'\](?s:.*)most 2"):
         verify(replace(schedule, policy=SchedulePolicy(prefetch=1)))
     monkeypatch.setattr("fsharp.stateful.schedule.emit_gradients.REDUCTIONS", 2)
-    with pytest.raises(ScheduleError, match=r"reduce u3 .*: is the reduction too many: .*'u3', 'u4'\](?s:.*)at most 1"):
+    with pytest.raises(ScheduleError, match=r"reduce u3 .*: is a reduction too many: .*'u3', 'u4'\](?s:.*)at most 1"):
         verify(compile_schedule(chain(5)))
 
 

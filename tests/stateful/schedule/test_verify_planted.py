@@ -218,7 +218,7 @@ RESTING = {"trainable": True, "rest": 128}
 
 PLANTED = {  # the fault, what is said about it, and facts of units and fields of policies that make room for it
     without_wait: ("uses a unit before its gather, op [0-9]+, is waited for", MOVING, {}),
-    without_wait_for_spread: ("uses parameters without a wait for those that the update has changed", SPREADING, {}),
+    without_wait_for_spread: ("uses parameters without a wait for their update", SPREADING, {}),
     without_gather: ("waits for a gather that was not made|releases a unit that is not gathered", MOVING, {}),
     without_spread: ("stale parameters|uses parameters without a wait|never come to where they rest", SPREADING, {}),
     late_gather: (
@@ -234,10 +234,10 @@ PLANTED = {  # the fault, what is said about it, and facts of units and fields o
     without_reduce: ("adds a result without a reduction", SENDING, {}),
     second_reduce: ("happens twice", SENDING, {}),
     without_accumulate: ("has no accumulate|is accumulated|may run before the end of", SENDING, {}),
-    without_edge: ("nothing orders it after that", {}, {}),
+    without_edge: (r"nothing orders op \d+ after op \d+", {}, {}),
     shared_memory: ("fills memory in which the .* is live|may fill memory still in use", {}, {}),
     other_address: ("changes its address within a step", MOVING, {"prefetch": 0, "release": "forward"}),
-    without_opens: ("puts a gradient where nothing is open for it", RESTING, {}),
+    without_opens: ("writes a gradient at rest whose memory no op has opened", RESTING, {}),
     second_opens: ("opens what op [0-9]+, .*, has opened", {**SENDING, **RESTING}, {}),
     opens_another_size: ("its `opens` has a wrong size", RESTING, {}),
     opens_of_no_gradient: ("its `opens` has a wrong size, or belongs to no op of this kind", RESTING, {}),

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors on other axes, as tensor parallelism makes them. Their local tensors are sharded."""
+"""Parameters that tensor parallelism has made DTensors on other axes. fsharp shards their local tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 @dataclass(frozen=True)
 class DTensorSpec:
-    """The mesh, placements, whole shape and stride of a DTensor, whose local tensor fsharp shards along other axes."""
+    """The mesh, placements, whole shape and stride of a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -25,7 +25,7 @@ class DTensorSpec:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank has less than all of the DTensor."""
+        """Whether a rank has only a part of the DTensor."""
         return any(not p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
 
     def as_dtensor(self, local: torch.Tensor) -> Any:
@@ -41,9 +41,9 @@ class DTensorSpec:
 
 
 def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
-    """Return by path the specs of the parameters that are DTensors.
+    """Return the specs of the parameters that are DTensors, by path.
 
-    Raise an error for a DTensor of partial sums or on the meta device, or whose mesh has several ranks of ``comm``.
+    A DTensor with partial sums, on the meta device, or on a mesh with several ranks of ``comm`` is an error.
     """
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, DTensorSpec] = {}
@@ -57,8 +57,8 @@ def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
         shared = ours & set(mesh.mesh.flatten().tolist())
         if len(shared) > 1:
             raise MeshError(
-                f"shard_module(): parameter {path!r} is a DTensor on {mesh}, and ranks {sorted(shared)} of that are to "
-                f"shard it as well, along {list(comm.mesh.names)}. Pass the other axes, for example mesh=device_mesh['dp']."
+                f"shard_module(): parameter {path!r} is a DTensor on {mesh}, and its ranks {sorted(shared)} would shard it "
+                f"as well, along {list(comm.mesh.names)}. Pass the other axes, for example mesh=device_mesh['dp']."
             )
         found[path] = DTensorSpec(mesh, placements, parameter.shape, parameter.stride())
     return found
@@ -77,6 +77,6 @@ def local_tensor(x: Any) -> Any:
 def max_flag_over_ranks(flag: torch.Tensor, specs: Mapping[str, DTensorSpec], comm: Comm) -> torch.Tensor:
     """Return the largest ``flag`` of all ranks, also along the axes of DTensors."""
     flag = max_over_ranks(flag, comm)
-    for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks go through them in one order
+    for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks need the same order
         flag = DTensor.from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return flag

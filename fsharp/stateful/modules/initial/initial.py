@@ -1,4 +1,4 @@
-"""Initial values of a module's parameters on this rank: cut from its own or one rank's values, or newly made."""
+"""This rank's part of a module's initial values: cut from the module's or one rank's values, or made by initializers."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ SEED_ALIKE = (
     "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0, to take rank 0's values."
 )
 Initialize = Callable[[nn.Module], None]
-_MARK = 0x55  # an integer that was not written
+_MARK = 0x55  # the value of integers that were not written
 _drawing = threading.Lock()  # ranks that are threads share the generator
 
 
@@ -44,11 +44,11 @@ def initial_parameters(
     sync_from: int | None = None,
     settings: Mapping[str, str] = {},
 ) -> Any:
-    """Return a module's initial parameters, in this rank's layout of optimizer state. Fill buffers on the meta device.
+    """Return this rank's part of a module's initial parameters, in the optimizer's place. Fill the module's meta buffers.
 
-    Arguments are those of :func:`~fsharp.shard_module`; ``settings``: further settings that ranks compare, as texts by name.
+    Arguments are those of :func:`~fsharp.shard_module`. ``settings``: further settings that ranks compare, as texts by name.
 
-    Memory: the shards, and the parameters of one submodule or unit in full.
+    Memory: this rank's parts, and one submodule or unit in full.
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     meta = [path for path, tensor in tensors if tensor.is_meta]
@@ -103,12 +103,12 @@ def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
     if comm.rank == source and meta:
         raise TreeError(
             f"shard_module(sync_from={source}): {meta[0]!r} of rank {source} is on the meta device. Make the module on a real "
-            "device there, or leave sync_from out on all ranks: submodules initialize themselves, alike on all ranks."
+            "device there, or leave sync_from out on all ranks: submodules then initialize themselves, alike on all ranks."
         )
 
 
 def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
-    """Return shards of the parameters of rank ``source``, sent a unit at a time. Copy that rank's buffers too."""
+    """Return this rank's part of the parameters of rank ``source``, sent a unit at a time. Copy the rank's buffers too."""
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
@@ -119,7 +119,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
         around, mine = layout.unit_around(path), local_tensor(buffer.detach())
         value = broadcast_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying_axes)
         parent, _, name = path.rpartition(".")
-        if mine.is_meta or 0 in mine.stride():  # one that several modules share stays one; an expanded one cannot be written to
+        if mine.is_meta or 0 in mine.stride():  # an expanded buffer cannot be written to; modules may share a buffer
             module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)
         else:
             mine.copy_(value)
@@ -131,7 +131,7 @@ def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
 
 
 class Initializers:
-    """Initializer of parameters and buffers on the meta device: each submodule fills its own, in memory on the CPU.
+    """The initializers of a module's submodules, each for its own parameters and buffers on the meta device, run on the CPU.
 
     A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
     together with its submodules, whose parameters it changes. Random numbers depend on the key, a submodule's path, and the
@@ -145,10 +145,10 @@ class Initializers:
         self._module, self._layout, self._comm, self._key, self._initialize = module, layout, comm, key, initialize
         self.unfilled: set[str] = set()
         self._made: tuple[str | None, dict[int, torch.Tensor]] = None, {}
-        self._buffers: dict[int, torch.Tensor] = {}  # by the meta tensor: modules may share one
+        self._buffers: dict[int, torch.Tensor] = {}  # by id of the meta tensor, as modules may share a buffer
 
     def initial_value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
-        """Return one leaf in full, made by the module's initializer."""
+        """Return the whole value of a leaf: what an initializer makes of a meta tensor, else the tensor itself."""
         path = unit.path_in_tree(leaf)
         given = self._module.get_parameter(path)
         if not given.is_meta:
@@ -159,7 +159,7 @@ class Initializers:
         return self._made[1][id(given)]
 
     def initial_buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Return for each buffer on the meta device its module, its name, and its value."""
+        """Return ``(buffers of the module, name, value)`` for each buffer on the meta device."""
         found = []
         for path, each in self._module.named_modules():
             for name, buffer in each._buffers.items():
@@ -170,7 +170,7 @@ class Initializers:
         return found
 
     def _initialized_with(self, path: str) -> str:
-        """Return the path of the outermost module together with which the module at ``path`` is initialized."""
+        """Return the path of the module whose initializer fills the module at ``path``: itself, or a module around it."""
         return next((above for above in reversed(list(self_and_ancestors(path))) if self._is_initialized_whole(above)), path)
 
     def _is_initialized_whole(self, path: str) -> bool:
@@ -181,7 +181,7 @@ class Initializers:
         return self._initialize is None and private and not public and any(x is not None and x.is_meta for x in own)
 
     def _run_initializer(self, path: str) -> dict[int, torch.Tensor]:
-        """Run the initializer of a module. Return the filled tensors by their meta tensors, and keep the buffers."""
+        """Run the initializer of the module at ``path``. Return the filled tensors, by id of the meta tensor."""
         root = self._module.get_submodule(path)
         members = dict(root.named_modules(prefix=path)) if self._is_initialized_whole(path) else {path: root}
         before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -215,11 +215,11 @@ class Initializers:
         return made
 
     def _checked_value(self, path: str, old: torch.Tensor, room: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-        """Return the value that an initializer has given to a tensor on the meta device: in ``room``, or a new tensor."""
+        """Return the value of a meta tensor after its initializer, which has filled ``room`` or made the tensor ``new``."""
         if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
             raise TreeError(
-                f"shard_module(): {path!r} is {tensor_text(old)}, and its initializer has made it "
-                f"{'nothing' if new is None else tensor_text(new)}. Fill it in place."
+                f"shard_module(): {path!r} is {tensor_text(old)}, and its initializer has replaced it by "
+                f"{'None' if new is None else tensor_text(new)}. Fill it in place."
             )
         if new is room and _is_unfilled(new):
             self.unfilled.add(path)
@@ -227,7 +227,6 @@ class Initializers:
 
 
 def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
-    """Return the error for unfilled tensors, which names them by module."""
     owners: dict[str, list[str]] = {}
     for path in paths:
         parent, _, name = path.rpartition(".")
@@ -242,7 +241,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory on the CPU for an initializer to fill: a copy of the tensor, or for a meta tensor the marks of no value."""
+    """Return memory on the CPU for an initializer to fill. It has the tensor's values; for a meta tensor NaN, or ``_MARK``."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _MARK
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
@@ -252,7 +251,7 @@ def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether elements of a tensor were never written. For integers only a wholly unwritten tensor is noticed."""
+    """Return whether an initializer has left elements unwritten. Of integers only a wholly unwritten tensor is noticed."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_MARK, dtype=x.dtype)

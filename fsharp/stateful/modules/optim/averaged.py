@@ -19,10 +19,7 @@ Buffers = dict[tuple[str, int], torch.Tensor]
 
 @contextmanager
 def averaged_parameters(session: Session, opt: Any) -> Iterator[None]:
-    """Return a context in which the parameters are the averages that an optimizer's state keeps.
-
-    Averages are written into the buffers of the parameters; the end of the context writes the parameters back.
-    """
+    """Copy the averages in an optimizer's state into the module's parameters; restore the parameters at the context's end."""
     averages, state = _averages(opt), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
@@ -52,8 +49,8 @@ def _averages(opt: Any) -> Buffers:
     states = [x for x in optree.tree_leaves(opt, is_leaf=is_average) if is_average(x)]
     if not states:
         raise TreeError(
-            "averaged(): the optimizer keeps no average. Make it of fs.optim.with_ema(fs.optim.adamw(...), decay=...); of a "
-            "class of torch.optim, average the tree of `fn, params = model.functional()`, and call fn with that."
+            "averaged(): the optimizer keeps no average. Make it of fs.optim.with_ema(fs.optim.adamw(...), decay=...). With a "
+            "class of torch.optim, average `params` of `fn, params = model.functional()`, and call fn with the averages."
         )
     found: Buffers = {}
     for state in states:
@@ -61,6 +58,6 @@ def _averages(opt: Any) -> Buffers:
             for group, buffer in zip(node.groups, node.buffers, strict=True):
                 if (node.name, group) in found:
                     path = node.unit.path_in_tree(node.unit.leaves_of_group(group)[0])
-                    raise TreeError(f"averaged(): the optimizer keeps several averages of {path!r}, and one is expected.")
+                    raise TreeError(f"averaged(): the optimizer keeps several averages of {path!r}, expected one.")
                 found[node.name, group] = buffer
     return found

@@ -17,8 +17,8 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 class FlatSlice(NamedTuple):
     """The elements from ``start`` to ``stop`` of this rank's buffer of a group of leaves.
 
-    ``leaves``: path, first element and end of each leaf in the range, counted from ``start``. ``shape``: the leaf's shape, for
-    an optimizer that updates whole leaves, one leaf in a range; None for a flat range.
+    ``leaves``: path, first element and end of each leaf in the range, counted from ``start``. ``shape``: None; or the shape of
+    the only leaf, for an optimizer that updates whole leaves.
     """
 
     unit: str
@@ -29,7 +29,7 @@ class FlatSlice(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def slice_of(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
-        """Return this range of the buffers of units, which are given by name."""
+        """Return a view of this range in the unit's buffer. ``nodes``: units by name."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
@@ -37,9 +37,9 @@ class FlatSlice(NamedTuple):
 
 
 def slices_by_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
-    """Yield the longest ranges of leaves with one label, padding included. Leaves without a label are left out.
+    """Yield the ranges of neighbouring leaves with equal labels, with padding. Leaves without a label are left out.
 
-    With ``is_whole`` yield each leaf by itself instead, in its shape; a buffer then has to hold whole leaves.
+    With ``is_whole`` yield each leaf by itself, in its shape; buffers then have to hold whole leaves.
     """
     for node in units_of(tree):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
@@ -87,9 +87,9 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
 
 
 def join_key(state: Mapping[str, Any]) -> Hashable:
-    """Return a key of a leaf's state: :func:`join_state` can join states with equal keys.
+    """Return a key of a leaf's state. :func:`join_state` can join states with equal keys.
 
-    The key has the names in the state, the dtype of each tensor with one value for each element, and all other values.
+    The key has the dtype of each state with one value for each element, and the values of all other states, by name.
     """
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)

@@ -1,8 +1,8 @@
 """ShardedOptimizer: an optimizer of torch.optim for the parts of a sharded module.
 
 An elementwise optimizer works on *runs*: ranges of a flat buffer whose leaves are in one parameter group, often a whole buffer.
-As in torch, leaves without a gradient are not updated. If only some leaves of a run have a gradient, the run is cut, and stays
-cut, as states differ from then on. Any other optimizer gets whole leaves in their shapes, if a rank has them whole.
+As in torch, leaves without a gradient are not updated. If only some leaves of a run have a gradient, the run is cut for good,
+as states differ from then on. Any other optimizer gets whole leaves in their shapes.
 """
 
 import copy
@@ -45,20 +45,20 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of a ShardedModule's parameters; its state is sharded as the module's strategy says.
+    """An optimizer of a ShardedModule's parameters, with state that is sharded by the module's strategy.
 
-    To learning rate schedulers and trainers it is a ``torch.optim.Optimizer``: ``param_groups`` hold the module's parameters,
-    and options that are set there take effect.
+    Learning rate schedulers and trainers can use it as a ``torch.optim.Optimizer``: ``param_groups`` hold the module's
+    parameters, and options that are set there take effect.
 
     An optimizer class is tried on small random tensors first, to find out which inputs an update depends on:
 
     - A class that updates each element by itself, such as AdamW, gets flat buffers, which may be cut anywhere.
     - A class that uses a parameter's shape or norm, such as Adafactor, Muon or LAMB, gets whole parameters in their shapes.
       Each parameter has to be whole on the ranks that hold it: by a strategy that replicates optimizer state (``ddp``), or by
-      the atom :class:`~fsharp.layouts.Whole`. A class that is not torch's own gets whole parameters wherever they are whole.
+      the atom :class:`~fsharp.layouts.Whole`. A class that is not torch's own gets whole parameters if ranks have them whole.
     - A class that uses all parameters together needs all of them on every rank.
 
-    The trial has 8 steps, and tensors of at most 24 elements. It does not see behaviour at other sizes or in later steps.
+    The trial has 8 steps, and tensors of at most 24 elements. Other behaviour at other sizes or in later steps is not noticed.
     ``check_steps=1`` adds a trial step at the sizes of the parameters.
 
     Args:
@@ -74,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: the optimizer of the given class, on flat buffers or whole parameters; None for a pair.
 
     Raises:
-        TreeError: the parameters are not those of one ShardedModule; the optimizer does not update each element by itself, and
+        TreeError: the parameters are not of one ShardedModule; the optimizer does not update each element by itself, and
             parameters are cut; or the class cannot be tried. All ranks raise.
         ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
 
@@ -112,14 +112,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
             state = self._tx.init(self.session.state.optimizer_copies(), comm=self.session.scheduler)
-            made_by = MadeBy(self._tx.name)  # as in later states, so that a checkpoint of one loads into this one
+            made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
         self._is_made = True
 
     def _make_inner_from_class(
         self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int
     ) -> None:
-        """Make the inner optimizer, from a class of torch.optim or a similar class."""
         if self.session.scheduler.policy.offload:
             raise ScheduleError(
                 f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device; SchedulePolicy(offload=True) is for "
@@ -138,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _probe_update_scopes(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[UpdateScope]:
-        """Return the scope of the optimizer's update in each of its groups. Raise an error if ranks lack the inputs for it."""
+        """Return the scope of the update in each parameter group. Raise an error if ranks lack inputs of the update."""
         trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
         found = []
         for group, mine in zip(self.param_groups, trained, strict=True):
@@ -150,9 +149,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parts, what = [p for p in mine if p.is_divided], "whole parameters or their shapes, and ranks hold parts of"
             if UpdateScope.EVERYTHING in found:
                 scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole or p.place.varying_axes]
-                what = "several parameters at once, or at chance, and other ranks hold parts of them: of"
+                what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
             elif scope is UpdateScope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
-                scope = UpdateScope.PARAMETER  # at sizes that were not tried, the class may look at more than one element
+                scope = UpdateScope.PARAMETER  # the class may look at more than one element, at sizes that were not tried
             scopes.append(scope)
             if scope is not UpdateScope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -165,10 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return scopes
 
     def _cut_into_runs(self) -> list[list[nn.Parameter]]:
-        """Cut flat buffers into runs of consecutive leaves that the inner optimizer updates as one tensor.
-
-        Return the runs as parameters: a list for each parameter group of the inner optimizer.
-        """
+        """Cut flat buffers into runs. Return the runs as parameters, a list for each group of the inner optimizer."""
         tree, self._generation = self.session.state.optimizer_copies(), self.session.state.generation
         rank = self.session.scheduler.rank
         self._runs = [
@@ -200,22 +196,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             LossError: all backward passes so far were inside of ``accumulate()``.
             ScheduleError: this is a second step after a backward, without :meth:`zero_grad` between the steps; or parameters
-                have
-                changed in a way that the module does not allow.
+                were changed in a way that the module does not allow.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tx = self._tx or Transform(lambda params: None, self._apply, {}, self._apply)  # not kept: it holds this optimizer
+        tx = self._tx or Transform(lambda params: None, self._apply, {}, self._apply)  # not kept: a cycle
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
             tx = without_updates(tx, paused)
         if self.session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
-                "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
-                "one ShardedOptimizer, in groups."
+                "step(): another optimizer of this module has made the step, and has used up the gradients. Put all parameters "
+                "into one ShardedOptimizer, in groups."
             )
-        hosted = {  # the host would wait for tensors on a device
+        hosted = {  # without tensors on a device, for which the host would wait
             f"group {i}: {key}": x
             for i, group in enumerate(self.param_groups)
             for key, x in sorted(group.items())
@@ -228,7 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise an error: pass all groups to ``ShardedOptimizer()``."""
         if self._is_made:
-            raise TreeError("add_param_group(): a ShardedOptimizer gets all its groups when it is made: pass them to it then.")
+            raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)
 
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
@@ -284,9 +279,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A read-only mapping from a parameter to the optimizer's state for it: ``optimizer.state[p]["exp_avg"]``.
 
         State with a value for each element is a :class:`~fsharp.modules.ShardedTensor` that shares the optimizer's memory: a
-        write to the tensor changes the state. Other state, such as ``"step"``, is the optimizer's own object. A rank may lack
-        this object if it holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look
-        parts up again after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
+        write to the tensor changes the state. Other state, such as ``"step"``, is the optimizer's own object; it may be missing
+        on a rank that holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look parts
+        up again after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
@@ -298,11 +293,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @state.setter
     @api_boundary
     def state(self, value: Any) -> None:
-        if self._is_made:  # torch's constructor sets an empty one
+        if self._is_made:  # torch's constructor sets an empty dict
             raise TreeError("optimizer.state cannot be replaced: load_state_dict() loads the result of state_dict().")
 
     def _state_of(self, path: str) -> dict[str, Any]:
-        """Return the state of this rank's elements of one parameter."""
+        """Return the state of one parameter by name, such as ``"exp_avg"``, as parts of this rank."""
         like = self.session.parameters
         for run, parameter in self._each_run():
             if leaf := next((leaf for leaf in run.leaves if leaf[0] == path), None):
@@ -319,7 +314,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters; all ranks have to call this.
+        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters. All ranks have to call this.
 
         State with a value for each element is a :class:`~fsharp.modules.ShardedTensor`, which any mesh can read. Other state,
         such as ``"step"``, is as in torch. All values are copies. A parameter that has had no gradient has no state. For an
@@ -330,11 +325,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             TreeError: a parameter is a DTensor that is sharded on other axes; a state is no tensor, number, string or None.
 
         Cost: for a class, the memory of the state, and for each axis two collectives of a few bytes for each parameter. State
-        that is not by element, such as row statistics, is copied to all ranks.
+        without a value for each element, such as row statistics, is copied to all ranks.
         """
         refuse_dtensors("state_dict()", self.session)
         if self.inner is not None:
-            # Leaf by leaf: those of one run share a step, and torch would count that once for each of them.
+            # Copied for each leaf: leaves of a run share the tensor "step", which torch would increment once for each leaf.
             mine = {path: copy.deepcopy(state) for path, state in self._states().items()}
             states = fill_in_missing_states("state_dict()", mine, self._parameters_with_state(), self.session.scheduler)
             return {"state": states, "param_groups": self._groups_with_paths()}
@@ -369,7 +364,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
     def _fresh_state(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state with which the wrapped optimizer begins for a parameter, with its group's options in ``groups``."""
+        """Return the state with which the inner optimizer begins for a parameter, with its group's options in ``groups``."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
         mine, is_flat = parameter.local, self._scopes[index] is UpdateScope.ELEMENT
@@ -388,10 +383,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict from :meth:`state_dict` on this rank of this layout. All ranks have to call this method.
+        """Load a state dict from :meth:`state_dict` on the same rank and layout. All ranks have to call this method.
 
-        Values are copied. Whole tensors may stand in place of parts; each rank takes its part. A parameter without state in the
-        dict has none afterwards. Options of parameter groups, such as learning rates, come from the dict.
+        Values are copied. Of whole tensors in place of parts each rank takes its part. A parameter without state in the dict
+        has no state afterwards. Options of parameter groups, such as learning rates, come from the dict.
 
         Raises:
             TreeError: the dict has groups of other parameters, state of another class, rank or layout, or other shapes or
@@ -427,7 +422,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
-        """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on the others.
+        """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on other ranks.
 
         ``rank=None`` returns the dict on all ranks. Errors are those of :meth:`state_dict` and ``model.full_state_dict()``. For
         an ``(init, update)`` pair this method raises a TreeError.
@@ -441,7 +436,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
-        """Load one rank's result of :meth:`full_state_dict` on all ranks. Ranks other than ``rank`` pass None.
+        """Load the result of :meth:`full_state_dict` on ``rank`` into the optimizers of all ranks. Other ranks pass None.
 
         Errors are those of :meth:`load_state_dict` and ``model.load_full_state_dict()``. For an ``(init, update)`` pair this
         method raises a TreeError.
@@ -450,16 +445,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         where = "load_full_state_dict()"
         self._refuse_pair(where)
-        # All ranks take a tensor without dims whole.
+        # Every rank keeps a tensor without dims whole.
         like = {("state", path): part for path, part in self._parameters_with_state().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.scheduler, like))
 
     def _refuse_pair(self, where: str) -> None:
         if self.inner is None:
             raise TreeError(
-                f"{where}: the state of an (init, update) pair is a tree of its own, and not by names of parameters. Save by "
-                "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take "
-                "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm), whole on all ranks."
+                f"{where}: the state of an (init, update) pair is a tree, and has no names of parameters. Save by "
+                "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take the whole tree on all ranks, "
+                "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm)."
             )
 
     def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
@@ -472,7 +467,7 @@ def _session_of(params: list[Any]) -> Session:
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(
                 f"ShardedOptimizer(): parameter {i} is a {type(parameter).__name__} of shape "
-                f"{list(getattr(parameter, 'shape', ()))}, not one of a ShardedModule. Pass model.parameters() as they are "
+                f"{list(getattr(parameter, 'shape', ()))}, expected a parameter of a ShardedModule. Pass model.parameters() "
                 "after shard_module(model, ...)."
             )
     first, *others = {parameter.owner() for parameter in params}

@@ -1,4 +1,4 @@
-"""Find out by a trial on what an optimizer's update depends: single elements, whole parameters, or all parameters."""
+"""Find out by a trial whether an optimizer's update depends on single elements, whole parameters, or all parameters."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from fsharp.functional.optim.probe import are_close
 
 _SHAPES = ((4, 6), (5,), (3, 2, 4), (6, 3))
 _MATRICES = ((4, 6), (6, 3), (5, 5))
-_STEPS = 8  # some optimizers do something else in every fifth step
+_STEPS = 8  # some optimizers update differently in every fifth step
 _LR = 1e-2
 _drawing = threading.RLock()  # ranks that are threads share the generator
 
@@ -44,15 +44,15 @@ def probe_update_scope(
     """Return the scope of an optimizer's update, with these options of a parameter group, found by a trial.
 
     The optimizer makes steps on random tensors, with the first shapes in ``choices`` that it accepts. It updates all tensors
-    together, each tensor alone, and flat pieces that cross the bounds of tensors. If two of these trials update alike, an
-    update depends on no more elements than the smaller trial had. An optimizer that keeps tensors of other shapes than the
+    together, each tensor alone, and flat pieces that cross the bounds of tensors. If two trials have equal updates, the update
+    of an element depends only on elements of the smaller trial. An optimizer whose state has tensors of other shapes than the
     parameter's, such as row statistics, needs whole parameters.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TreeError(
             f"ShardedOptimizer(): {optimizer.__name__} computes the loss several times in a step, by a closure, and gradients "
-            "of a sharded module are there for one update. Use an optimizer whose step() needs no closure."
+            "of a sharded module serve one update. Use an optimizer whose step() needs no closure."
         )
     make = partial(_new_optimizer, optimizer, options, defaults)
     with _random_state_kept(device):
@@ -64,7 +64,7 @@ def probe_update_scope(
             except Exception as raised:
                 error = raised
         else:
-            make([x[0] for x in trial])  # options that it refuses raise its own words
+            make([x[0] for x in trial])  # wrong options raise the optimizer's own error here
             raise TreeError(
                 f"ShardedOptimizer(): {optimizer.__name__} was tried on small dense parameters, to find out whether it can "
                 f"update parts of them, and raised {type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ def probe_update_scope(
         third = elements.shape[1] // 3
         try:
             pieces = [_run_trial(make, [x]).updates[0] for x in elements.tensor_split([third, third + 2], 1)]
-        except Exception:  # it takes no vectors
+        except Exception:  # the optimizer takes no vectors
             return UpdateScope.PARAMETER
         is_same = bool(are_close(torch.cat(together), torch.cat(pieces)).all())
         return UpdateScope.ELEMENT if is_same and not has_other_shapes else UpdateScope.PARAMETER
@@ -84,9 +84,9 @@ def probe_update_scope(
 def fresh_state(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
 ) -> dict[str, Any]:
-    """Return an optimizer's fresh state for a parameter, made by a step on a copy with zero gradient; ``"step"`` is zero.
+    """Return the state that an optimizer would begin with for a parameter, with ``"step"`` 0.
 
-    Memory: four times the parameter's, and the state.
+    A step on a copy of the parameter, with zero gradient, makes the state. Memory: four times the parameter's, and the state.
     """
     parameter = torch.nn.Parameter(like.detach().clone())
     parameter.grad = torch.zeros_like(parameter)
@@ -101,7 +101,6 @@ def fresh_state(
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Return a context that restores the states of random generators at its end."""
     with _drawing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 
@@ -112,21 +111,25 @@ def _new_optimizer(
     defaults: Mapping[str, Any],
     parameters: list[torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of parameters, with copies of the options."""
     own, shared = copy.deepcopy(({k: v for k, v in options.items() if k != "params"}, dict(defaults)))
     return optimizer([{**own, "params": parameters}], **shared)
 
 
 def _random_parameters(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
-    """Return for each shape a parameter and its gradients, stacked. Gradients are small in some steps, and large in others."""
+    """Return for each shape a parameter and its gradients, stacked: ``[1 + num_steps, *shape]``."""
     generator = torch.Generator().manual_seed(0)
-    scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large ones
+    scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large gradients
     drawn = [torch.randn(1 + num_steps, *shape, generator=generator) for shape in shapes]
     return [(x * scales.view(-1, *(1 for _ in x.shape[1:]))).to(device) for x in drawn]
 
 
 class _TrialResult(NamedTuple):
-    """The update of each parameter, flat; and whether the optimizer's state has tensors of other shapes than the parameters."""
+    """The result of a trial of an optimizer.
+
+    Attributes:
+        updates: the total update of each parameter, flat.
+        has_other_shapes: whether the state of a parameter has a tensor of another shape than the parameter's.
+    """
 
     updates: list[torch.Tensor]
     has_other_shapes: bool
@@ -134,10 +137,10 @@ class _TrialResult(NamedTuple):
 
 @torch.no_grad()
 def _run_trial(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> _TrialResult:
-    """Run some steps of a new optimizer. ``trial``: for each parameter, its value and its gradient in each step, stacked."""
+    """Run the steps of a trial with a new optimizer. ``trial``: see :func:`_random_parameters`."""
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make(list(parameters))
-    for group in made.param_groups:  # updates that are scaled by nothing look the same everywhere
+    for group in made.param_groups:  # with a learning rate of zero all updates would be equal
         rate = group.get("lr")
         if rate is not None:
             group["lr"] = torch.full_like(rate, _LR) if isinstance(rate, torch.Tensor) else _LR

@@ -26,8 +26,8 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.zero_grad()
 
     If gradients of one rank hold an infinity or NaN, all ranks skip the step and lower the scale. A skipped step releases the
-    gradients. With ``accumulate()`` call these methods once, after the last backward. With any other optimizer the class is
-    torch's.
+    gradients. With ``accumulate()`` call these methods once, after the last backward. Any other optimizer is treated as by
+    torch's class.
 
     Raises:
         ScheduleError: there are no gradients to unscale; the module has ``Precision(feedback=True)``.
@@ -50,16 +50,16 @@ class GradScaler(torch.amp.GradScaler):
         buffers = session.step.means.buffers
         if not allow_fp16 and any(buffer.dtype == torch.float16 for buffer in buffers):
             raise ValueError(
-                "unscale_(): gradients are summed in float16, and would overflow where they are unscaled. Pass "
-                "shard_module() a precision with accumulate=torch.float32."
+                "unscale_(): gradients are summed in float16, and may have overflowed. Pass shard_module() a precision with "
+                "accumulate=torch.float32."
             )
         flag = torch.zeros(1, dtype=torch.float32, device=session.scheduler.device)
         inverse = inv_scale.to(flag.device)
         for buffer in buffers:
             torch._amp_foreach_non_finite_check_and_unscale_([buffer], flag, inverse)
-            torch.autograd.graph.increment_version(buffer)  # it does not say so itself
+            torch.autograd.graph.increment_version(buffer)  # the kernel does not
         session.step.means.edits.append("unscale")
-        # The largest and the smallest scale come along, and show in what the host reads anyway: it does not wait for them.
+        # Different scales turn the flag into NaN, so that the host, which reads only the flag, notices without another wait.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])
         found, most, least = self._seen = max_flag_over_ranks(seen, session.calls.specs, session.scheduler)
         return {flag.device: torch.where(most == -least, found, math.nan)}

@@ -51,16 +51,17 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
 
 
 def fill_in_missing_states(where: str, states: States, parameters: Mapping[str, ShardedTensor], comm: Comm) -> States:
-    """Return states with equal names on all ranks: a rank without elements gets empty parts, and copies of other state.
+    """Return states with equal names on all ranks, for state dicts.
 
-    Ranks whose parameters differ, such as experts, keep their own states. It is an error if a state is no tensor, number,
-    string or None, or if ranks keep different kinds of state of one parameter.
+    A rank that holds no element of a parameter gets empty parts, and another rank's values of state that is not elementwise.
+    Ranks whose parameters differ, such as experts, keep their own states. A state that is no tensor, number, string or None is
+    a TreeError; different kinds of state for one parameter are an AgreementError.
     """
 
     def described() -> str:
         mine = [(path, states.get(path, {}).items()) for path in parameters]
         rows = [json.dumps([[key, _kind(where, path, key, x)] for key, x in items]) for path, items in mine]
-        known = list(dict.fromkeys(rows))  # a few, for many parameters
+        known = list(dict.fromkeys(rows))  # many parameters have equal rows
         return json.dumps([known, list(map(known.index, rows))])
 
     texts = all_gather_texts(check_on_all_ranks(where, comm, described), comm)
@@ -68,7 +69,7 @@ def fill_in_missing_states(where: str, states: States, parameters: Mapping[str, 
     found: States = {}
     for i, (path, like) in enumerate(parameters.items()):
         mine, kinds = states.get(path, {}), {rank: each[i] for rank, each in enumerate(everyone) if each[i]}
-        mesh, axes = like.unit.mesh, like.place.varying_axes  # along which ranks have states of their own
+        mesh, axes = like.unit.mesh, like.place.varying_axes  # along these axes ranks have states of their own
         owners = [mesh.index_along(axes, rank) for rank in range(mesh.size)]
         first: dict[int, int] = {}
         for rank, kind in kinds.items():
@@ -94,12 +95,12 @@ def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
         return ["value", value]
     raise TreeError(
         f"{where}: {key!r} of {path!r} is a {type(value).__name__}, expected a tensor, a number, a string or None, which "
-        "another mesh can read. Take an optimizer that keeps such."
+        "another mesh can read. Take another optimizer."
     )
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return ``value``; if this rank holds no element of the parameter, return the value of the rank ``source``."""
+    """Return ``value``; or the value of rank ``source`` if ``value`` is None, as this rank holds no element."""
     what, *rest = kind
     if what == "value":
         return rest[0]
@@ -133,12 +134,12 @@ def check_groups(
     got, expected = ([list(group["params"]) for group in each] for each in (groups, own))
     if got != expected:
         facts = [("got", _counts(got)), ("expected", _counts(expected))]
-        remedy = "Make the same groups in the same order, by names of parameters; an optimizer of torch numbers them."
+        remedy = "Make the same groups in the same order, by names of parameters; torch's own optimizers number parameters."
         raise TreeError(problem(where, "the parameter groups are not those of this optimizer.", facts, remedy))
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
         if missing := sorted(set(options) - group.keys()):
             facts = [("got", ", ".join(sorted(group))), ("expected", f"{missing[0]!r}, such as {mine[missing[0]]!r}")]
-            what = f"group {i} is that of another optimizer."
+            what = f"group {i} belongs to another optimizer."
             raise TreeError(problem(where, what, facts, "Load the state of the same class."))
     if trained is not None and (unknown := sorted(str(name) for name in state_dict["state"] if name not in trained)):
         raise TreeError(
@@ -152,7 +153,7 @@ def _counts(groups: list[list[Any]]) -> str:
 
 
 Replicas = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
-"""What ranks compare: by name a tensor, and the axes along which they have values of their own."""
+"""Tensors that ranks compare, by name, each with the axes along which ranks have values of their own."""
 
 
 def read_states(
@@ -161,16 +162,16 @@ def read_states(
     parameters: Mapping[str, ShardedTensor],
     fresh: Callable[[str], Mapping[str, Any]],
 ) -> tuple[States, Replicas]:
-    """Return the states in a state dict, whole tensors cut to this rank's parts; and the texts that ranks compare.
+    """Return the states in a state dict, with whole tensors cut to this rank's parts; and tensors that ranks compare.
 
-    ``fresh`` returns the fresh state of a parameter. States that differ from it in names, dtypes or shapes are an error.
+    ``fresh`` returns the fresh state of a parameter. A state that differs from it in names, dtypes or shapes is an error.
     """
     states: States = {}
     replicas: Replicas = {}
     for path, like in parameters.items():
         state = given.get(path) or {}
         states[path] = _checked_state(where, path, state, fresh(path), like) if state else {}
-        # One entry a parameter, whatever is kept of it: ranks with parameters of their own may differ in that.
+        # The same entries for each parameter, as ranks with parameters of their own may keep different states.
         parts = [tensor_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [tensor_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         kinds = repr([(key, _kind(where, path, key, value)) for key, value in state.items()]).encode()
@@ -189,7 +190,7 @@ def _checked_state(
     if wanted.keys() - given.keys():
         raise TreeError(
             f"{where}: the state of {path!r} has {sorted(given)}, and this optimizer keeps {sorted(wanted)}. Load the state of "
-            "the same class with the same options; a parameter without state has none at all."
+            "the same class with the same options, or leave the parameter's state out."
         )
     found: dict[str, Any] = {}
     for key, value in given.items():
@@ -213,24 +214,24 @@ def _checked_state(
 
 
 def read_pair_state(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replicas]:
-    """Return a copy of the state of an ``(init, update)`` pair, and the texts that ranks compare.
+    """Return a copy of ``given``, the state of an ``(init, update)`` pair; and tensors that ranks compare.
 
-    A state that differs from ``own`` in structure, or was donated, is an error.
+    A state that differs from the current state ``own`` in structure, layout, shapes or dtypes, or was donated, is an error.
     """
     check_not_donated(where, units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."
     paths, new, spec = optree.tree_flatten_with_path(given, is_leaf=is_sharded)
     old, own_spec = optree.tree_flatten(own, is_leaf=is_sharded)
     if spec != own_spec:
-        what = "it is the state of another transformation."
+        what = "the state is of another transformation."
         raise TreeError(problem(where, what, [("got", spec), ("expected", own_spec)], remedy))
     for path, x, y in zip(paths, new, old, strict=True):
         if _about(x) != _about(y):
             got, expected = (each if is_sharded(each) else _about(each) for each in (x, y))
             facts = [("at", ".".join(map(str, path))), ("got", got), ("expected", expected)]
-            raise TreeError(problem(where, "it is a state of another layout, shape or dtype.", facts, remedy))
+            raise TreeError(problem(where, "the state has another layout, shape or dtype.", facts, remedy))
         if is_sharded(x) and x.rank is not None and not x.unit.hold_same_part(x.place, x.rank, rank):
-            what = f"it is the state of rank {x.rank} of {x.unit.mesh}, and this is rank {rank}, which has another part."
+            what = f"the state is of rank {x.rank} of {x.unit.mesh}, and this is rank {rank}, which has another part."
             raise TreeError(problem(where, what, [("unit", repr(x.name))], "Load what this rank has saved."))
     replicas: Replicas = {}
     for i, node in enumerate(new):

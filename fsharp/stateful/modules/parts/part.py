@@ -1,4 +1,4 @@
-"""ShardedTensor: this rank's part of a tensor. Functions either give the result for the whole tensor, or raise an error."""
+"""ShardedTensor: this rank's part of a tensor. A function of it returns the result for the whole tensor, or raises an error."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from fsharp.tracebacks import api_boundary
 _HARMLESS = {"data_ptr", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference"}
 _HARMLESS |= {"is_pinned", "is_shared", "requires_grad_", "storage_offset", "untyped_storage", "__dir__", "__hash__"}
 _COMPUTING = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
-_SHAPES = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}  # they answer for the whole tensor
+_SHAPES = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}  # of the whole tensor
 
 
 class ShardedTensor(torch.Tensor):
@@ -53,7 +53,7 @@ class ShardedTensor(torch.Tensor):
         unit: layout of the unit that stores the tensor; ``unit.run_of_leaf(leaf, place, rank)`` is the range of elements on any
             rank.
         leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and ``run`` are those of the local tensor.
-        place: where the tensor rests.
+        place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.
         owner: weak reference to the Session of the module.
@@ -69,10 +69,10 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def from_attributes(cls, data: torch.Tensor, about: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
-        """Return a part with the 1-D elements ``data`` and the attributes ``about``, without a copy."""
+        """Return a part with the elements ``data``, 1-D and without a copy, and the attributes ``about``."""
         if _is_whole_on_every_rank(about["unit"], about["place"], about["spec"]):
             data = data.view(about["leaf"].shape)
-        part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # a view would keep the memory of its base
+        part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # no view, which would keep its base alive
         part.__dict__.update(about)
         return part
 
@@ -83,12 +83,12 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """A dict of the attributes that identify tensor and part."""
+        """The attributes of the class, as a dict."""
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
     def _dtensor(self) -> tuple[Any, ...] | None:
-        """Return mesh and placements of the parameter's DTensor, if the DTensor's mesh shards the parameter too; else None."""
+        """Mesh and placements of the parameter's DTensor, if the DTensor's mesh shards the parameter too; else None."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
     @property
@@ -164,7 +164,7 @@ class ShardedTensor(torch.Tensor):
     @property
     @api_boundary
     def data(self) -> "ShardedTensor":
-        """This part, detached, with shared memory. The module notices writes to it."""
+        """This part, detached, in the same memory. The module notices writes to it."""
         return ShardedTensor.cut_like(self.local, self)
 
     @data.setter
@@ -187,7 +187,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _cut_key(self) -> tuple[Any, ...]:
-        """A key of the cut: equal for two parts if each rank holds the same range of elements of both."""
+        """A key that two parts share if each rank holds the same range of elements of both."""
         if self.is_whole:
             return self.full_shape, None
         size = self.unit.local_size(self.leaf.group, self.place)
@@ -206,7 +206,7 @@ class ShardedTensor(torch.Tensor):
         if name in _SHAPES and isinstance(args[0], ShardedTensor):
             return func(torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
-        if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint casts to the dtype that the forward saw
+        if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint has to see the dtype of its forward
             args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
             return _is_unchanged_by_to(*args)
@@ -219,11 +219,11 @@ class ShardedTensor(torch.Tensor):
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
-            owner.step.refuse_scaled_gradients("unscale_()")  # of torch's own GradScaler
+            owner.step.refuse_scaled_gradients("unscale_()")  # torch's own GradScaler calls this function
         reduction = reduction_of(name, args, kwargs) if any(part._axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
-            # Not a TypeError, which Python would take for a missing operator.
+            # A TypeError would mean to Python that an operator is missing.
             raise LayoutError(not_whole_message(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held(cut[0])}", name))
         if torch.is_grad_enabled():
             _refuse_autograd(name, rows, cut)
@@ -235,7 +235,7 @@ class ShardedTensor(torch.Tensor):
         else:
             if is_in_place(name):
                 for part in parts:
-                    _ = part.local  # waits for gathers that read it
+                    _ = part.local  # waits for gathers that read the part
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         if is_in_place(name):
@@ -268,12 +268,12 @@ class ShardedTensor(torch.Tensor):
 
 
 def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | None) -> bool:
-    """Return whether every rank holds whole tensors of a unit in a place."""
+    """Return whether every rank holds the whole tensors of a unit that rests at ``place``."""
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded_axes)
 
 
 def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
-    """Return whether a module's ``to()`` leaves a part unchanged. Raise an error for another dtype or device."""
+    """Return True if a module's ``to()`` leaves a part unchanged. Raise an error if it changes dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
             f"a sharded module cannot be moved or cast: unit {part.unit.display_name}, {part.path!r} is {part.dtype} on "
@@ -283,7 +283,7 @@ def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
 
 
 def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error for a function that autograd would record, as parts are not in autograd's graph."""
+    """Raise an error if a tensor in ``rows`` requires a gradient, as autograd does not record functions of parts."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             raise LayoutError(unseen_by_autograd_message(x.path, name))
@@ -295,10 +295,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
 
 
 def _full_in_backward(x: Any) -> Any:
-    """Replace ShardedTensors in an argument by whole parameters while the backward of their unit is under way.
-
-    Activation checkpointing reads the parameters then, to recompute a forward.
-    """
+    """Return an argument with whole parameters in place of parts whose unit is in its backward, where checkpoints recompute."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter(x)
@@ -312,7 +309,7 @@ def _full_in_backward(x: Any) -> Any:
 
 
 def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
-    """Return the reduction of each tensor; parts are reduced over ranks too, by a collective for each axis."""
+    """Return the reduction of each tensor. Parts are also reduced over ranks, by a collective for each axis."""
     found: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
@@ -369,10 +366,7 @@ def _elementwise(
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of an argument, cut like ``likes[0]``.
-
-    For a list, item ``i`` is cut like ``likes[i % len(likes)]``.
-    """
+    """Return this rank's elements of an argument, cut like ``likes[0]``; in a list, like the parts in ``likes`` in turn."""
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))

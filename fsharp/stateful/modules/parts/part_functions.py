@@ -20,13 +20,13 @@ _OPERATORS = """
     __rfloordiv__ __rmod__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __xor__
 """
 COPIES = frozenset(("bfloat16", "clone", "contiguous", "cpu", "cuda", "double", "float", "half", "to"))
-"""Functions that return the same part in other memory, device or dtype; or in the same memory, where torch does so."""
+"""Functions that return the same elements as a part: copied, on another device, or in another dtype."""
 
 ELEMENTWISE = frozenset(
     [form for name in _NAMES.split() for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")]
     + [*_OPERATORS.split(), *COPIES, "empty_like", "full_like", "ones_like", "zeros_like"]
 )
-"""Functions whose result depends, for each element, on the same element of the operands alone."""
+"""Functions of which each element of the result depends only on the same element of the operands."""
 
 
 def is_in_place(name: str) -> bool:
@@ -37,10 +37,10 @@ def is_in_place(name: str) -> bool:
 
 
 class Reduction(NamedTuple):
-    """A reduction of all elements of a tensor, of which ranks have parts, to one number.
+    """A reduction of all elements of a sharded tensor to one number.
 
-    ``local`` returns the scalar of this rank's elements, which may be none. ``op`` combines the scalars of ranks. ``finish``
-    returns the result, from the combined scalar and the number of all elements.
+    ``local`` returns a scalar from this rank's elements, of which there may be none. ``op`` combines the scalars of ranks.
+    ``finish`` returns the result from the combined scalar and the number of all elements.
     """
 
     local: Callable[[torch.Tensor], torch.Tensor]
@@ -85,7 +85,7 @@ def _vector_norm(
     of = dtype or x.dtype.to_real()
     if math.isinf(ord):
         found = _extreme(of, "max" if ord > 0 else "min")
-        return Reduction(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of nothing is 0
+        return Reduction(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of no elements is 0
 
     def local(x: torch.Tensor) -> torch.Tensor:
         if ord == 2:
@@ -116,11 +116,11 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "linalg_norm": lambda x, *, dtype=None: _vector_norm(x, dtype=dtype),
     "_foreach_norm": lambda x, ord=2, dtype=None: _vector_norm(x, ord, dtype=dtype),
 }
-"""By name of a function, a function of the same arguments that returns the Reduction, or raises a TypeError."""
+"""Functions by name of a torch function: with its arguments they return the Reduction, or raise a TypeError."""
 
 
 def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
-    """Return the reduction that a call makes; None if it is no reduction of all elements."""
+    """Return the reduction that a call computes; None if the call does not reduce all elements."""
     try:
         return REDUCTIONS[name](args[0][0] if name.startswith("_foreach_") else args[0], *args[1:], **kwargs)
     except (KeyError, TypeError):
@@ -128,7 +128,7 @@ def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
 
 
 def arguments_by_computation(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
-    """Return the arguments of each computation of a call: a list for each tensor of a ``_foreach`` function, else one list."""
+    """Return one list of all arguments of a call; for a ``_foreach`` function a list for each tensor of its lists."""
     given = [*args, *kwargs.values()]
     lists = [x for x in given if isinstance(x, list | tuple)]
     rest = [x for x in given if not isinstance(x, list | tuple)]

@@ -26,7 +26,7 @@ NO_COPIES = (
     "save model.full_state_dict()."
 )
 Caller = tuple[str, str, str]
-"""A known caller of functions of parts: how its Python module's name begins, the caller in a user's words, what to write."""
+"""A known caller of functions of parts: the beginning of its Python module's name, a user's name for the caller, a remedy."""
 
 _CALLERS: list[Caller] = [
     ("torch.optim.", "an optimizer of torch.optim", "Make a fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, ...)."),
@@ -58,9 +58,9 @@ _CHECKPOINT: Caller = (
 
 
 def running_torch_tool(usual: str) -> tuple[str, str]:
-    """Return text that names the torch tool, such as activation checkpointing, that is running, and what to do instead.
+    """Return two texts: ``" of ..."`` with the torch tool that is running, such as FSDP; and the remedy for the tool.
 
-    The innermost known tool on the stack counts. If no known tool is running, return an empty text and ``usual``.
+    The innermost known tool on the stack counts. If no known tool is running, return ``""`` and ``usual``.
     """
     modules = [f"{frame.f_globals.get('__name__', '')}." for frame, _ in walk_stack(sys._getframe(1))]
     known = _CALLERS
@@ -71,7 +71,7 @@ def running_torch_tool(usual: str) -> tuple[str, str]:
 
 
 def not_whole_message(held: str, name: str) -> str:
-    """Return the error message for a function that would treat ``held``, a part, as the whole tensor."""
+    """Return the error message for the function ``name``, which would take a part, described by ``held``, for the whole."""
     by, remedy = running_torch_tool(
         "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions parameters "
         "are whole inside of `with model.unsharded():` (write=True keeps changes)."
@@ -80,10 +80,7 @@ def not_whole_message(held: str, name: str) -> str:
 
 
 def unseen_by_autograd_message(path: str, name: str) -> str:
-    """Return the error message for a torch function of a trained ShardedTensor in grad mode.
-
-    Autograd does not record functions of ShardedTensors.
-    """
+    """Return the error message for a function of a trained part in grad mode, which autograd does not record."""
     by, remedy = running_torch_tool(
         "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values under "
         "torch.no_grad()."
@@ -96,7 +93,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Raise an error if another library shards or replicates a module's parameters, or they are not plain dense tensors."""
+    """Raise an error if DDP or FSDP manages a module's parameters, or a parameter is no plain dense tensor."""
     for path, each in module.named_modules():
         if isinstance(each, (*_WRAPPERS, FSDPModule)):
             wrapped = isinstance(each, _WRAPPERS)
@@ -112,8 +109,8 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
         elif isinstance(parameter, UninitializedParameter):
             why = "has no shape yet. Call the lazy module once before, with an input of the usual size."
         elif type(parameter) is not nn.Parameter and not is_known:
-            why = f"is a {type(parameter).__name__}, and would become a plain nn.Parameter. Make it an nn.Parameter, and do in "
-            why += "the forward what the class does."
+            why = f"is a {type(parameter).__name__}, and would become a plain nn.Parameter. Make it an nn.Parameter, and move "
+            why += "what the class does into the forward."
         elif parameter.layout is not torch.strided:
             why = f"has the layout {parameter.layout}, expected torch.strided. Take parameter.to_dense()."
         elif parameter.is_complex() and parameter.requires_grad:
@@ -126,9 +123,9 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 @cache
 def patch_torch_wrappers(sharded: type[nn.Parameter]) -> None:
-    """Make torch's wrappers of modules, such as DistributedDataParallel, raise an error for sharded modules.
+    """Make wrappers such as DistributedDataParallel raise an error for sharded modules.
 
-    Torch's optimizers then raise an error for parameters that :func:`~fsharp.shard_module` has replaced.
+    Optimizers of torch then raise an error for parameters that :func:`~fsharp.shard_module` has replaced.
     """
     register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
     register_optimizer_step_pre_hook(_refuse_step)
@@ -139,8 +136,8 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if any("_fsharp_replaced" in parameter.__dict__ for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
         raise TreeError(
-            f"step(): this {name} was made before shard_module(), and holds the parameters from before: it would train "
-            f"nothing. Make the optimizer after shard_module(): fs.ShardedOptimizer(model.parameters(), {name}, ...)."
+            f"step(): this {name} was made before shard_module(), and holds parameters that the module no longer uses. Make "
+            f"the optimizer after shard_module(): fs.ShardedOptimizer(model.parameters(), {name}, ...)."
         )
 
 

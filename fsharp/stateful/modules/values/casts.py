@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class CastDtypes(NamedTuple):
-    """The dtypes to which a module's floating-point inputs and outputs are cast; None leaves them."""
+    """The dtypes to which a module's floating-point inputs and outputs are cast; None means no cast."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -32,7 +32,7 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
         inside = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
         mine = [Precision(), *(rule for pattern, rule in rules.items() if matches_or_contains(pattern, path))][-1]
         if path and all(of_leaf[leaf] != mine for leaf in inside):
-            what = f"the module {path!r} casts its inputs by one precision, and all of its parameters have others."
+            what = f"the module {path!r} has a precision for its inputs, and none of its parameters has the same precision."
             facts = [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])]
             remedy = f"Name the module: a pattern {path!r} selects it and all of its parameters."
             raise LayoutError(problem("shard_module(precision=...)", what, facts, remedy))
@@ -43,13 +43,13 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
 
 
 def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
-    """Cast the floating-point tensors in a value, in torch's pytrees and dataclasses; the dtype None casts nothing.
+    """Return a value with its floating-point tensors cast to ``dtype``, or the value itself if ``dtype`` is None.
 
-    Nothing is changed in place. An object without a tensor to cast is returned itself: its owner sees what the module writes
-    to the object. A tensor to cast in any other container, such as a set, is an error.
+    Tensors are found in torch's pytrees and in dataclasses, of which new ones are made. An object without a tensor to cast is
+    kept, so its owner sees what the module writes to it. A tensor to cast in any other container, such as a set, is an error.
     """
     if dtype is None:
         return value
-    what = f"a module with precision= is to cast tensors to {dtype}"
+    what = f"a module with precision= has to cast tensors to {dtype}"
     found: T = map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x, what, kinds=Collection)
     return found

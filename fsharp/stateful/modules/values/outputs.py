@@ -1,4 +1,4 @@
-"""Find the tensors in what a module returns, and replace tensors in pytrees of torch and dataclasses."""
+"""Find the tensors in a module's result, and replace tensors in torch's pytrees and dataclasses."""
 
 import copy
 import dataclasses
@@ -24,10 +24,10 @@ _LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map
 def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     """Return all tensors that can be reached from a value, except through modules.
 
-    For a result of the module at the path ``given_by``, raise an error for generators and other iterators, which may compute
-    after parameters are released.
+    ``given_by``: path of the module whose result the value is. Then a generator or other iterator in the value is an error, as
+    it may compute after parameters are released.
     """
-    if isinstance(value, torch.Tensor):  # what most modules return
+    if isinstance(value, torch.Tensor):  # most modules return a tensor
         return [value]
     found: dict[int, torch.Tensor] = {}
     seen, rest = dict[int, Any](), [value]
@@ -48,15 +48,15 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type = object, in_place: bool = False) -> Any:
-    """Map the tensors in a value, in torch's pytrees and dataclasses. Return the same object if no tensor changes.
+    """Return a value with ``change(tensor)`` in place of each tensor; the same object if no tensor changes.
 
-    With ``in_place`` lists, dicts and dataclasses are changed themselves, not copied. A tensor to change in any other object
-    of the classes ``kinds`` is an error, whose message begins with ``what``.
+    Tensors are found in torch's pytrees and in dataclasses. With ``in_place`` lists, dicts and dataclasses are changed, not
+    copied. A tensor to change in any other object of the classes ``kinds`` is an error; its message begins with ``what``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
     registered = torch_pytree.SUPPORTED_NODES.get(type(value))
-    if registered is not None:  # not by tree_flatten(), which leaves a circle of functions that has the value
+    if registered is not None:  # tree_flatten() would leave a reference cycle that keeps the value alive
         old, context = registered.flatten_fn(value)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         old = list(value)
@@ -84,14 +84,14 @@ def map_tensors(value: Any, change: Callable[[Any], Any], what: str, *, kinds: t
     else:
         value = value if in_place else copy.copy(value)
         for name, x in zip(names, new, strict=True):
-            object.__setattr__(value, name, x)  # of frozen dataclasses too
+            object.__setattr__(value, name, x)  # a dataclass may be frozen
     return value
 
 
 def replace_tensors(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Replace the tensors ``old`` in ``value`` by ``new``, in place if possible.
+    """Return ``value`` with the tensors ``old`` replaced by ``new``, in place if possible.
 
-    ``value`` may be of torch's pytrees and dataclasses. A tensor to replace in any other container is an error.
+    Containers may be torch's pytrees and dataclasses. A tensor to replace in any other container is an error.
     """
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
@@ -99,10 +99,7 @@ def replace_tensors(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch
 
 
 def views_of_parameters(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that share memory with parameters.
-
-    Under torch.func return none: its transforms keep references to the tensors that they need.
-    """
+    """Return the tensors that share memory with parameters; none under torch.func, which keeps the parameters alive."""
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
     mine = set[int]().union(*map(_storage_addresses, parameters))
@@ -110,7 +107,7 @@ def views_of_parameters(parameters: Sequence[torch.Tensor], tensors: Sequence[to
 
 
 def _storage_addresses(x: torch.Tensor) -> list[int]:
-    """Return the addresses of a tensor's storages."""
+    """Return the addresses of the storages of a tensor, or of a wrapper's inner tensors. Empty tensors are left out."""
     found = []
     for each in (x,) if type(x) is torch.Tensor else inner_tensors(x):
         if each.numel() and not each.is_meta:
@@ -119,7 +116,7 @@ def _storage_addresses(x: torch.Tensor) -> list[int]:
 
 
 def connect_to_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return tensors connected to all inputs, so that a backward reaches also the inputs that the tensors do not use."""
+    """Return the tensors in a graph that leads to all inputs, so that a backward also reaches unused inputs."""
     moved = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
     reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if not moved or not reached or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

@@ -17,7 +17,7 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 
 
 class SideOutputs:
-    """The tensors that modules store in attributes, buffers, and containers among the arguments of a call.
+    """The tensors that modules store during a call: in their attributes and buffers, and in containers among the arguments.
 
     Containers are lists, dicts, sets and tuples. Modules of torch.nn are skipped: they store no tensors for the backward.
     Attributes of other objects, and variables of hooks, are not searched.
@@ -75,7 +75,7 @@ def _places_in(module: nn.Module, without: Collection[str | None]) -> list[tuple
 
 
 def refuse_kept_parameters(module: nn.Module) -> None:
-    """Raise an error if attributes or buffers hold a parameter or its view, or parameters have hooks: all would be stale."""
+    """Raise an error if attributes or buffers hold a parameter or its view, or parameters have hooks: both become stale."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _extents(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
@@ -85,21 +85,21 @@ def refuse_kept_parameters(module: nn.Module) -> None:
             held = next((name for name, (a, b) in extents for start, stop in spans if a < stop and start < b), None)
             if held is not None:
                 raise TreeError(
-                    f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} itself or a view of it; the "
-                    "parameter is another tensor afterwards. Make a list an nn.ParameterList and a dict an nn.ParameterDict; "
-                    "keep the name; make the view in forward()."
+                    f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} or a view of it, which "
+                    "shard_module() replaces. Replace a list by an nn.ParameterList, and a dict by an nn.ParameterDict; hold "
+                    "the parameter's name; or make the view in forward()."
                 )
     for path, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise TreeError(
-                f"shard_module(): parameter {path!r} has hooks, and other tensors get its gradient afterwards. Remove them, "
+                f"shard_module(): parameter {path!r} has hooks, and shard_module() replaces the parameter. Remove the hooks, "
                 "and call model.get_parameter(name).register_post_accumulate_grad_hook(hook) after shard_module(): there "
                 "p.grad is this rank's part of the mean over ranks."
             )
 
 
 def _extents(x: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the address of a tensor's first byte, and of its end; for a wrapper, those of each inner tensor."""
+    """Yield the addresses of a tensor's first byte and of its end; for a wrapper, of each inner tensor."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
