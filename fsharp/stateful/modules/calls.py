@@ -76,7 +76,9 @@ class ParameterEntries:
         for i, places, name in self._entries:
             path, mine = self.stored[i], local_tensor(places[name])
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
-                raise TreeError(f"unsharded(): {self._paths[i]!r} was replaced by a tensor of another shape.")
+                got = f"tensor of shape {list(mine.shape)}" if isinstance(mine, torch.Tensor) else type(mine).__name__
+                expected = f"expected a tensor of shape {list(full[path].shape)}"
+                raise TreeError(f"unsharded(): {self._paths[i]!r} was replaced by a {got}, {expected}.")
             if mine.data_ptr() != full[path].data_ptr():
                 found[path] = mine
         return found
