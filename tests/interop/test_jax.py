@@ -244,7 +244,7 @@ def test_to_jax_refuses():
         to_jax(trees[:2], layout)
     with pytest.raises(TreeError, match="devices of 3 ranks, expected a list of 3 trees, got dict"):
         to_jax(trees[0], layout)
-    with pytest.raises(TreeError, match="unit 'embed' has another layout"):
+    with pytest.raises(TreeError, match="unit 'embed' is not of the layout"):
         to_jax(shards(other), layout_of("hsdp"))
     with pytest.raises(LayoutError, match="has 8 ranks, and JAX 4 devices"):
         to_jax(trees, fs.plan(gpt_like.make_params(), fs.Mesh({"dp": 8}), fs.zero3("dp")))

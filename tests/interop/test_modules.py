@@ -298,5 +298,5 @@ def test_a_module_of_linen_trains_with_its_statistics_and_random_keys():
 def test_linen_without_variables_and_variables_without_linen_are_refused():
     with pytest.raises(TreeError, match=r"Linen such as Noisy does not have its variables: pass the result of init\(\)"):
         make_functional(Noisy())
-    with pytest.raises(TreeError, match="variables are for modules of Flax Linen, and a Block has its own"):
+    with pytest.raises(TreeError, match="variables are for modules of Flax Linen, and a Block holds its variables"):
         make_functional(nnx_blocks()[0], {})

@@ -87,7 +87,7 @@ def test_a_scheduler_is_closed_by_an_error_and_says_so(found, way):
     for result in found:
         kind, text = result[way][1]
         assert kind == "ScheduleError"
-        assert "this scheduler is closed" in text
+        assert "this scheduler was closed" in text
 
 
 @pytest.mark.parametrize("way", ["one call more", "fails"])

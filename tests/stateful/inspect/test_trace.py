@@ -115,7 +115,7 @@ def test_nothing_to_show():
     with pytest.raises(ScheduleError, match=r"no step has ended: call end_step\(\)"):
         trace.compute_times()
     trace.end_step(1.0)
-    with pytest.raises(ScheduleError, match="step 3, and 1 have ended"):
+    with pytest.raises(ScheduleError, match="step is 3, and 1 steps have ended"):
         trace.timeline(BY_HAND, step=3)
 
 

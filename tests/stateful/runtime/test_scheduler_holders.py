@@ -387,7 +387,7 @@ def test_what_was_under_way_is_refused_when_the_scheduler_has_closed():
         for node in fs.layouts.units_of(kept):
             if node.lazy is not None and is_pending(node):
                 for _ in range(2):
-                    with pytest.raises(ScheduleError, match="this scheduler is closed"):
+                    with pytest.raises(ScheduleError, match="this scheduler was closed"):
                         _ = node.buffers
                 refused += 1
         return refused
