@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from optree import tree_leaves, tree_map
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import AgreementError, OptionError, PatternError, ScheduleError, TreeError
@@ -35,8 +36,9 @@ class Block(nn.Module):
 class Tied(nn.Module):
     """Tied embeddings, buffers, and units within the root."""
 
-    def __init__(self, dim=8, layers=3):
+    def __init__(self, dim=8, layers=3, *, recomputes=False):
         super().__init__()
+        self.recomputes = recomputes
         self.embed = nn.Embedding(16, dim)
         self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
         self.head = nn.Linear(dim, 16, bias=False)
@@ -45,16 +47,16 @@ class Tied(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
         return self.head(x)
 
 
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def module_step(comm, units):
+def module_step(comm, units, *, recomputes=False):
     """The schedule that a module's step follows, and the planned one."""
-    model = fs.shard_module(Tied(), mesh=comm, strategy=fs.zero3("dp"), units=units or None)
+    model = fs.shard_module(Tied(recomputes=recomputes), mesh=comm, strategy=fs.zero3("dp"), units=units or None)
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     for _ in range(2):
         F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
@@ -68,6 +70,7 @@ def module_step(comm, units):
         mesh=comm.mesh,
         strategies={"zero3": fs.zero3},
         units={"": units},
+        remat={"": "layers.*" if recomputes else ()},
         backend="gloo",
     )
     return model.step.schedule, found.pick("zero3", "prefetch 1").schedule
@@ -79,6 +82,9 @@ def test_the_schedule_of_a_module_is_the_one_that_it_follows():
             followed, planned = module_step(comm, units)
             assert planned.program.events == followed.program.events, units
             assert planned == followed, units
+        followed, planned = module_step(comm, ["layers.*"], recomputes=True)
+        assert planned.program.events == followed.program.events
+        assert planned == followed
         return True
 
     assert processes(DP, rank_fn) == [True] * DP.size
