@@ -204,6 +204,11 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
 
 def _check_maker(tx: Transform, state: TrainState) -> None:
     made_by = state.made_by.name if isinstance(state.made_by, MadeBy) else ""
+    if state.opt is None and tx.name and isinstance(state.made_by, MadeBy) and not made_by:
+        remedy = (
+            "fs.ShardedOptimizer(model.parameters(), tx) makes that of a module's train_state; init_state(tx, ...) any other."
+        )
+        raise TreeError(problem("update()", "the state has no optimizer state.", [("update by", tx.name)], remedy))
     if made_by and tx.name and made_by != tx.name:
         facts = [("state of", made_by), ("update by", tx.name)]
         remedy = "Make a state for it: init_state(tx, params, comm=comm), or state._replace(opt=tx.init(...), made_by=None)."

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
-from fsharp.errors import ScheduleError
+from fsharp.errors import ScheduleError, TreeError
 from fsharp.testing import simulate
 from tests.scheduling import DP, FLAT, assert_same
 
@@ -125,3 +125,13 @@ def test_calls_of_two_threads_that_have_the_same_numbers_are_refused():
         thread.join()
     with pytest.raises(ScheduleError, match="several threads have called"):
         losses[0].backward()
+
+
+def test_a_state_without_an_optimizer_is_refused_by_name():
+    model, tx = make(fs.SingleComm(fs.Mesh({"dp": 1})), "zero3", None), fs.optim.adamw(1e-2)
+    fn, _ = model.functional()
+    step = fs.train_step(lambda params, x, comm: fn(params, x, comm=comm), tx)
+    with pytest.raises(TreeError, match=r"no optimizer state.*\n.*adamw(.|\n)*fs.ShardedOptimizer\(model.parameters\(\), tx\)"):
+        step(model.train_state, inputs(model.comm, 0), model.comm)
+    fs.ShardedOptimizer(model.parameters(), tx)
+    step(model.train_state, inputs(model.comm, 0), model.comm)
