@@ -68,12 +68,12 @@ class _ReportingExcepthook:
 
     @property
     def ranks(self) -> RankStatuses:
-        """The notes of the ranks, which are others in each generation of the job."""
+        """The statuses of ranks in this generation of the job."""
         return self._comm.watch.ranks
 
     @property
     def board(self) -> StatusBoard:
-        """Where ranks write to each other."""
+        """The board on which ranks write to each other."""
         assert self.ranks.board is not None
         return self.ranks.board
 
@@ -125,7 +125,7 @@ class _ReportingExcepthook:
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause or context, the cause of that, and so on."""
+    """Yield an error, its cause or context, the cause of the cause, and so on."""
     seen = set[int]()
     while error is not None and id(error) not in seen:  # causes may go in a circle
         yield error

@@ -40,9 +40,9 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. In a script that
     torchrun has started, each process runs ``fn`` itself. With ``nproc=1`` and no restarts this process runs ``fn``.
 
-    With ``restarts`` a process that is killed, fails or hangs is started again. Other processes stay if they are in
-    :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``, which then goes on from its newest save. If they
-    are not, they are restarted as well.
+    With ``restarts`` a process that is killed, fails or hangs is restarted. Other processes keep running if they are in
+    :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``, which then continues from its newest save.
+    Otherwise they are restarted as well.
 
     >>> import fsharp as fs
     >>> fs.launch(lambda: fs.connect(fs.Mesh({"dp": 1})).rank, 1)
@@ -61,7 +61,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         CommError: a process failed, and the other processes were ended. The message has the rank that failed first, and its
             traceback.
 
-    Cost: some seconds: each process imports torch. With restarts one more process waits, which has imported torch.
+    Cost: some seconds, as each process imports torch. With ``restarts`` one more process, with torch, waits as a spare.
     """
     if nproc < 1 or restarts < 0:
         raise OptionError(f"launch(): nproc is {nproc}, expected 1 or more; restarts is {restarts}, expected 0 or more.")

@@ -1,4 +1,4 @@
-"""Rejoining: join this rank to later generations of its job, in which other ranks have been restarted."""
+"""Rejoining: join this rank to later generations of its job, in which other ranks were restarted."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
-    """Return the innermost Comm, and this rank's part in the generations of the job. Raises RunError if there is none."""
+    """Return the innermost Comm, and this rank's membership in generations of the job. Raise a RunError if it has none."""
     inner, member = innermost_comm(comm), generations.membership
     if not isinstance(inner, ProcessGroupComm) or member is None:
         raise RunError(
@@ -33,13 +33,13 @@ def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]
 
 
 class Rejoining:
-    """Joins this rank to later generations of its job. Made when the setup is over, on all ranks.
+    """Joins this rank to later generations of its job. All ranks make this object at the end of their setup.
 
     Args:
         comm: the ranks.
 
     Raises:
-        RunError: the setup cannot be made again with a restarted rank. All ranks raise.
+        RunError: the setup cannot be repeated with a restarted rank. All ranks raise.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -48,8 +48,8 @@ class Rejoining:
         def check() -> None:
             if setup_calls.obstacle:
                 raise RunError(
-                    "Run.train(): with elastic=True all collectives before it are made again with a restarted rank, and "
-                    f"{setup_calls.obstacle} cannot be. Move it into a step, or behind train()."
+                    "Run.train(): with elastic=True all collectives before train() are repeated with a restarted rank, and "
+                    f"{setup_calls.obstacle} cannot be repeated. Move it into a step, or behind train()."
                 )
             if not setup_calls.is_recording:
                 raise RunError(
@@ -64,7 +64,7 @@ class Rejoining:
         self._member.enter_steps()
 
     def rejoin(self) -> str:
-        """Join the generation that :meth:`wait_for_next` has waited for, if it has. Return why it has begun; else ""."""
+        """Join the generation for which :meth:`wait_for_next` has waited, and return why it began. If none, return ``""``."""
         news, self._news = self._news, None
         if news is None:
             return ""
@@ -74,7 +74,7 @@ class Rejoining:
         return news.why
 
     def wait_for_next(self, error: Exception, where: str) -> None:
-        """Wait for the next generation after an error, of which other ranks are told first.
+        """Tell other ranks of an error, and wait for the next generation.
 
         Raises ``error``, or a CommError, if a restart of other ranks would not help: see
         :meth:`~fsharp.functional.comm.generations.Membership.wait_for_next`.
@@ -84,14 +84,14 @@ class Rejoining:
         self._news = self._member.wait_for_next("heard" if heard else "own", error, self._comm.limit_s)
 
     def leave_steps(self) -> None:
-        """Say that this rank cannot join later generations any more: a restart of another rank restarts this one, too."""
+        """Tell the launcher that this rank joins no later generations: a restart of another rank restarts this rank too."""
         self._member.leave_steps()
 
 
 def without_values(tree: Any) -> Any:
-    """Return a tree to load into: a copy without values. Objects with a state, such as modules, are the same objects.
+    """Return a copy of a tree on the meta device, to load into. Objects with a state, such as modules, are not copied.
 
-    Raises RunError for an OwnState: a loop over its object would not go back.
+    Raises a RunError for an OwnState, as a loop over its object would not return to an earlier step.
     """
 
     def on_meta(x: Any) -> Any:

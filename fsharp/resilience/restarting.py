@@ -1,6 +1,6 @@
-"""Restarter: start the processes of a job, and start a process again that ends early.
+"""Restarter: start the processes of a job, and restart processes that end early.
 
-The Restarter hosts the job's store, and announces generations there: see :mod:`fsharp.functional.comm.generations`.
+The Restarter hosts the job's store, in which it announces generations: see :mod:`fsharp.functional.comm.generations`.
 """
 
 import json
@@ -22,25 +22,25 @@ from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.generations import GENERATION, announce, can_rejoin, claim_end, forget_process, read_end, stops
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 
-_SIGNAL = "A signal has come: no process is restarted. Start the program again to go on."
+_SIGNAL = "A signal has come: no process is restarted. Start the program again to continue."
 _LOOK_EVERY_S = 0.02
 _END_WITHIN_S = 10.0
-"""Seconds that processes have to end by themselves when no more of them are restarted."""
+"""Seconds in which processes may end by themselves after the Restarter has stopped to restart them."""
 _SPARE_AFTER_S = 2.0
 """Seconds from a restart to the start of the next spare process: ranks that recover need the processors first."""
 
 
 class Restarter:
-    """Runs the call in a folder in several processes, and starts processes again that end early.
+    """Runs the call in a folder in several processes, and restarts processes that end early.
 
-    A spare process, which has imported this library, takes the place of one that ended.
+    A spare process, which has imported this library already, replaces a process that ended.
 
     Args:
         folder: folder with the call, where processes leave results and errors.
-        program: the program of a process, whose argument is the folder. It reads the environment of a rank, in JSON, from
+        program: Python code of a process, whose argument is the folder. The code reads the environment of a rank, in JSON, from
             standard input, and then runs the rank.
         nproc: number of processes.
-        restarts: number of generations after the first one.
+        restarts: most generations after the first one.
     """
 
     def __init__(self, folder: Path, program: str, nproc: int, restarts: int) -> None:
@@ -58,7 +58,7 @@ class Restarter:
         self._is_signalled = False
 
     def run(self) -> None:
-        """Run until all processes have returned. Raises a CommError if that cannot be."""
+        """Run until all processes have returned. Raise a CommError if a process is lost and not restarted."""
         announce(self._store, 0, "")
         deadline = float("inf")
         try:
@@ -77,7 +77,7 @@ class Restarter:
             raise CommError(f"launch(): {why}")
 
     def _look(self) -> None:
-        """Look after the processes once."""
+        """Handle processes that have ended or hang, once."""
         codes = {rank: process.poll() for rank, process in self._running.items()}
         ended = {rank: code for rank, code in codes.items() if code is not None}
         for rank in ended:
@@ -85,7 +85,7 @@ class Restarter:
         self._done += [rank for rank, code in ended.items() if code == 0]
         self._preempted += [rank for rank, code in ended.items() if code == EXIT_PREEMPTED]
         lost = {rank: code for rank, code in ended.items() if code not in (0, EXIT_PREEMPTED)}
-        if self._preempted and not self._running:  # not before: the others save together with those that have ended
+        if self._preempted and not self._running:  # not earlier, as the others still save for the job
             claim_end(self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL}")
         if lost and not read_end(self._store):
             self._restart(lost)
@@ -95,7 +95,7 @@ class Restarter:
             self._spare = self._new_process()
 
     def _restart(self, lost: Mapping[int, int]) -> None:
-        """Begin a new generation, in place of processes that have ended with these exit codes."""
+        """Begin a new generation with new processes for the ``lost`` ranks, given with their exit codes."""
         why = "; ".join(self._how_ended(rank, code) for rank, code in lost.items())
         if remedy := self._why_no_restart(lost):
             claim_end(self._store, f"{why}\n{remedy}")
@@ -114,7 +114,7 @@ class Restarter:
         if self._is_signalled or self._preempted:
             return _SIGNAL
         if self._done:
-            return f"No process is restarted, as {ranks_text(self._done)} had returned. Start the program again to go on."
+            return f"No process is restarted, as {ranks_text(self._done)} had returned. Start the program again to continue."
         if self._number >= self._restarts:
             return f"No restart is left: launch(restarts={self._restarts})."
         failed = [rank for rank, code in lost.items() if code > 0 and not can_rejoin(self._store, rank)]
@@ -133,7 +133,7 @@ class Restarter:
         return f"rank {rank} failed: {texts[0]}" if texts else f"rank {rank} ended with exit status {code}"
 
     def _kill_hung(self) -> None:
-        """Kill processes that have not stopped, by the limit of the job's collectives, after another one has stopped."""
+        """Kill processes that run on for longer than the time limit of collectives, after another process has stopped."""
         found = stops(self._store, self._number, self._nproc)
         if not found:
             return
@@ -146,7 +146,7 @@ class Restarter:
                     process.kill()
 
     def _start(self, rank: int) -> None:
-        """Start the process of a rank in the present generation: the spare process, if there is one."""
+        """Give a rank of this generation its process: the spare process, if there is one, else a new one."""
         for name in (f"own-error-{rank}", f"heard-error-{rank}"):
             (self._folder / name).unlink(missing_ok=True)
         process, self._spare = self._spare or self._new_process(), None

@@ -88,7 +88,7 @@ class Run:
         background: write checkpoints while training continues.
         loggers: where rank 0 records values of :meth:`log`, throughput, slow ranks, restarts and faults. None means the file
             ``log.jsonl`` in ``root``, from which ``fsharp report`` makes a page; nothing if ``root`` is a URL.
-        elastic: let the other ranks stay if one is killed, fails or hangs: see :meth:`train`.
+        elastic: keep the other ranks running if one is killed, fails or hangs: see :meth:`train`.
 
     Attributes:
         step: number of the next step, which is the number of finished and left-out steps.
@@ -265,7 +265,7 @@ class Run:
 
     @api_boundary
     def train(self, step: Callable[[Any, int], Any], tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
-        """Resume, make the remaining steps, and return the tree after the last one.
+        """Resume, run the remaining steps, and return the tree after the last step.
 
         In place of :meth:`resume` and :meth:`steps`::
 
@@ -276,25 +276,25 @@ class Run:
 
             state = run.train(step, state)
 
-        With ``Run(elastic=True)`` a rank may be killed, fail or hang in it. The launcher (:func:`fsharp.launch` with
+        With ``Run(elastic=True)`` a rank may be killed, fail or hang in this call. The launcher (:func:`fsharp.launch` with
         ``restarts``) restarts this rank. The other ranks abandon the step under way, and wait. The new process runs the program
-        up to this call, and they make the collectives of their setup again with it. Then all ranks load the newest save, in
-        memory of hosts or on disk, and go on from its step, with the same bits.
+        up to this call, and the other ranks repeat the collectives of their setup with it. Then all ranks load the newest save,
+        in memory of hosts or on disk, and continue from its step, with the same bits.
 
         Args:
-            step: function ``step(tree, number)`` that makes a step, calls :meth:`end_step` at its end, and returns what that
-                returns. A step has to be a function of the tree and the number.
+            step: function ``step(tree, number)`` that makes a step, and returns the result of :meth:`end_step`. The step may
+                depend only on the tree and the number.
             tree: as for :meth:`resume`. It cannot be used afterwards.
             other: as for :meth:`resume`.
 
         Raises:
-            RunError: collectives of the setup cannot be made again, such as those of a step before this call.
-            CommError: a rank was lost, and is not restarted: restarts are used up, or the new process does not come within the
-                time limit of the job's collectives, or its program is another one. The message says which rank, and why.
+            RunError: collectives of the setup cannot be repeated, such as collectives of a step before this call.
+            CommError: a rank was lost, and not restarted: restarts are used up, or the new process does not come within the
+                time limit of the job's collectives, or its program differs. The message says which rank, and why.
 
-        Errors of :meth:`resume` and :meth:`end_step` are raised as there.
+        Also raises the errors of :meth:`resume` and :meth:`end_step`.
 
-        Cost: with ``elastic`` the first call of a run waits until the tree is saved as that of step 0.
+        Cost: with ``elastic`` the first call of a run waits until the tree of step 0 is saved.
         """
         if not self._checkpoints.is_elastic:
             return self._train(step, self.resume(tree, other=other))
@@ -304,7 +304,7 @@ class Run:
             try:
                 if why := rejoining.rejoin():
                     self._begin_again(why)
-                given = without_values(like) if self._checkpoints.has_values else tree  # loading donates what it is given
+                given = without_values(like) if self._checkpoints.has_values else tree  # a load donates its tree
                 trained = self._train(step, self._resumed(given, other))
                 self._agree_on_end()
                 rejoining.leave_steps()
@@ -318,7 +318,7 @@ class Run:
         return tree
 
     def _begin_again(self, why: str) -> None:
-        """Begin as a new process does, and record why. The newest save has the step to go on from."""
+        """Return to the state of a new process, and record why. A load of the newest save follows."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self._phase = 0, "between steps"
         self._left_out.begin_again([])

@@ -23,7 +23,7 @@ from fsharp.functional.layout.mesh import Mesh
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 2e-5, 4e-5
 """Assumed seconds of a collective that do not depend on its bytes: between the GPUs of one host, and between hosts."""
 EFFICIENCY = 0.4
-"""Assumed part of the peak FLOP/s that a model reaches while it computes."""
+"""Assumed part, from 0 to 1, of the peak FLOP/s that a model reaches while it computes."""
 ADAM_NBYTES = 28
 """Bytes that a step of Adam reads and writes for each parameter: float32 parameter, two averages (both ways) and gradient."""
 
@@ -58,7 +58,9 @@ GPUS = {
 
 
 def host_links(mesh: Mesh, per_host: int = 8) -> dict[str, Any]:
-    """Return the axes of a mesh by their links, for :meth:`~fsharp.inspect.Hardware.preset`. The last ranks share a host.
+    """Return the axes of a mesh by their links, as options of :meth:`~fsharp.inspect.Hardware.preset`.
+
+    Each ``per_host`` ranks in a row share a host.
 
     >>> host_links(Mesh({"a": 3, "b": 4, "c": 4}))
     {'within': ['c'], 'across': ['a'], 'spanning': ['b']}

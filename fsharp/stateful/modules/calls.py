@@ -145,10 +145,10 @@ class ParameterSource:
 
 
 class PureCalls:
-    """Calls of a module as a pure function, whose modules a checkpoint may call again in the backward.
+    """Calls of a module as a pure function. In their backward, a checkpoint may call modules again.
 
-    The backward then runs an autograd node that the call has made: numbers of these nodes tell which call it was. The graph of
-    a call keeps its parameters alive.
+    The backward then runs an autograd node of one of the calls. The sequence number of the node tells which call made it. The
+    graph of a call keeps the call's parameters alive.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class PureCalls:
         self._calls = [*alive, (numbers.start, numbers.stop, weakref.ref(source))] if made else alive
 
     def find_source(self) -> ParameterSource | None:
-        """Return the parameters of the call that has made the node that the backward runs at present; None if no call has."""
+        """Return the parameters of the call that made the autograd node under way; None if no call made the node."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         found = [source() for first, end, source in self._calls if first <= number < end]

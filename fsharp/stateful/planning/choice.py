@@ -1,4 +1,4 @@
-"""Choice: the result of a search, with a row for each candidate. It prints, draws, is saved as JSON, edited and followed."""
+"""Choice: the result of tune(), with a row for each candidate. A choice can be printed, drawn, edited, and saved as JSON."""
 
 import json
 import math
@@ -31,15 +31,15 @@ class Candidate:
     Attributes:
         layout: name of the layout.
         policy: name of the policy.
-        remat: name of the choice of units whose activations are recomputed.
+        remat: name of the set of units whose activations are recomputed.
         step_s: predicted seconds of a step; infinite if parameters, optimizer state and activations alone exceed the budget.
         memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``residuals``, ``arena``,
             ``activations``.
         peak_nbytes: the largest sum of these bytes at any one time.
-        sent_nbytes: bytes that one rank sends in a step, without those of collectives in the loss.
+        sent_nbytes: bytes that one rank sends in a step, without collectives in the loss.
         lost: why another candidate was chosen; empty for the chosen one.
-        is_bound: whether the step was not simulated, as it cannot be the fastest, or not by much: ``step_s`` is the least that
-            computing or sending take, and the arena does not count.
+        is_bound: whether the step was not simulated, as it cannot be the fastest, or can hardly be. ``step_s`` is then a lower
+            bound, the time to compute or to send, and ``memory`` has no arena.
     """
 
     layout: str
@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planned:
-    """What plan_step() and predict() need beside layout and policy.
+    """Further arguments of :func:`plan_step` and :func:`predict`, beside layout and policy.
 
     Attributes:
         uses: the uses of units in a microbatch.
@@ -88,11 +88,11 @@ class Planned:
         )
 
     def predict(self, schedule: Schedule, layout: Layout) -> Timeline:
-        """Return the predicted step of a rank, which updates its part of the parameters."""
+        """Return the predicted step of one rank. ``update_s`` is scaled to the part of the parameters that a rank updates."""
         return predict(schedule, replace(self.hardware, update_s=owned_share(layout) * self.hardware.update_s))
 
     def at_rest(self, layout: Layout) -> dict[str, int]:
-        """Return the bytes of a rank by kind, without those of an arena."""
+        """Return the bytes of a rank by kind, with an empty arena."""
         return {
             "params": layout.nbytes("params"),
             "main": layout.nbytes("main"),
@@ -103,7 +103,7 @@ class Planned:
         }
 
     def candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
-        """Return the prediction. ``names``: of layout, policy and remat."""
+        """Return the prediction for a layout and a policy. ``names``: the names of layout, policy and remat."""
         schedule = self.schedule(layout, policy)
         memory = {**self.at_rest(layout), "arena": schedule.arena}
         sent = sum(call.nbytes * count for call, count in schedule.calls().items())
@@ -111,9 +111,9 @@ class Planned:
 
 
 def peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
-    """Return the most bytes of memory that a rank needs at one time.
+    """Return the most bytes that a rank needs at one time.
 
-    Offloaded state is on the device only during the update, when there are no activations.
+    Offloaded state is on the device only during the update, in which no activations exist.
     """
     state = memory["main"] + memory["optimizer"]
     work = max(state, memory["activations"]) if policy.offload else state + memory["activations"]
@@ -142,18 +142,18 @@ def _lost(candidate: Candidate, best: Candidate, budget: float) -> str:
 class Choice:
     """The result of :func:`~fsharp.tune`: the chosen layout, policy and recomputation, and the predictions for all candidates.
 
-    ``print(choice)`` shows the first rows of the table. ``fs.Scheduler(comm, policy=choice.policy)`` runs the predicted step of
-    functions, and ``fs.shard_module(module, **choice.module_options)`` that of a module.
+    ``print(choice)`` shows the first rows of the table. To run the predicted step, use
+    ``fs.Scheduler(comm, policy=choice.policy)`` for functions, or ``fs.shard_module(module, **choice.module_options)``.
 
     Attributes:
         name: name of the chosen layout.
         layout: the chosen layout.
         policy: the chosen policy.
-        remat: names of the units whose activations are recomputed in the predicted step; ``(root)`` is the unit of a whole
-            tree. Call ``forward(remat=True)`` for these units, or wrap these modules in a checkpoint of torch.
+        remat: names of the units whose activations are recomputed in the predicted step; ``(root)`` is the root unit. Call
+            ``forward(remat=True)`` for these units, or wrap these modules in ``torch.utils.checkpoint``.
         candidates: all candidates; candidates that fit into the budget come first, in order of their speed.
         budget: the most bytes that a rank may use.
-        activations: where the bytes of activations come from, in words.
+        activations: source of the bytes of activations, in words, such as ``"estimated from shapes"``.
         made_by: arguments of :func:`~fsharp.plan` that make the layout: mesh, strategy, units and precision; empty if layouts
             were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
     """
@@ -183,7 +183,7 @@ class Choice:
     def module_options(self) -> dict[str, Any]:
         """Arguments of :func:`~fsharp.shard_module`: mesh, strategy, units, precision and policy."""
         if not self.made_by:
-            what = "the choice does not have the options of its layout, as layouts were passed, or it was read from JSON."
+            what = "the options of the layout are unknown: tune() got layouts, or the choice was read from JSON."
             raise ScheduleError(problem("Choice.module_options", what, remedy="Pass the module to tune()."))
         return {**self.made_by, "policy": self.policy}
 
@@ -192,7 +192,7 @@ class Choice:
         draw(self.timeline, path)
 
     def pick(self, layout: str, policy: str, remat: str = "") -> "Choice":
-        """Return the choice of another candidate, by the names in its row. The table stays, with this candidate in front.
+        """Return the choice of another candidate, by the names in its row. This candidate becomes the first row of the table.
 
         Raises:
             ScheduleError: there is no such candidate, it does not fit into the budget, or the choice was read from JSON.
@@ -208,7 +208,7 @@ class Choice:
         )
 
     def edit(self, **changes: Any) -> "Choice":
-        """Return the choice with changed fields of its policy, such as ``prefetch=3``, predicted anew.
+        """Return a new choice whose policy has changed fields, such as ``prefetch=3``, with a new prediction.
 
         >>> choice.edit(prefetch=3, release="backward").candidates[0].step_s  # doctest: +SKIP
 
@@ -224,7 +224,7 @@ class Choice:
 
     def _with(self, first: Candidate, layout: Layout, policy: SchedulePolicy, planned: Planned, option: Any) -> "Choice":
         if first.peak_nbytes > self.budget:
-            what = f"it takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
+            what = f"the candidate takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
         key = (first.layout, first.policy, first.remat)
         rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != key]
@@ -242,10 +242,10 @@ class Choice:
         )
 
     def to_json(self) -> str:
-        """Return the choice as JSON: ``layout``, ``policy``, ``remat`` and what else the step needs, and the ``candidates``.
+        """Return the choice as JSON: ``layout``, ``policy``, ``remat``, other arguments of the step, and the ``candidates``.
 
-        Candidates are objects with the attributes of :class:`Candidate`; null stands for infinite seconds. Fields of the policy
-        may be edited in the text: :meth:`from_json` then predicts the edited step.
+        A candidate is an object with the attributes of :class:`Candidate`, where null stands for infinite seconds. Users may
+        edit fields of the policy in the text: :meth:`from_json` then predicts the edited step.
 
         Raises:
             ScheduleError: the seconds of compute are a function, which JSON cannot hold.
@@ -267,7 +267,7 @@ class Choice:
     @classmethod
     @api_boundary
     def from_json(cls, text: str) -> "Choice":
-        """Return the choice that :meth:`to_json` wrote as text. An edited policy is predicted anew.
+        """Return the choice of a text of :meth:`to_json`. If the policy was edited, the choice has a new prediction.
 
         Raises:
             ScheduleError: the text is no choice, or the edited step does not fit into the budget.
@@ -279,7 +279,7 @@ class Choice:
             uses = tuple(map(_use, step.pop("uses")))
             remat = tuple(step.pop("remat"))
             if body["remat"] != list(remat):
-                raise ValueError("remat was edited, which changes the activations: take pick()")
+                raise ValueError("remat was edited, which changes the activations: use pick() instead")
             planned = Planned(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
             policy = _policy(body["policy"])
             rows = tuple(

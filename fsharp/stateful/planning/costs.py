@@ -1,4 +1,4 @@
-"""Costs: what the units of a layout compute, and what they keep from their forward to their backward."""
+"""Costs: FLOPs and seconds of the units of a layout, and the bytes that they keep from forward to backward."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,17 +13,17 @@ from fsharp.stateful.planning.plan_step import ROOT, Use, in_order
 from fsharp.stateful.planning.trial import UnitCall
 
 Activations = float | tuple[float, float]
-"""Bytes that a unit keeps from its forward to its backward; or these, and those that it keeps if it is recomputed."""
+"""Bytes that a unit keeps from its forward to its backward; or a pair: these bytes without and with recomputation."""
 
 
 class KeptBytes(NamedTuple):
-    """What a call of units keeps for its backward.
+    """The bytes that a call of units keeps for its backward.
 
     Attributes:
         units: names of the units in programs.
-        kept_nbytes: bytes without recomputation, without those of inner calls.
-        input_nbytes: bytes with recomputation; nan if they are unknown.
-        inner: calls inside.
+        kept_nbytes: bytes without recomputation and without inner calls.
+        input_nbytes: bytes with recomputation; nan if unknown.
+        inner: the calls inside of this call.
     """
 
     units: tuple[str, ...]
@@ -39,19 +39,19 @@ class KeptBytes(NamedTuple):
 
     @property
     def total_nbytes(self) -> float:
-        """Bytes without recomputation, with those of inner calls."""
+        """Bytes without recomputation, inner calls included."""
         return self.kept_nbytes + sum(each.total_nbytes for each in self.inner)
 
 
 class Costs(NamedTuple):
-    """What the units of a layout compute and keep in a microbatch.
+    """FLOPs, seconds and kept bytes of the units of a layout in a microbatch.
 
     Attributes:
         uses: the uses of units, in order.
-        kept: what each of the uses keeps.
-        flops: operations of the forward, by name of the unit in programs; empty if they are unknown.
-        seconds: measured seconds ``(forward, backward)`` by name of the unit; empty if they are unknown.
-        source: where the numbers come from, in words.
+        kept: the bytes that each use keeps.
+        flops: FLOPs of the forward, by name of the unit in programs; empty if unknown.
+        seconds: measured seconds ``(forward, backward)`` by name of the unit; empty if unknown.
+        source: source of the numbers, in words.
     """
 
     uses: tuple[Use, ...]
@@ -61,17 +61,17 @@ class Costs(NamedTuple):
     source: str
 
     def calls(self) -> list[KeptBytes]:
-        """Return all calls, with those inside of others."""
+        """Return all calls, inner calls included."""
         return [each for outer in self.kept for each in outer.walk()]
 
     def innermost(self) -> list[KeptBytes]:
-        """Return the calls without others inside."""
+        """Return the calls without inner calls."""
         return [each for each in self.calls() if not each.inner]
 
     def activation_nbytes(self, recomputed: Collection[str]) -> float:
-        """Return the largest sum of kept bytes, if the activations of some units are recomputed one call at a time.
+        """Return the largest sum of kept bytes if the ``recomputed`` units are recomputed, one call at a time.
 
-        The sum is nan if it is unknown what a recomputed unit keeps.
+        The sum is nan if the bytes that a recomputed unit keeps are unknown.
         """
         kept, largest, todo = 0.0, 0.0, list(self.kept)
         while todo:
@@ -85,7 +85,7 @@ class Costs(NamedTuple):
 
 
 def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activations | Mapping[str, Activations]) -> Costs:
-    """Return costs of uses in order, with the bytes of activations that the caller knows."""
+    """Return costs with the bytes of activations that the user gives, without FLOPs and seconds."""
     uses = in_order(layout, order)
     units = [unit.name or ROOT for unit in layout.units]
     given: Any = activations
@@ -107,7 +107,7 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
 def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
     """Return costs that are estimated from shapes: each matrix multiplies the vectors of all tokens, and keeps these vectors.
 
-    Attention, and what lies between the matrices, does not count.
+    Attention and other operations between the matrices do not count.
     """
     uses = in_order(layout, order)
     flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
@@ -120,7 +120,7 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
 
 
 def _input_nbytes(unit: UnitLayout) -> list[float]:
-    """Return, for each stored leaf of a unit, the bytes that one token brings to the leaf."""
+    """Return, for each stored leaf of a unit, the bytes of one token's input to the leaf."""
     return [
         math.prod(leaf.shape[:-2]) * leaf.shape[-1] * unit.groups[leaf.group].dtypes.compute.itemsize
         for leaf in unit.leaves
@@ -129,14 +129,14 @@ def _input_nbytes(unit: UnitLayout) -> list[float]:
 
 
 def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
-    """Return the costs of the calls of a trial. The seconds of a call are those of its last unit."""
+    """Return the costs of the calls of a trial. FLOPs and seconds of a call count for its last unit."""
     every = [each for outer in calls for each in outer.walk()]
     flops: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}
     rates = [3 * each.flops / (each.forward_s + each.backward_s) for each in every if each.forward_s > 0 and each.flops]
     for call in every:
         spent = call.forward_s, call.backward_s
-        if math.isnan(call.forward_s):  # not measured, as other calls are inside: as fast as these
+        if math.isnan(call.forward_s):  # a call with inner calls is not measured: assume the mean rate of the others
             spent = (call.flops / mean(rates), 2 * call.flops / mean(rates)) if rates else (0.0, 0.0)
         for name in call.units:
             is_last = name == call.units[-1]

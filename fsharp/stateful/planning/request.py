@@ -1,4 +1,4 @@
-"""Request: the arguments of tune(), and what follows from them: layouts, costs of units, combinations to predict."""
+"""Request: the arguments of tune(). From these it makes layouts, costs of units, and combinations to predict."""
 
 import json
 import math
@@ -41,11 +41,11 @@ from fsharp.stateful.planning.trial import UnitCall, measure_calls, trial_of_los
 from fsharp.stateful.schedule.policy import SchedulePolicy
 
 Machine = Hardware | str | Callable[[Layout], Hardware]
-"""The hardware; or the name of a GPU, as for :meth:`Hardware.preset`; or a function of a layout that returns its hardware."""
+"""The hardware; or the name of a GPU, as for :meth:`Hardware.preset`; or a function that returns the hardware of a layout."""
 
 
 class Space(NamedTuple):
-    """The layouts to try; and by choice of units and format the calls of a trial, and the costs that need no measurement."""
+    """The layouts to try; and by :data:`Cut` the calls of a trial, and the costs before a measurement."""
 
     options: list[Option]
     calls: dict[Cut, list[UnitCall]]
@@ -83,7 +83,7 @@ class Request:
         return self.batch if isinstance(self.batch, int | float) and not isinstance(self.batch, bool) else None
 
     def space(self) -> Space:
-        """Return the layouts to try, and run the trials on meta tensors."""
+        """Return the layouts to try, with their costs. Trials run on meta tensors."""
         self._check()
         if isinstance(self.model, Mapping) and all(isinstance(each, Layout) for each in self.model.values()):
             return self._space_of_layouts(self.model)
@@ -108,7 +108,7 @@ class Request:
             raise ScheduleError(f"tune(): got {wrong[0]}= beside layouts. Leave it out, or pass the model in place of layouts.")
         if isinstance(self.hardware, str):
             raise ScheduleError(
-                f"tune(): got hardware {self.hardware!r} with layouts, expected a Hardware: what do units compute?"
+                f"tune(): got hardware {self.hardware!r} with layouts, expected a Hardware, which has the seconds of units."
             )
         if len({layout.mesh.size for layout in layouts.values()}) != 1:
             found = ", ".join(f"{name}: {layout.mesh}" for name, layout in layouts.items()) or "no layout"
@@ -148,7 +148,7 @@ class Request:
         return meshes_of(self.comm.mesh if self.mesh is None and self.comm is not None else self.mesh)  # type: ignore[arg-type]
 
     def _check_trial(self, model: Model, *, has_trial: bool) -> None:
-        """Raise an error if arguments about a trial do not go together."""
+        """Raise an error if arguments of a trial contradict each other."""
         is_module, what = model.module is not None, ""
         if has_trial and not is_module and self.loss_fn is None:
             what = "batch= of tensors needs loss_fn= for a tree of tensors. Pass it, or a number of tokens."
@@ -166,7 +166,7 @@ class Request:
             raise ScheduleError(f"tune(): {what}")
 
     def _cuts(self, model: Model) -> Mapping[str, UnitPatterns]:
-        """Return the choices of units. The seconds of a Hardware are for one choice."""
+        """Return the choices of units: only one if the seconds of units come from a Hardware."""
         if isinstance(self.units, Mapping):
             return self.units
         if self.units is not None:
@@ -184,7 +184,7 @@ class Request:
         return trial_of_module(model.module, alone, units_by_module(alone, chosen), self.batch)
 
     def _with_given(self, costs: Mapping[Cut, Costs], options: Sequence[Option]) -> dict[Cut, Costs]:
-        """Return costs with the bytes of activations that the caller knows in place of estimates."""
+        """Return costs in which the user's bytes of activations, if given, replace estimates."""
         if self.activations is None:
             return dict(costs)
         layouts = {option.cut: option.layout for option in options}
@@ -192,7 +192,7 @@ class Request:
         return {cut: each._replace(kept=given[cut].kept, source=given[cut].source) for cut, each in costs.items()}
 
     def costs(self, space: Space) -> dict[Cut, Costs]:
-        """Return the costs of units. With a device, measure them: medians over ranks of seconds, the largest bytes."""
+        """Return the costs of units. With ``device`` they are measured: over ranks the median seconds and the largest bytes."""
         if self.device is None:
             return space.costs
         for each in space.calls.values():
@@ -224,7 +224,7 @@ class Request:
                 kept = mine.activation_nbytes(names)
                 if not math.isfinite(kept):
                     remedy = "Pass activations= as pairs: bytes without recomputation, and with it."
-                    what = "it is unknown what recomputed units keep."
+                    what = "the bytes that recomputed units keep are unknown."
                     raise ScheduleError(problem("tune(remat=)", what, [("recomputed", ", ".join(names))], remedy))
                 step = (self.microbatches, self.optimizer_buffers, self.backend, round(kept))
                 planned = Planned(mine.uses, names, machines[option], *step)
@@ -232,7 +232,7 @@ class Request:
         return result
 
     def _recomputed(self, costs: Costs) -> dict[str, tuple[str, ...]]:
-        """Return the units to recompute, by name. By default none, and those of all innermost calls if this saves memory."""
+        """Return sets of units to recompute, by name. By default none, and all innermost calls if this saves memory."""
         if self.remat is None:
             every = tuple(sorted({name for call in costs.innermost() for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())
@@ -241,7 +241,7 @@ class Request:
         return {name: tuple(sorted(select_paths("tune(remat=)", patterns, known))) for name, patterns in self.remat.items()}
 
     def _hardware_of(self, layout: Layout, costs: Costs) -> Hardware:
-        """Return the hardware of a layout. Measured seconds of compute, and counted operations on a GPU, replace its own."""
+        """Return the hardware of a layout, with measured seconds of units, or seconds from FLOPs on a GPU."""
         if isinstance(self.hardware, Hardware):
             found = self.hardware
         elif isinstance(self.hardware, str):
@@ -255,7 +255,7 @@ class Request:
         return replace(found, compute=dict(costs.seconds)) if costs.seconds else found
 
     def texts(self, space: Space) -> dict[str, str]:
-        """Return the arguments as texts, which are equal on all ranks if the arguments are."""
+        """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "effort")
         texts = {name: _text(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.device is None else self.device.type

@@ -1,4 +1,4 @@
-"""Search: predict candidates, those with the least possible time first, until no other can be faster."""
+"""Search: simulate candidates in order of their lower bounds, until no other candidate can be faster."""
 
 import math
 import sys
@@ -34,9 +34,9 @@ class Trial:
 def search(trials: Sequence[Trial], budget: float, *, effort: float, show: bool) -> list[Candidate]:
     """Return a candidate for each combination, in order.
 
-    A step takes at least as long as its units compute, and as its collectives send. Combinations are simulated in order of
-    this time, until it exceeds the step of the fastest that fits, or until ``effort`` units have been simulated and one fits.
-    With an infinite effort all that may fit are simulated.
+    A step takes at least as long as its units compute, and as its collectives send. Combinations are simulated in order of this
+    lower bound. The search ends when the bound exceeds the fastest step that fits, or when ``effort`` units have been simulated
+    and a step fits. With an infinite effort all combinations that may fit are simulated.
     """
     found: dict[Names, Candidate] = {}
     least: dict[tuple[Option, tuple[str, ...], bool], float] = {}
@@ -80,7 +80,7 @@ def search(trials: Sequence[Trial], budget: float, *, effort: float, show: bool)
 
 
 def _alike(trial: Trial) -> object:
-    """Return a key that is equal for combinations with equal schedules: if nothing is gathered, some policies are one."""
+    """Return a key that is equal for combinations with equal schedules. Without gathers some policies give one schedule."""
     policy = trial.policy
     is_gathered = any(unit.strategy.params.sharded_axes for unit in trial.option.layout.units)
     if not is_gathered and not policy.offload:
@@ -89,9 +89,9 @@ def _alike(trial: Trial) -> object:
 
 
 def least_seconds(layout: Layout, planned: Planned, *, is_one_group: bool) -> float:
-    """Return seconds that a step takes at least: those of its units and the update, or those of what a rank sends.
+    """Return a lower bound of the seconds of a step: the time of units and update, or the time to send, if longer.
 
-    ``is_one_group``: whether gathers and reductions go one after another.
+    ``is_one_group``: whether gathers and reductions share process groups, and so run one after another.
     """
     hardware = planned.hardware
     times = compute_times(hardware, [unit.name or ROOT for unit in layout.units if unit.groups or unit.tied_units])
@@ -116,7 +116,7 @@ def least_seconds(layout: Layout, planned: Planned, *, is_one_group: bool) -> fl
 
 @contextmanager
 def progress(total: int, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that counts one more of ``total``, and shows a bar on stderr once a second has passed."""
+    """Yield a function that counts one more of ``total``. After one second it shows a bar on stderr."""
     began, shown, done = time.monotonic(), 0.0, 0
 
     def advance(text: str) -> None:

@@ -18,22 +18,22 @@ from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, prefixes_with_parents
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
-"""Strategies by name; or functions that return one for the axes of a mesh, such as :func:`~fsharp.zero3`."""
+"""Strategies by name; or functions that return the strategy for the axes of a mesh, such as :func:`~fsharp.zero3`."""
 FLAT: Mapping[str, Callable[..., Strategy]] = {"ddp": ddp, "zero1": zero1, "zero2": zero2, "zero3": zero3}
 """Strategies that treat all axes of a mesh alike."""
 HYBRID: Mapping[str, Callable[..., Strategy]] = {"hsdp": hsdp, "hfsdp": hfsdp}
 """Strategies of an outer and an inner axis."""
 UnitPatterns = str | Sequence[str] | None
 Cut = tuple[str, str]
-"""The name of a choice of units, and that of a format."""
+"""The name of a choice of units, and the name of a format."""
 RANKS_OF_A_HOST = 8
 MOST_UNITS = 200
-"""Units that a layout may have for parts of repeated layers to be tried as units of their own."""
+"""Most parts of repeated layers that are tried as units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A layout, and how to make it again.
+    """A layout, and the arguments that make it.
 
     Attributes:
         name: name in tables.
@@ -50,7 +50,7 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """The parameters of a model, as a tree of shapes, and the patterns of frozen leaves. ``module``: if it is one."""
+    """A model: a tree of shapes and the patterns of frozen leaves. ``module``: the module, if the model is one."""
 
     tree: Any
     frozen: Patterns = ()
@@ -63,7 +63,7 @@ class Model:
 
 
 def model_of(model: Any, frozen: Patterns) -> Model:
-    """Return the tree of a module or of tensors."""
+    """Return the Model of a module or of a tree of tensors. Of a module, ``requires_grad`` says which leaves are frozen."""
     if not isinstance(model, nn.Module):
         return Model(model, frozen)
     trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
@@ -71,7 +71,7 @@ def model_of(model: Any, frozen: Patterns) -> Model:
 
 
 def meshes_of(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
-    """Return the meshes to try. For a number of ranks: one axis ``dp``, and hosts of up to 8 ranks times ranks of a host.
+    """Return the meshes to try. A number of ranks gives one axis ``dp``, and pairs of axes that fit hosts of 8 ranks.
 
     >>> [str(mesh) for mesh in meshes_of(16)]
     ['Mesh(dp=16)', 'Mesh(outer=8, inner=2)', 'Mesh(outer=4, inner=4)', 'Mesh(outer=2, inner=8)']
@@ -107,16 +107,15 @@ def repeated_units(paths: Sequence[str]) -> list[str]:
 def units_to_try(model: Model, *, has_own_calls: bool) -> dict[str, UnitPatterns]:
     """Return choices of units by name: repeated layers; parts of these layers; one unit.
 
-    ``has_own_calls``: a loss of functions gathers certain subtrees, and never the whole tree.
+    ``has_own_calls``: whether the user's loss function decides which subtrees it gathers. Then one unit is not tried.
     """
     paths = model.paths
     layers = repeated_units(paths)
     found: dict[str, UnitPatterns] = {}
     if layers:
         around = [path for path in prefixes_with_parents(paths) if path]
-        if (
-            model.module is not None
-        ):  # selected by paths, as a pattern may match modules without parameters, or one module twice
+        # Select modules by path, as a pattern may match modules without parameters, or one module twice.
+        if model.module is not None:
             modules = {path for path, _ in model.module.named_modules()}
             around = [path for path in around if path in modules or path in paths]
         whole = [path for path in around if any(matches(pattern, path) for pattern in layers)]
@@ -137,11 +136,11 @@ def options_of(
     units: Mapping[str, UnitPatterns],
     formats: Mapping[str, Precisions],
 ) -> list[Option]:
-    """Return the layouts of a model for each combination."""
+    """Return a layout of the model for each combination of mesh, strategy, units and format."""
     several = len(meshes) > 1, len(units) > 1, len(formats) > 1
     result = []
     for mesh in meshes:
-        is_split = len(mesh.names) == 2 and any(len(each.names) == 1 for each in meshes)  # flat strategies have that mesh
+        is_split = len(mesh.names) == 2 and any(len(each.names) == 1 for each in meshes)  # flat strategies use the other mesh
         default = {**({} if is_split else FLAT), **(HYBRID if len(mesh.names) == 2 else {})}
         for (strategy, make), (cut, patterns), (form, precision) in product(
             (default if strategies is None else strategies).items(), units.items(), formats.items()
@@ -156,7 +155,7 @@ def options_of(
 
 
 def trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Precisions) -> Layout:
-    """Return the layout for one rank, with the dtypes of compute alone, on which a trial runs."""
+    """Return the layout of a trial: for one rank, with only the dtypes of compute."""
     alone = Mesh(dict.fromkeys(mesh.names, 1))
     rules = {"**": precision} if isinstance(precision, Precision) else precision
     computed = {pattern: Precision(compute=each.compute) for pattern, each in rules.items()}
@@ -169,13 +168,13 @@ def num_elements(layout: Layout) -> int:
 
 
 def owned_share(layout: Layout) -> float:
-    """Return the part of all trained elements that one rank updates."""
+    """Return the part of all trained elements, from 0 to 1, that one rank updates."""
     everything = num_elements(layout)
     return layout.nbytes("optim", torch.uint8) / everything if everything else 0.0
 
 
 def order_of_use(tree: Any, layout: Layout) -> list[str]:
-    """Return the names of the units in the order of the leaves in the tree's dicts, which is usually that of their use."""
+    """Return the names of the units in the order of the tree's dicts, which is usually the order of use."""
     names = [unit.name for unit in layout.units if unit.groups or unit.tied_units]
     around = set(names)
     found = [innermost_prefix(path, around) for path in _leaf_paths(tree)]

@@ -1,7 +1,7 @@
-"""Trial: run a loss or a module once, to see which units it uses, and what each use computes and keeps for its backward.
+"""Trial: run a loss or a module once, to record its uses of units, with the FLOPs and kept bytes of each use.
 
-A trial on meta tensors takes no memory and computes nothing: it counts operations and bytes. A trial on a device runs one call
-of each kind of unit, with random values, and measures seconds and bytes.
+A trial on meta tensors takes no memory and computes nothing: it counts FLOPs and bytes. A trial on a device runs one call of
+each kind of unit, with random values, and measures seconds and bytes.
 """
 
 import copy
@@ -37,12 +37,11 @@ class UnitCall:
 
     Attributes:
         units: names of the units, owners of tied leaves first.
-        run: calls the same function on other tensors; it takes what ``operands`` holds.
+        run: the called function, which takes ``operands`` or other tensors.
         operands: parameters and arguments, with tensors on the meta device.
-        inner: calls inside of this one.
-        flops: operations of the forward, without those of inner calls.
-        kept_nbytes: bytes that autograd keeps for the backward, beside parameters and what earlier calls keep, without those of
-            inner calls.
+        inner: the calls inside of this call.
+        flops: FLOPs of the forward, without inner calls.
+        kept_nbytes: bytes that autograd keeps for the backward, without parameters, inner calls, and tensors of earlier calls.
         input_nbytes: bytes of the tensors in the arguments, which a recomputation needs.
         forward_s: measured seconds of the forward; nan without a measurement.
         backward_s: measured seconds of the backward.
@@ -68,12 +67,12 @@ class UnitCall:
         self.kept_nbytes += nbytes
 
     def add_forward(self, flops: float, input_nbytes: int) -> None:
-        """Count the operations of a forward, with those of inner calls, and the bytes of its arguments."""
+        """Count the FLOPs of a forward, inner calls included, and the bytes of its arguments."""
         self.flops += flops - sum(each.flops for inner in self.inner for each in inner.walk())
         self.input_nbytes += input_nbytes
 
     def set_measured(self, forward_s: float, backward_s: float, kept_nbytes: int) -> None:
-        """Take what a run on a device has measured."""
+        """Set the values that a run on a device has measured."""
         self.forward_s, self.backward_s, self.kept_nbytes = forward_s, backward_s, kept_nbytes
 
     def walk(self) -> Iterator["UnitCall"]:
@@ -87,7 +86,7 @@ class _Recorder:
     """Records the calls of a trial, and what autograd keeps in each of them.
 
     Attributes:
-        calls: the calls that are not inside of others.
+        calls: the outermost calls.
     """
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
@@ -99,11 +98,11 @@ class _Recorder:
         self.add_known(known)
 
     def add_known(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add tensors that are there in any case, such as parameters."""
+        """Add tensors that do not count as kept, such as parameters."""
         self._seen |= {_storage_key(x): x for x in tensors}
 
     def hold(self, result: Any) -> None:
-        """Keep the graph of a result alive until the recorder ends, so that no two tensors get one key."""
+        """Keep the graph of a result alive as long as the recorder, so that no two tensors get one key."""
         self._held.append(result)
 
     @contextmanager
@@ -118,7 +117,7 @@ class _Recorder:
         """Record a call around what runs in this context."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) != self._hooks:
             what = f"unit {call.units[-1] or '(root)'!r} is used in a checkpoint, or by forward(remat=)."
-            raise ScheduleError(problem("tune()", what, remedy="Leave that out: tune() predicts steps with and without."))
+            raise ScheduleError(problem("tune()", what, remedy="Leave it out: tune() itself tries recomputation."))
         (self._open[-1].inner if self._open else self.calls).append(call)
         input_nbytes = sum(_nbytes(x) for x in _unique(_tensors(inputs)))
         before = self._flops.get_total_flops()
@@ -138,7 +137,7 @@ class _Recorder:
 
 
 class _TrialEngine(SingleComm, Engine):
-    """An Engine of one rank that records the calls of :func:`~fsharp.forward`, and calls the functions on meta tensors."""
+    """An Engine of one rank that records calls of :func:`~fsharp.forward`, and runs their functions on meta tensors."""
 
     def __init__(self, mesh: Mesh, recorder: _Recorder) -> None:
         super().__init__(mesh, device="meta")
@@ -190,7 +189,7 @@ def trial_of_loss(loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch:
 def trial_of_module(module: nn.Module, layout: Layout, owners: Mapping[str, Sequence[str]], batch: Any) -> list[UnitCall]:
     """Return the calls of a module on meta tensors.
 
-    ``owners``: by path of a module, the names of the units that are gathered when it is called. ``batch``: a mapping of keyword
+    ``owners``: by path of a module, the names of the units that a call of this module gathers. ``batch``: a mapping of keyword
     arguments, a tuple of arguments, or one argument.
     """
     dtypes = {
@@ -238,9 +237,9 @@ def trial_of_module(module: nn.Module, layout: Layout, owners: Mapping[str, Sequ
 
 
 def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
-    """Run one call of each kind on a device, and write seconds and kept bytes to all calls of the kind.
+    """Run one call of each kind on a device, and set seconds and kept bytes of all calls of the kind.
 
-    Calls with others inside are not run. Calls of one kind run one function, on tensors of equal shapes and dtypes. Return the
+    Calls with inner calls are not run. Calls of one kind run one function, on tensors of equal shapes and dtypes. Return the
     number of kinds.
     """
     kinds: dict[Any, list[UnitCall]] = {}
@@ -254,7 +253,7 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
 
 
 def _measured(call: UnitCall, device: torch.device) -> tuple[float, float, int]:
-    """Return seconds of the forward and the backward of a call on a device, and the bytes that are kept in between."""
+    """Return seconds of a call's forward and of its backward on a device, and the bytes that are kept in between."""
     generator = torch.Generator().manual_seed(0)
     params, args, kwargs = optree.tree_map(partial(_filled, device=device, generator=generator), call.operands)
     recorder = _Recorder(_tensors(params))
@@ -278,7 +277,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _filled(x: Any, device: torch.device, generator: torch.Generator) -> Any:
-    """Return a tensor on a device in place of one on meta: random numbers, or zeros where they may be indices."""
+    """Return a tensor on a device for a meta tensor: random floats, or zeros of an integer dtype, which may be indices."""
     if not isinstance(x, torch.Tensor):
         return x
     if not x.is_floating_point():
@@ -305,7 +304,7 @@ def _call_module(module: nn.Module, tensors: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _trained(node: Sharded, ties: Sequence[Sharded]) -> Any:
-    """Return the subtree of a node on the meta device, as leaves that require gradients where the node is trained."""
+    """Return the subtree of a node on the meta device. Its trained leaves require gradients."""
     trainable = {leaf.path for leaf in node.unit.leaves if leaf.tied_to or node.unit.groups[leaf.group].trainable}
     leaves, spec = optree.tree_flatten(node.tree(tuple(ties)))
     paths = [leaf.path for leaf in node.unit.leaves]
@@ -316,7 +315,7 @@ def _trained(node: Sharded, ties: Sequence[Sharded]) -> Any:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn an error of the user's code on meta tensors into one that says what to do instead."""
+    """Turn an error of the user's code on meta tensors into a ScheduleError with a remedy."""
     try:
         yield
     except FsharpError:

@@ -1,4 +1,4 @@
-"""tune: the strategy, mesh, units, policy, recomputation and format whose predicted step is the fastest that fits."""
+"""tune: find the fastest predicted step that fits into memory, over layouts, policies and recomputations."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -61,63 +61,63 @@ def tune(
     effort: float = 2500,
     progress: bool | None = None,
 ) -> Choice:
-    """Predict steps under many strategies, meshes, units, policies, recomputations and formats; return the fastest that fits.
+    """Return the fastest predicted step that fits into memory, over strategies, meshes, units, policies, remats and formats.
 
     >>> import torch, fsharp as fs
     >>> shapes = {"layers": [torch.empty(512, 512, device="meta") for _ in range(8)]}
     >>> hardware = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=10e9, latency=2e-5)
     >>> choice = fs.tune(shapes, hardware, budget=20e6, batch=64, mesh=fs.Mesh({"dp": 8}))
-    >>> choice.name, choice.candidates[0].policy
-    ('zero3', 'prefetch 1')
+    >>> choice.name
+    'zero3'
 
     Args:
         model: an ``nn.Module``; or a tree of tensors, of which only shapes and dtypes count; or layouts by name, from
-            :func:`~fsharp.plan`, which are then the only ones that are tried.
-        hardware: the machine: a :class:`~fsharp.inspect.Hardware` with bandwidths of the axes of all meshes; or the name of a
-            GPU, as for :meth:`~fsharp.inspect.Hardware.preset`, where hosts have 8 ranks; or a function that returns the
-            hardware of a layout. ``update_s`` is the time for all parameters on one rank; a rank with a part of them takes
-            that part of the time.
+            :func:`~fsharp.plan`. With layouts no other layout is tried.
+        hardware: a :class:`~fsharp.inspect.Hardware` with bandwidths of the axes of all meshes; or the name of a GPU, as for
+            :meth:`~fsharp.inspect.Hardware.preset`, for hosts of 8 ranks; or a function that returns the hardware of a layout.
+            ``update_s`` is the time of an update of all parameters on one rank; a rank that updates a half takes half as long.
         budget: most bytes that one rank may use, activations included.
-        batch: what one rank computes in a step. For a module: a tuple of arguments, a mapping of keyword arguments, or one
-            argument. For ``loss_fn``: the batch, which is split into microbatches. A number is the number of tokens of a rank
-            in a microbatch. Tensors may be on the meta device.
-        mesh: the ranks: a mesh, several meshes of one size, or a number of ranks, which stands for an axis ``dp``, and for all
-            axes ``outer`` and ``inner`` where hosts of 8 ranks are not cut across. None takes the mesh of ``comm``.
-        strategies: strategies by name, or functions of the axes that return one. By default ``ddp``, ``zero1``, ``zero2``,
-            ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
+        batch: the input of one rank in a step, whose tensors may be on the meta device. For a module: a tuple of arguments, a
+            mapping of keyword arguments, or one argument. For ``loss_fn``: the batch, which is split into microbatches. A
+            number is the number of tokens of a rank in a microbatch.
+        mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for an axis ``dp``, and for each pair
+            of axes ``outer`` and ``inner`` that fits hosts of 8 ranks. None takes the mesh of ``comm``.
+        strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
+            ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
-            unit; if the seconds of compute do not come from ``hardware``, also each part of such a layer, and the whole tree.
-        formats: precisions by name. By default ``Precision()`` alone, as others change values.
+            unit. If the seconds of compute do not come from ``hardware``, each part of such a layer, and the whole tree as one
+            unit, are tried as well.
+        formats: precisions by name. By default only ``Precision()``, as other precisions change values.
         policies: policies by name.
-        remat: patterns of units whose activations are recomputed, by name. By default nothing and everything, if it is known
-            what a recomputed unit keeps.
-        loss_fn: ``loss_fn(params, batch, comm)``, as for :func:`~fsharp.train_step`, without recomputation. It runs once for
-            each choice of units, on meta tensors, and tells the order of units, and what they compute and keep.
+        remat: patterns of units whose activations are recomputed, by name. By default no units and all units, if the bytes
+            that a recomputed unit keeps are known.
+        loss_fn: ``loss_fn(params, batch, comm)``, as for :func:`~fsharp.train_step`, without recomputation. The function runs
+            once on meta tensors for each choice of units. This trial gives the order of units, and their FLOPs and bytes.
         frozen: patterns of leaves without gradients, for a tree of tensors.
-        activations: bytes that a unit keeps from its forward to its backward, or a pair of these and of the bytes that it keeps
-            if it is recomputed: one for all units, or by pattern of unit names. They count in place of estimates.
-        order: order of units in the loss, as for :func:`~fsharp.schedules.plan_step`, if it is not known from a trial.
+        activations: bytes that a unit keeps from its forward to its backward, in place of estimates; or a pair: these bytes
+            without and with recomputation. One value for all units, or values by pattern of unit names.
+        order: order of units in the loss, as for :func:`~fsharp.schedules.plan_step`, if no trial gives it.
         microbatches: number of microbatches, as for ``train_step``.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         backend: backend of the process groups.
-        device: device on which one call of each kind of unit runs, to measure its seconds and its bytes of activations. They
-            count in place of the seconds in ``hardware``.
-        comm: the ranks. If given, all ranks call this function; they compare their arguments, and share what they measure.
-        effort: number of units in the steps that are simulated, all together; ``math.inf`` simulates every candidate that may
-            fit, also those that cannot be the fastest.
-        progress: whether a bar shows on stderr once a second has passed; None means if stderr is a terminal and this is rank 0.
+        device: device on which one call of each kind of unit runs. Its measured seconds replace the seconds in ``hardware``,
+            and its measured bytes the estimated activations.
+        comm: the ranks. If given, all ranks call this function, compare their arguments, and share their measurements.
+        effort: number of units in all simulated steps together. ``math.inf`` simulates every candidate that may fit, also
+            candidates that cannot be the fastest.
+        progress: whether to show a bar on stderr after one second. None means yes on rank 0 if stderr is a terminal.
 
     Returns:
         The choice. Equally fast candidates are ordered by memory. The same arguments give the same choice on every rank.
 
     Raises:
-        ScheduleError: no candidate fits into the budget, where the message names the smallest; meshes have different numbers of
-            ranks; an argument is missing, or of no use; the trial of ``loss_fn`` or of the module fails.
+        ScheduleError: no candidate fits into the budget, and the message names the smallest; meshes have different numbers of
+            ranks; an argument is missing, or has no use; the trial of ``loss_fn`` or of the module fails.
         PatternError: a pattern matches no unit.
         AgreementError: ranks pass different arguments. All ranks raise.
 
-    Cost: no collective without ``comm``. About 4 ms for each unit of ``effort``. Candidates that are slower than the best even
-    without any wait are not simulated, nor are candidates that exceed the budget at rest.
+    Cost: no collective without ``comm``. About 4 ms for each unit of ``effort``. A candidate is not simulated if it exceeds the
+    budget at rest, or if it would be slower than the fastest even without waits.
     """
     request = Request(
         model=model,
@@ -145,7 +145,7 @@ def tune(
         space = request.space()
         costs = request.costs(space)
         trials = request.trials(space, costs)
-    else:  # what fails or differs on one rank is an error on all, before and after what ranks measure together
+    else:  # a failure or difference of one rank is an error on all ranks, before and after their joint measurement
         space = check_on_all_ranks("tune()", comm, request.space, request.texts)
         costs = request.costs(space)
         trials = check_on_all_ranks("tune()", comm, lambda: request.trials(space, costs), request.texts_of_hardware)

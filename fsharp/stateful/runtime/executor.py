@@ -106,7 +106,7 @@ class Executor:
         self.begin_step("")
 
     def begin_again(self) -> None:
-        """Begin as a new executor does, in a new generation of the job."""
+        """Return to the state of a new executor, in a new generation of the job."""
         self.is_connected, self.number = False, 0
         if self.transport.groups is not None:
             self.transport.groups.begin_again()

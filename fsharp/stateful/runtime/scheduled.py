@@ -191,7 +191,7 @@ class Scheduled:
         self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def begin_again(self) -> None:
-        """Begin as a new function does: without programs, schedules and calls."""
+        """Return to the state of a new function: no programs, schedules and calls."""
         self.programs, self.num_calls, self._emitted, self._positions = RecordedPrograms(), 0, None, {}
         self._status, self.followed_by = CallStatus("new", "it has not been called", 0, 0), lambda: None
         self.drop_tensors()
@@ -264,7 +264,7 @@ class ScheduledFunctions:
         self._last = weakref.ref(scheduled)
 
     def begin_again(self) -> None:
-        """Begin again with functions that nobody has called."""
+        """Return all functions to the state of new functions."""
         self._last = lambda: None
         for scheduled in self._alive:
             scheduled.begin_again()

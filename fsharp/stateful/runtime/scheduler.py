@@ -118,7 +118,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.close_after_error(CommError("a rank was restarted"))
 
     def _begin_again(self, own: Comm, executor: Executor) -> None:
-        """Begin as a new scheduler does, in a new generation of the job: without schedules, with the Comm of the setup."""
+        """Return to the state of a new scheduler in a new generation of the job: no schedules, and the Comm of the setup."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.begin_again()

@@ -1,4 +1,4 @@
-"""RegisteredMemory: device memory that NCCL's communicators know, so that collectives use it without copies of their own."""
+"""RegisteredMemory: device memory that NCCL's communicators know, so that NCCL makes no copies for collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from fsharp.functional.comm.process_group import ProcessGroupComm, before_leavin
 class RegisteredMemory:
     """Device memory from NCCL's allocator, registered with the communicators of some process groups.
 
-    torch needs a pool of memory for it: what is allocated in the pool is registered with a communicator as a whole.
+    The memory is in a pool of torch's allocator, as torch registers whole pools.
 
     Args:
         comm: the ranks.
@@ -31,7 +31,7 @@ class RegisteredMemory:
         _alive.add(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of new registered memory, as bytes. Earlier memory of this object is no longer registered.
+        """Return new registered memory: ``uint8[nbytes]``. Earlier memory of this object is no longer registered.
 
         Raises:
             ScheduleError: torch or NCCL cannot allocate or register such memory.
@@ -52,7 +52,7 @@ class RegisteredMemory:
         return memory
 
     def deregister(self) -> None:
-        """Remove the memory from the communicators, once the device has ended its work. The memory itself stays valid."""
+        """Wait for the device, then remove the memory from the communicators. The memory stays valid."""
         pool, self._pool = self._pool, None
         if pool is None or self.comm.watch.error is not None:  # an error has ended the communicators
             return
@@ -69,4 +69,4 @@ def _deregister_all() -> None:
         memory.deregister()
 
 
-before_leaving.append(_deregister_all)  # a communicator that is destroyed with windows on it fails
+before_leaving.append(_deregister_all)  # NCCL fails to destroy a communicator that has windows
