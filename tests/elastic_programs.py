@@ -19,7 +19,8 @@ from fsharp.resilience import IndexSampler, Run
 from tests.resilience.test_run import X, make_state, train_step
 
 SIZE = 4
-WAYS = ("functions", "scheduled", "module")
+WAYS = {"functions": {"dp": SIZE}, "two axes": {"outer": 2, "inner": 2}, "scheduled": {"dp": SIZE}, "module": {"dp": SIZE}}
+"""Ways of training, each with the axes of its mesh."""
 IN_SETUP = -1
 """In place of the number of a step: in the setup of a process that was restarted."""
 
@@ -59,7 +60,7 @@ def train(
     from 1.
     """
     torch.set_num_threads(1)
-    comm = fs.connect(fs.Mesh({"dp": SIZE}), device_type="cpu", timeout=timedelta(seconds=limit_s))
+    comm = fs.connect(fs.Mesh(WAYS[way]), device_type="cpu", timeout=timedelta(seconds=limit_s))
     folder, done = Path(root), list[int]()
     note(folder / f"pids-{comm.rank}", str(os.getpid()))
     life = len((folder / f"pids-{comm.rank}").read_text().split())
@@ -138,7 +139,8 @@ def _functions(comm: Any, way: str) -> tuple[Any, Any]:
         state, _ = train_step(state, x, comm) if scheduled is None else scheduled(state, x)
         return state, sampler
 
-    return (make_state(comm), sampler), step
+    strategy = fs.zero3 if way != "two axes" else lambda axis: fs.hfsdp("outer", "inner")
+    return (make_state(comm, strategy), sampler), step
 
 
 def _module(comm: Any, way: str) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ def undisturbed(root, way, total):
         return digest(run_steps(comm, root / "disk", way, total), comm, way)
 
     root.mkdir(exist_ok=True)
-    return simulate(fs.Mesh({"dp": SIZE}), rank_fn)[0]
+    return simulate(fs.Mesh(WAYS[way]), rank_fn)[0]
 
 
 def disturbed(root, way, total, faults, *, restarts=None, may_meet=False, **options):
@@ -78,8 +78,8 @@ def test_fifty_kills(tmp_path, way, capsys):
 
 @pytest.mark.deep
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("way", ["scheduled", "module"])
-def test_schedules_and_modules_go_on(tmp_path, way):
+@pytest.mark.parametrize("way", ["two axes", "scheduled", "module"])
+def test_meshes_of_two_axes_schedules_and_modules_go_on(tmp_path, way):
     ends = disturbed(tmp_path, way, TOTAL, [Fault(2, 1, 0.01), Fault(4, 0)])
     assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", way, TOTAL)}
 
