@@ -21,8 +21,8 @@ from tests.resilience.test_run import X, make_state, train_step
 SIZE = 4
 WAYS = {"functions": {"dp": SIZE}, "two axes": {"outer": 2, "inner": 2}, "scheduled": {"dp": SIZE}, "module": {"dp": SIZE}}
 """Ways of training, each with the axes of its mesh."""
-IN_SETUP = -1
-"""In place of the number of a step: in the setup of a process that was restarted."""
+IN_FIRST_SETUP, IN_SETUP, AFTERWARDS = -1, -2, -3
+"""In place of the number of a step: in the setup, in that of a process that was restarted, or after the last step."""
 
 
 class Fault(NamedTuple):
@@ -71,11 +71,11 @@ def train(
             if (fault.step, fault.rank) == (number, comm.rank):
                 have(fault, folder, host if lose_hosts else None)
 
-    if life > 1:
-        have_fault(IN_SETUP)
+    have_fault(IN_SETUP if life > 1 else IN_FIRST_SETUP)
     with Replicas(host, comm, copies=copies, domain_size=1 if copies else SIZE, root=folder / "disk") as replicas:
         kept = {"replicas": replicas, "elastic": True, "config": config(life), **options}
         tree = run_steps(comm, folder / "disk", way, total, have_fault, done.append, **kept)
+    have_fault(AFTERWARDS)
     return End(os.getpid(), digest(tree, comm, way), done)
 
 

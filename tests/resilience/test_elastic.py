@@ -22,7 +22,7 @@ from fsharp.functional.comm.setup_calls import SetupCalls
 from fsharp.resilience import OwnState, Run
 from fsharp.resilience.rejoining import without_values
 from fsharp.testing import simulate
-from tests.elastic_programs import IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
+from tests.elastic_programs import AFTERWARDS, IN_FIRST_SETUP, IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
 
 TOTAL = 6
 
@@ -90,6 +90,16 @@ def test_a_second_death_while_the_first_one_is_recovered(tmp_path):
     faults = [Fault(1, 1), Fault(IN_SETUP, 1), Fault(3, 0), Fault(3, 2, 0.3)]
     ends = disturbed(tmp_path, "functions", TOTAL, faults, restarts=9, may_meet=True)
     assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_before_and_after_the_steps_all_ranks_are_restarted(tmp_path):
+    call = partial(train, str(tmp_path), "functions", TOTAL, [Fault(IN_FIRST_SETUP, 0), Fault(AFTERWARDS, 1)])
+    ends = fs.launch(call, SIZE, restarts=2)
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+    assert [end.steps for end in ends] == [[]] * SIZE, "all have been made before"
+    assert {len(set((tmp_path / f"pids-{rank}").read_text().split())) for rank in range(1, SIZE)} <= {2, 3}
 
 
 @pytest.mark.deep
