@@ -23,7 +23,8 @@ from fsharp.functional.comm.generations import GENERATION, announce, can_rejoin,
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 
 _SIGNAL = "A signal has come: no process is restarted. Start the program again to continue."
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S, _ASK_EVERY_S = 0.02, 0.5
+"""Seconds between two looks at the processes, and between two looks at what ranks have written to the store."""
 _END_WITHIN_S = 10.0
 """Seconds in which processes may end by themselves after the Restarter has stopped to restart them."""
 _SPARE_AFTER_S = 2.0
@@ -60,15 +61,18 @@ class Restarter:
     def run(self) -> None:
         """Run until all processes have returned. Raise a CommError if a process is lost and not restarted."""
         announce(self._store, 0, "")
-        deadline = float("inf")
+        deadline, asked_at = float("inf"), time.monotonic()
         try:
             with self._signals_passed_on():
                 for rank in range(self._nproc):
                     self._start(rank)
                 while self._running and time.monotonic() < deadline:
                     self._look()
-                    if deadline == float("inf") and read_end(self._store):
-                        deadline = time.monotonic() + _END_WITHIN_S
+                    if time.monotonic() > asked_at + _ASK_EVERY_S:
+                        asked_at = time.monotonic()
+                        self._kill_hung()
+                        if deadline == float("inf") and read_end(self._store):
+                            deadline = asked_at + _END_WITHIN_S
                     time.sleep(_LOOK_EVERY_S)
         finally:
             for process in [*self._running.values(), *([self._spare] if self._spare is not None else [])]:
@@ -89,8 +93,9 @@ class Restarter:
             claim_end(self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL}")
         if lost and not read_end(self._store):
             self._restart(lost)
-        elif self._running:
-            self._kill_hung()
+        if self._spare is not None and self._spare.poll() is not None:
+            _kill(self._spare)  # closes its pipe: it has ended by itself
+            self._spare = None
         if self._spare is None and time.monotonic() > self._started_at + _SPARE_AFTER_S:
             self._spare = self._new_process()
 
