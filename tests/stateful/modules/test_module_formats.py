@@ -313,7 +313,7 @@ EQUAL = [["ddp", "zero1"], ["zero2", "zero3"], ["hsdp", "hfsdp", "mixed"]]
 USES = st.lists(st.integers(0, 2), min_size=2, max_size=2)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     uses=st.sampled_from([1, 2]).flatmap(lambda n: st.lists(st.lists(USES, min_size=n, max_size=n), min_size=4, max_size=5)),
     policy=st.sampled_from([{}, {"sum_late": False}, {"bucket_nbytes": 600}]),
