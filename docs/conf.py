@@ -1,5 +1,7 @@
 """Configuration of the site for Sphinx: ``make docs``."""
 
+import contextlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -74,6 +76,13 @@ def write(path, text):
         path.write_text(text)
 
 
+def draw_pictures(app):
+    """Run the program of a page in the folder of the site: it writes the interactive pictures that the page shows."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "overlap.md").read_text(), re.DOTALL | re.MULTILINE)
+    with contextlib.chdir(app.outdir), contextlib.redirect_stdout(io.StringIO()):
+        exec(compile("\n".join(blocks), "overlap.md", "exec"), {})
+
+
 def link_to_sources(app, docname, source):
     """Let links to files outside of the site lead to copies of the files; for a folder, of its program."""
 
@@ -87,4 +96,5 @@ def link_to_sources(app, docname, source):
 def setup(app):
     """Connect the functions above to the steps of the build."""
     app.connect("builder-inited", write_reference)
+    app.connect("builder-inited", draw_pictures)
     app.connect("source-read", link_to_sources)

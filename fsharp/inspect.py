@@ -4,6 +4,7 @@
 
     print(fs.inspect.table(schedule))
     fs.inspect.draw(schedule, "step.png")
+    Path("step.html").write_text(fs.inspect.step_page(schedule))  # an interactive picture
     print(fs.inspect.sharding(layout))
     print(fs.inspect.sharding(layout)["layers.0.w"])
     fs.inspect.draw_sharding(layout, "sharding.png")
@@ -20,6 +21,7 @@ from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes
 from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
 from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.report.page import report as report
+from fsharp.report.step import step_page as step_page
 from fsharp.stateful.inspect.draw import draw as draw
 from fsharp.stateful.inspect.estimate import Hardware as Hardware
 from fsharp.stateful.inspect.estimate import predict as predict

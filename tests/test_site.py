@@ -43,5 +43,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         own = [name for name, value in vars(thing).items() if not name.startswith("_") and inspect.isroutine(value)]
         missing = [name for name in own if f'id="{module}.{name}"' not in page]
         assert not missing, module
+    assert all((tmp_path / "site" / name).exists() for name in ("step.html", "prefetch.html")), "the pictures of overlap.md"
     copies = list((tmp_path / "site" / "_downloads").rglob("dp_sgd.py"))
     assert len(copies) == 1, "links to sources lead to copies"

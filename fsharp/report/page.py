@@ -1,20 +1,21 @@
 """report: one HTML file about a run, with charts and a timeline, which needs neither a network nor another file."""
 
 import html
-import json
 import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fsharp.report.reading import RunLog, read_log
+from fsharp.report.step import html_page
 from fsharp.stateful.inspect.timeline import WAITING
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
+SECTIONS = ("summary", "values", "step", "compared", "layout", "ranks", "events", "environment")
+"""Sections of the page, which ``page.js`` fills."""
 MAX_POINTS = 2000
 """Most points of a curve. A longer curve is cut into runs of steps, each with its least and its greatest point."""
 MAX_MARKS = 200
@@ -48,12 +49,10 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
 
 def page_of(log: RunLog, *, title: str) -> str:
     """Return the page of a log as HTML."""
-    data = json.dumps(page_data(log, title), allow_nan=False, separators=(",", ":"))
-    page = Path(__file__).with_name("page.html").read_text("utf-8")
-    script = Path(__file__).with_name("page.js").read_text("utf-8")
-    # To a parser of HTML "<" begins a tag, even in a script.
-    parts = {"TITLE": html.escape(title), "DATA": data.replace("<", "\\u003c"), "SCRIPT": script}
-    return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], page)
+    sections = "".join(f'<section id="{name}"></section>\n' for name in SECTIONS)
+    return html_page(
+        title, f"<header><h1>{html.escape(title)}</h1></header>\n<main>\n{sections}</main>", page_data(log, title), "page.js"
+    )
 
 
 def page_data(log: RunLog, title: str) -> dict[str, Any]:
@@ -72,6 +71,7 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
         "saved": log.saved,
         "own_s": own_s,
         "timelines": log.timelines,
+        "has_times": True,
         "streams": STREAMS,
         "waiting": WAITING,
         "compared": compared(log.timelines),

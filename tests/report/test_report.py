@@ -2,34 +2,16 @@
 
 import json
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import quickjs
 import torch
 
 import fsharp as fs
 from fsharp.cli import main
 from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, page_of
 from fsharp.report.reading import read_log
-
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-DOM = """
-const elements = {}, listeners = {};
-function element(id) {
-  return elements[id] ??= {
-    id, innerHTML: "", textContent: "", style: {}, clientWidth: 1000,
-    addEventListener(name, fn) { listeners[`${id} ${name}`] = fn; },
-    getBoundingClientRect: () => ({left: 0, top: 0, width: 1000, height: 400}),
-  };
-}
-const document = {getElementById: element};
-const window = {innerWidth: 1280, addEventListener() {}};
-"""
-"""As much of a document as the page uses."""
+from tests.report.pages import BROWSER, fire, html_of, opened, shown_by
 
 
 def timelines():
@@ -69,47 +51,6 @@ def test_steps_that_are_made_again_count_once(run_dir):
     assert log.series["norms/head"] == {4: 3.0, 5: 3.0}
     assert (log.num_cut, log.saved, len(log.starts), sorted(log.own_s)) == (1, [4], 2, [0, 1, 2, 3])
     assert sorted(log.timelines) == ["measured", "predicted"]
-
-
-class Tags(HTMLParser):
-    """Checks that tags nest, and collects what they load, and scripts."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.loads, self.scripts = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.loads += [(name, value) for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "script":
-            self.scripts.append(data)
-
-
-def opened(text):
-    """An engine in which the script of the page has run, in a document without layout; and the page's tags."""
-    tags = Tags()
-    tags.feed(text)
-    tags.close()
-    assert tags.open == []
-    data, script = tags.scripts
-    context = quickjs.Context()
-    context.eval(DOM + f"element('data').textContent = {json.dumps(data)};")
-    context.eval(script)
-    return context, tags
-
-
-def html_of(context, name):
-    return context.eval(f"element({json.dumps(name)}).innerHTML")
-
-
-def fire(context, name, event, **fields):
-    context.eval(f"listeners[{json.dumps(f'{name} {event}')}](Object.assign({{preventDefault() {{}}}}, {json.dumps(fields)}))")
 
 
 def test_the_page_shows_a_run(run_dir):
@@ -252,26 +193,12 @@ def test_of_many_events_the_newest_are_listed(tmp_path):
     assert f"The newest {MAX_EVENTS} of {count} events are listed. Charts mark {MAX_MARKS} of {count}" in events
 
 
-def shown_by(browser, run_dir):
-    """The document of the run's page, after a browser has run its script."""
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={run_dir / 'profile'}",
-        "--virtual-time-budget=5000",
-    ]
-    page = Path(fs.inspect.report(run_dir)).as_uri()
-    ran = subprocess.run([browser, *options, "--dump-dom", page], capture_output=True, text=True, timeout=120, check=True)
-    return ran.stdout
-
-
 def test_engines_agree(run_dir):
     """A browser, if this machine has one, draws what the engine without a browser draws."""
     context, _ = opened(Path(fs.inspect.report(run_dir)).read_text())
     drawn = re.findall(r'<rect class="span" data-i="\d+"', html_of(context, "timeline"))
     assert len(drawn) > 20
-    pages = [shown_by(BROWSER, run_dir)] if BROWSER else []
+    pages = [shown_by(BROWSER, fs.inspect.report(run_dir), run_dir)] if BROWSER else []
     assert all(re.findall(r'<rect class="span" data-i="\d+"', page) == drawn for page in pages)
     assert all("6 of 12 steps" in page and "rank 1 is a &lt;i&gt;straggler" in page for page in pages)
 

@@ -4,6 +4,7 @@ import html
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
@@ -69,6 +70,10 @@ def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
 
 def _updates(group: Group) -> str:
     return "" if group.dtypes.update is None else f", updates {group.dtypes.update.name}"
+
+
+IN_NOTEBOOKS: dict[type, Callable[[Any], str]] = {}
+"""Functions that return what a notebook shows of a value, for classes in folders below the folder that draws; by class."""
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: Collection[int] = ()) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from fsharp.functional.layout.text import IN_NOTEBOOKS
 from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule, buffer_lifetimes
 
@@ -113,6 +114,9 @@ class Timeline:
             if start < self.step_s:
                 yield max(start, 0.0), min(stop, self.step_s)
             start, stop = start - self.step_s, stop - self.step_s
+
+    def _repr_html_(self) -> str:
+        return IN_NOTEBOOKS[Timeline](self)
 
     def _starts_and_stops(self) -> tuple[list[float], list[float]]:
         """Return starts and stops of all ops. An op without spans takes no time, after the previous op on its stream."""
