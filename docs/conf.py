@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -83,18 +84,31 @@ def draw_pictures(app):
         exec(compile("\n".join(blocks), "overlap.md", "exec"), {})
 
 
+def write_notebooks(app):
+    """Run each notebook in a process of its own, and write it as a page, with what its cells show."""
+    folder = Path(app.srcdir) / "notebooks"
+    folder.mkdir(exist_ok=True)
+    for path in sorted((ROOT / "docs").glob("*.ipynb")):
+        ran = subprocess.run([sys.executable, ROOT / "docs" / "notebook.py", path], cwd=ROOT, capture_output=True, text=True)
+        if ran.returncode:
+            raise RuntimeError(f"{path.name}: a cell raised an error.\n{ran.stderr}")
+        write(folder / f"{path.stem}.md", ran.stdout)
+
+
 def link_to_sources(app, docname, source):
-    """Let links to files outside of the site lead to copies of the files; for a folder, of its program."""
+    """Let links lead to what the site has of other files: copies, of a folder its program, and of a notebook its page."""
 
     def link(found):
         path = ROOT / found[1]
         return f"](path:../{path.relative_to(ROOT) / '__main__.py' if path.is_dir() else found[1]})"
 
     source[0] = re.sub(r"\]\(\.\./([^)#]+)\)", link, source[0])
+    source[0] = re.sub(r"\]\((\w+)\.ipynb\)", r"](notebooks/\1.md)", source[0])
 
 
 def setup(app):
     """Connect the functions above to the steps of the build."""
     app.connect("builder-inited", write_reference)
     app.connect("builder-inited", draw_pictures)
+    app.connect("builder-inited", write_notebooks)
     app.connect("source-read", link_to_sources)

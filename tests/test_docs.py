@@ -3,8 +3,10 @@
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,36 @@ def test_the_programs_of_the_page_about_jax_run_on_two_ranks():
 
     first, second = processes(fs.Mesh({"dp": 2}), run)
     assert first == second
+
+
+@pytest.mark.timeout(120)
+def test_the_notebook_runs_and_shows_what_its_cells_show(tmp_path):
+    path = ROOT / "docs" / "fsharp_for_jax_users.ipynb"
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not [cell for cell in cells if cell["outputs"] or cell["execution_count"]], (
+        "outputs are made by the build of the site"
+    )
+    assert sum("assert" in "".join(cell["source"]) for cell in cells) > 7, "its cells compare numbers"
+    command = [sys.executable, ROOT / "docs" / "notebook.py", path]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("```python") == len(cells)
+    assert "<iframe" in ran.stdout, "the picture of a schedule"
+    losses = re.findall(r"^fsharp ([\d.]+)   JAX ([\d.]+)$", ran.stdout, re.MULTILINE)
+    assert len(losses) == 5
+    assert all(float(a) == pytest.approx(float(b), abs=1e-5) for a, b in losses)
+
+
+def test_a_cell_shows_its_last_expression():
+    run_cell = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["run_cell"]
+    names = {}
+    assert run_cell("x = 3\nprint(x)", 0, names) == ("3\n", None)
+    assert run_cell("print(x)\nx + 1", 1, names) == ("3\n", 4)
+    assert run_cell("", 2, names) == ("", None)
+    with pytest.raises(ZeroDivisionError) as info:
+        run_cell("1 / 0", 3, names)
+    assert "cell 3" in str(info.traceback[-1].path)
 
 
 def anchors(path):
