@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -221,6 +222,31 @@ def test_the_top_level_is_small():
     assert len(names) <= 60
     assert not names & {"comm", "functional", "layout", "schedule", "stateful"}
     assert {name for name in vars(fs) if not name.startswith("_")} - names <= {*fs._WITHIN, "interop"}
+
+
+EVERYDAY = """
+buffer call check collective error event function gradient group leaf logger memory name op packing record result run span state
+step storage tensor transformation transport
+"""
+"""Nouns of class names that need no entry in a glossary: words of programmers, of torch, of training."""
+
+
+def glossary():
+    """The words that the docstring of the package and the table of the page about design explain."""
+    words = re.findall(r"^    (\w[\w ]*?)  +\w", fs.__doc__, re.MULTILINE)
+    table = (ROOT.parent / "docs" / "design.md").read_text().partition("| word | meaning |")[2].partition("\n\n")[0]
+    return set(words) | set(re.findall(r"^\| ([a-z' ]+) \|", table, re.MULTILINE))
+
+
+def test_words_of_three_classes_are_in_the_glossary():
+    """The last word of a class's name says what an object of it is: as "engine" in ``Engine`` and ``ScheduledEngine``."""
+    assert {"engine", "lane", "trial", "bundle", "state tree", "facts", "sink"} <= glossary()
+    classes = {name for path in SOURCES for name in re.findall(r"^class _?(\w+)", path.read_text(), re.MULTILINE)}
+    last_words = [re.findall(r"[A-Z][a-z]*", name)[-1].lower() for name in classes if name[0].isupper()]
+    nouns = Counter(re.sub(r"(?<![su])s$", "", word) for word in last_words)
+    known = {*EVERYDAY.split(), *glossary(), "fact"}
+    unknown = [noun for noun, number in nouns.items() if number > 2 and noun not in known]
+    assert not unknown
 
 
 DEFINED = [each for each in PUBLIC if inspect.isclass(getattr(*each)) or inspect.isfunction(getattr(*each))]
