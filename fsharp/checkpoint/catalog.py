@@ -42,22 +42,20 @@ class CheckpointSummary(NamedTuple):
     files: tuple[FileRecord, ...]
 
 
-_known: dict[
-    str, CheckpointSummary
-] = {}  # by digest of a manifest's bytes: to parse many manifests again and again would take long
+_known: dict[str, CheckpointSummary] = {}  # by digest of a manifest's bytes, as parsing many manifests takes long
 _MOST_KNOWN = 1000
-_TIMED_ID = 32  # digits of an id that has the time of its save
+_TIMED_ID = 32  # digits of an id that begins with the time of its save
 
 
 def folder_name(step: int, save_id: str) -> str:
-    """Return the name of a checkpoint's folder. With the id in its name, two saves of one step have two folders."""
+    """Return the name of a checkpoint's folder, which is unique: two saves of one step have two folders."""
     return f"step-{step:010d}-{save_id}"
 
 
 def new_save_id(root: str) -> str:
     """Return an id for a save under ``root`` that begins now: 16 hexadecimal digits of its time, and 16 random ones.
 
-    The time is later than the times of all saves in ``root``, also if a clock goes back.
+    The time is later than those of all saves in ``root``, even if a clock was set back.
     """
     names = folder_names_newest_first(storage_of(root), root)
     before = save_time_of(f"{root}/{names[0]}") if names else 0.0
@@ -65,18 +63,18 @@ def new_save_id(root: str) -> str:
 
 
 def save_time_after(before: float) -> float:
-    """Return a time for a new save, in seconds since 1970, later than ``before``, also if a clock goes back."""
+    """Return the time for a new save, in seconds since 1970: now, or if a clock was set back, just after ``before``."""
     return max(time.time(), math.nextafter(before, math.inf))
 
 
 def time_in_save_id(save_id: str) -> float | None:
-    """Return the time, in seconds since 1970, that is in an id of :func:`new_save_id`; None if the id has none."""
+    """Return the time in an id of :func:`new_save_id`, in seconds since 1970; None if the id has none."""
     created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID else math.nan
     return created if math.isfinite(created) else None
 
 
 def save_time_of(path: str) -> float:
-    """Return the time of a checkpoint's save, from its name, or else from its manifest; -inf if neither has it."""
+    """Return the time of a checkpoint's save, from its name or its manifest; -inf if neither has a time."""
     match = _FOLDER.fullmatch(path.rpartition("/")[2])
     created = time_in_save_id(match["save_id"]) if match else None
     try:
@@ -120,7 +118,7 @@ class Checkpoint:
 
     @cached_property
     def reader(self) -> Reader:
-        """The reader of this checkpoint's files, which opens each file once, however many tensors are asked for."""
+        """The reader of this checkpoint's files, which opens each file once."""
         return Reader(self.folder, self.manifest)
 
     @cached_property
@@ -130,11 +128,11 @@ class Checkpoint:
         try:
             key = xxhash.xxh3_128_hexdigest(read_index_file(storage, self.path, NAME))
         except FileNotFoundError:
-            key = ""  # of others, or none
+            key = ""  # a checkpoint of another library, or none
         found = _known.get(key)
         if found is None:
             found = CheckpointSummary(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
-            if len(_known) >= _MOST_KNOWN:  # a save in the background looks too
+            if len(_known) >= _MOST_KNOWN:  # _known is bounded: a Saver looks at every new checkpoint
                 _known.clear()
             if key:
                 _known[key] = found
@@ -192,7 +190,7 @@ class Checkpoint:
 
 @options_checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint in a folder. For files of other libraries that :func:`~fsharp.checkpoint.load` takes, the step is 0.
+    """Open the checkpoint in a folder, or a file or folder of another library (with step 0).
 
     Raises:
         CheckpointError: there is no checkpoint, it is incomplete, or a file has a wrong size. The message names the step of a
@@ -214,7 +212,7 @@ def _open_complete(storage: Storage, folder: str) -> Checkpoint:
 
 
 def complete_sibling_hint(folder: str) -> str:
-    """Return the end of an error message about an incomplete checkpoint: it names a complete checkpoint in the same folder."""
+    """Return text for an error about an incomplete checkpoint: the name of a complete one in the same folder, if any."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
     for other in folder_names_newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
         if other != name:
@@ -226,7 +224,7 @@ def complete_sibling_hint(folder: str) -> str:
 
 
 def folder_names_newest_first(storage: Storage, root: str) -> list[str]:
-    """Return names of folders of checkpoints, complete or not, the last saved one first: see :func:`save_time_of`."""
+    """Return the names of checkpoints' folders, complete or not, the last saved one first."""
     found = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
     return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
 
@@ -258,15 +256,14 @@ def _with_manifest(root: str) -> Iterator[str]:
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return all complete checkpoints under ``root``, in order of their saves, the newest first.
 
-    The order is not that of steps: a run that continues from an older checkpoint saves smaller steps again. The order does not
-    depend on clocks: each save notes a later time than all checkpoints that it finds. Incomplete checkpoints are left out, with
-    a warning in the log.
+    The order is not that of steps: a run that continues from an older checkpoint saves smaller steps again. A clock that was
+    set back does not change the order. Incomplete checkpoints are left out, with a warning in the log.
     """
     return list(iter_complete_checkpoints(absolute_path(root)))
 
 
 def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
-    """Yield complete checkpoints, opened one after another: see :func:`checkpoints`."""
+    """Yield complete checkpoints, each opened when it is asked for: see :func:`checkpoints`."""
     for name in folder_names_newest_first(storage_of(folder), folder):
         if (found := open_if_complete(f"{folder}/{name}")) is not None:
             yield found
@@ -285,8 +282,8 @@ def open_if_complete(path: str) -> Checkpoint | None:
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint under ``root``; None if there is none.
 
-    Names of folders hold the time of the save, so older checkpoints are not opened. Interrupted saves, and checkpoints with
-    missing or short files, are skipped, with a warning in the log. Tensors are not read; :func:`verify` and loading read them.
+    Interrupted saves, and checkpoints with missing or short files, are skipped, with a warning in the log. Tensors are not
+    read: for damage inside of files see :func:`verify`.
     """
     folder = absolute_path(root)
     storage = storage_of(folder)
@@ -308,7 +305,7 @@ def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
 
 @options_checked
 def verify(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a whole checkpoint, compare it with its digests, and return it. Needs neither a model nor a process group.
+    """Read a whole checkpoint, compare it with its digests, and return it; needs neither a model nor a process group.
 
     Raises:
         CheckpointError: a byte is damaged; the message names each damaged file and tensor. Or there are no digests, as in files
@@ -328,8 +325,8 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
 def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     """Remove the folders of interrupted saves, and return their paths. No other job may save under this root.
 
-    A folder is removed if each file in it begins as the save with the folder's save id writes that file; files may be cut off
-    anywhere. A folder with any other file in it stays, and a warning names the folder.
+    A folder is removed if all files in it are from the save that its name says; files may be cut off anywhere. A folder with
+    any other file stays, and a warning names the folder.
     """
     folder = absolute_path(root)
     storage, gone = storage_of(folder), []
@@ -338,7 +335,7 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
         found = _LEFT.fullmatch(name) or complete_name
         if found is None or (complete_name and NAME in storage.list_names(path)):
             continue
-        # In a file system an interrupted save leaves nothing under the final name: a manifest missing there was lost later.
+        # In a file system no interrupted save is under its final name: if the manifest is missing there, it was lost later.
         is_left = not complete_name or storage.staging_path(path) == path
         if is_left and _files_belong_to_save(storage, path, found["save_id"]):
             storage.remove(path)
@@ -352,12 +349,12 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
 
 
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
-    """Return whether each file in a folder begins as a save with this id writes that file; files may be cut off anywhere."""
+    """Return whether each file in a folder begins like a file of this save; files may be cut off anywhere."""
     for name in storage.list_names(folder):
         if name == NAME:
             skipped, start = 0, FIRST_BYTES
         elif _SHARD.fullmatch(name):
-            skipped, start = 8, first_header_bytes({"save_id": save_id})  # behind the length of the header
+            skipped, start = 8, first_header_bytes({"save_id": save_id})  # 8 bytes: the length of the header
         else:
             return False
         try:

@@ -1,7 +1,7 @@
 """Entries: the tensors and values of a tree by name, in coordinates of the whole tensors.
 
-Whatever the strategy, the mesh and the units, a rank holds one run of each flattened tensor. The run follows from the layout.
-So each rank knows the runs of all other ranks without communication, and which replica writes which elements.
+Under any strategy a rank holds one run of each flattened tensor, which follows from the layout. So each rank knows without
+communication which elements each other rank holds and writes.
 """
 
 import math
@@ -31,11 +31,11 @@ from fsharp.type_checks import options_checked
 
 Value = bool | int | float | str | None
 _LEAST_NBYTES = 1 << 16
-"""Bytes that a replica writes at least: a smaller tensor is divided among fewer replicas."""
+"""Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
 
 
 class Piece(NamedTuple):
-    """Elements ``[first, last)`` of a flattened tensor on a rank, the replica number ``replica`` of ``num_replicas``."""
+    """Elements ``[first, last)`` of a flattened tensor, which ``num_replicas`` ranks hold; ``replica`` numbers these ranks."""
 
     first: int
     last: int
@@ -77,7 +77,7 @@ class Entry:
     Attributes:
         name: keys of the tree and of the leaf, joined by dots; the same for any units.
         shape: shape of the whole tensor. If the tensor varies along axes, all ranks' tensors are concatenated along dim 0.
-        piece: the elements that a rank holds, by rank.
+        piece: function from a rank to the elements that the rank holds.
         local: the elements of this rank, 1-D.
         is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
         is_group_scalar: whether the value is one number for all leaves of a group, in the same memory.
@@ -118,7 +118,7 @@ class Contents:
     Attributes:
         values: values other than tensors, by name.
         aliases: for the name of each tied leaf the name of the leaf that stores its value.
-        layouts: a line for each Sharded, of the facts that decide which rank holds which of its elements.
+        layouts: for each Sharded a line of text that says which rank holds which of its elements.
         objects: see :class:`~fsharp.checkpoint.manifest.Manifest`.
         settings: changes of the modules in the tree, which have to be equal on all ranks.
     """
@@ -131,7 +131,7 @@ class Contents:
     settings: dict[str, None] = field(default_factory=dict)
 
     def texts_to_compare(self) -> dict[str, str]:
-        """Return the texts, by name, that have to be equal on all ranks, for :func:`~fsharp.functional.comm.agree.agree`."""
+        """Return, by name, the texts that have to be equal on all ranks."""
         tensors = (f"{entry.name}: {dtype_name(entry.dtype)}{list(entry.shape)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
@@ -152,7 +152,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
                 _add(where, found, _stacked(where, ".".join((*segments, *under)), tensor, comm))
         elif isinstance(leaf, ShardedTensor):
             name = ".".join(segments)
-            owner = parts.setdefault(id(leaf), name)  # of a parameter with several names a module gives one
+            owner = parts.setdefault(id(leaf), name)  # a parameter with several names is one ShardedTensor
             if owner == name:
                 _add(where, found, _entry_of_part(where, found, name, leaf, comm, held))
             else:
@@ -166,7 +166,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
             facts = [("got", f"{type(leaf).__name__} {leaf!r:.60}")]
             remedy = "Trees of Sharded, tensors, PerRank, numbers, strings and None can."
             raise TreeError(problem(where, f"{'.'.join(segments) or 'the tree'!r} cannot be in a checkpoint.", facts, remedy))
-    # Of frozen leaves there is no optimizer state, and so no ties there either.
+    # Optimizer state has no frozen leaves, and so none of their ties.
     for name in [name for name, owner in found.aliases.items() if owner not in found.entries]:
         del found.aliases[name]
     return found
@@ -193,7 +193,7 @@ def with_state_dicts(tree: Any) -> Any:
 
 
 def leaf_names(tree: Any) -> Iterator[str]:
-    """Yield names of leaves. An object with ``state_template``, whose state grows in the first step, counts as a leaf."""
+    """Yield names of leaves and of leaves of state dicts. An object with ``state_template``, whose state grows, is one leaf."""
     for path, _, leaf in leaves_with_paths(tree):
         is_known = has_state_dict(leaf) and not hasattr(leaf, "state_template")
         for under, _, _ in leaves_with_paths(counters_as_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
@@ -217,11 +217,11 @@ def load_into_object(owner: Any, state: Any) -> Any:
 
 
 def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
-    """Return a tree with a state in place of each object, to read a checkpoint into. Parts get new memory.
+    """Return a tree to read a checkpoint into: each object is replaced by its ``state_dict()``, and each part has new memory.
 
-    ``has`` says whether a checkpoint has something under a key path. An object whose ``state_dict()`` grows in its first step,
-    such as an optimizer, has a method ``state_template(has)``. ``shape_of`` returns the shape of a tensor in the checkpoint:
-    the extra state of a module, which is 1-D, gets this shape.
+    An object whose state grows in its first step, such as an optimizer, is replaced by ``state_template(has)``. ``has`` says
+    whether the checkpoint has something under a key path. ``shape_of`` returns the shape of a tensor in the checkpoint: the
+    extra state of a module, which is 1-D, gets this shape.
     """
     copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with the tensor, which keeps its address from being reused
 
@@ -247,13 +247,13 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
 
 
 def _resized_extra_state(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
-    """Return an entry of a module's state dict. For extra state return memory of the size in the checkpoint."""
+    """Return a value of a module's state dict; in place of extra state return memory of the size in the checkpoint."""
     is_extra = name.rpartition(".")[2] == "_extra_state" and isinstance(value, torch.Tensor) and value.dtype is torch.uint8
     return value.new_empty(shape) if is_extra and shape is not None and len(shape) == value.ndim == 1 else value
 
 
 def is_checkpoint_leaf(leaf: Any) -> bool:
-    """Return whether a walk over the entries of a tree stops here: at a Sharded or ShardedTensor, a PerRank or a MadeBy."""
+    """Return whether a walk over the entries of a tree stops at ``leaf``: a Sharded, a PerRank or a MadeBy."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
@@ -285,8 +285,8 @@ def _add_unit(
     where: str, found: Contents, segments: tuple[str, ...], entries: tuple[str, ...], node: Sharded, comm: Comm
 ) -> None:
     unit, own = node.unit, tuple(node.unit.name.split(".")) if node.unit.name else ()
-    is_alone = bool(own) and entries[len(entries) - len(own) :] != own  # not where its planned tree has it
-    # Names must not depend on units: they have the keys above the planned tree, and those in it.
+    is_alone = bool(own) and entries[len(entries) - len(own) :] != own  # taken out of its planned tree
+    # Names do not depend on units: a name is the keys above the planned tree, and the keys in it.
     above, path = (segments, "") if is_alone else (segments[: len(segments) - len(own)], unit.name)
     if unit.mesh != comm.mesh:
         raise TreeError(f"{where}: unit {unit.display_name} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
@@ -346,7 +346,7 @@ def _entry_of_part(
 
 
 def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
-    """Return whether a buffer is one number for the whole group, such as a step count, which is saved for each leaf."""
+    """Return whether a buffer is one number for a whole group, such as a step count. Each leaf saves the number."""
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1
     dtypes = unit.groups[group].dtypes
@@ -355,7 +355,7 @@ def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: P
 
 @lru_cache(maxsize=1 << 14)
 def _layout_text(unit: UnitLayout, place: Place) -> str:
-    """Return the facts of a node that decide which rank holds which elements, as text for ranks to compare."""
+    """Return a text, for ranks to compare, that says which rank holds which elements of a unit."""
     parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
@@ -371,7 +371,7 @@ class _HeldLeaf(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _held_leaves(unit: UnitLayout, place: Place, rank: int) -> dict[str, _HeldLeaf]:
-    """Return a :class:`_HeldLeaf` for each leaf that a unit stores, by path; equal in every save."""
+    """Return a :class:`_HeldLeaf` for each leaf that a unit stores, by path."""
     return {leaf.path: _held_of(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
 
 

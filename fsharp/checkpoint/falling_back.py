@@ -1,4 +1,4 @@
-"""Falling back: if one rank has found damage in a checkpoint, all ranks go back to the checkpoint before."""
+"""Falling back: if a rank finds damage in a checkpoint, all ranks load the checkpoint before it."""
 
 import json
 import logging
@@ -15,19 +15,17 @@ T = TypeVar("T")
 
 
 def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
-    """Call ``load`` on all ranks. Return its result and no damage; or None, and the damage that ranks have found.
+    """Return the result of ``load`` and no damage; or, on all ranks, None and the damage that ranks have found.
 
-    All ranks call this function, and either all get a result or all get the damage. ``load`` fails on all ranks if it fails on
-    one. It appends the damage that this rank finds to ``damage``, as values that JSON can hold. The error of ``load`` is raised
-    if no rank has found damage, or if a rank has failed for another reason.
-
-    Cost: that of ``load``, and one exchange if ``load`` fails.
+    All ranks call this function. ``load`` appends the damage that this rank finds to ``damage``, as values that JSON can hold,
+    and then fails on all ranks. If no rank has found damage, or a rank has failed for another reason, the error of ``load`` is
+    raised. Cost: that of ``load``, and one exchange if ``load`` fails.
     """
     try:
         return load(), []
     except CommError:
         raise
-    except Exception as error:  # any kind of error: all ranks come here, and each has to report its reason
+    except Exception as error:  # any kind: all ranks come here, and each reports its reason
         own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
         said = [json.loads(text) for text in all_gather_texts(json.dumps([own is not None and not damage, damage]), comm)]
         found = [each for _, texts in said for each in texts]
@@ -37,13 +35,13 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
 
 
 def set_aside_damaged(damaged: Mapping[str, str], used: str, comm: Comm) -> None:
-    """On rank 0 rename damaged checkpoints, given by path with their errors, and log a warning that ``used`` was loaded."""
+    """On rank 0 rename damaged checkpoints, and log a warning for each. ``damaged`` has the error of each path."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used)
 
 
 def try_set_aside(path: str) -> str:
-    """Rename a damaged folder or file. Return text: the new path, or the reason why it could not be renamed."""
+    """Rename a damaged folder or file; return a text with the new path, or with the reason why it keeps its name."""
     try:
         return f"set aside as {storage_of(path).set_aside(path)}"
     except (CheckpointError, OSError) as error:

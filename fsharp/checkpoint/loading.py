@@ -1,4 +1,4 @@
-"""Loading: each rank reads its own elements, whichever rank has written them."""
+"""Loading: each rank reads its own elements, whichever rank wrote them."""
 
 import json
 import logging
@@ -73,12 +73,12 @@ def load(
     Args:
         where: a checkpoint, or its path; the root of several checkpoints, to load the newest undamaged one; or a file or folder
             of another library. Under a root, damaged checkpoints are renamed to end in ``.damaged``, with a warning for each.
-            Files of other libraries: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an
-            index), a file of safetensors, or a file of ``torch.save`` with tensors, numbers and texts in dicts, lists and
-            tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
-        like: a tree with the names, shapes, dtypes and places to load. Its values do not matter, and tensors may be on the meta
-            device. Objects with ``load_state_dict()`` load their values, and are returned. The names to load are those in their
-            ``state_dict()``; so a plain optimizer of torch has to make a step before (a ShardedOptimizer need not).
+            Other libraries: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index), a
+            file of safetensors, or a file of ``torch.save`` with tensors, numbers and texts in dicts, lists and tuples. Keys
+            are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
+        like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
+            device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
+            optimizer of torch has to make a step before (a ShardedOptimizer need not).
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
@@ -98,15 +98,15 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint; or the given one, or each one under the root, is incomplete or damaged. The
-            message names the file and the tensors, and in this case nothing is renamed. Or the checkpoint has different values
-            for leaves of ``like`` that are tied; the message names both leaves. All ranks raise.
-        TreeError: names, shapes or dtypes differ between tree and checkpoint. A tied leaf needs a value under one of its names;
-            if the checkpoint has several of these names, their values have to be equal. All ranks raise.
+            message names the file and the tensors, and nothing is renamed. Or the checkpoint has different values for two tied
+            leaves of ``like``; the message names both. All ranks raise.
+        TreeError: names, shapes or dtypes differ between tree and checkpoint. A tied leaf needs a value under one of its names.
+            All ranks raise.
         PatternError: a pattern of ``ignore`` matches nothing.
         AgreementError: ranks have different arguments, or another rank has failed.
 
-    Cost: a rank reads its own elements, in blocks of 4 KiB, and headers, and compares them with digests. Two collectives of 40
-    bytes for each axis, and two more in which rank 0 tells the path. Memory: the loaded values, and ``buffer_nbytes``.
+    Cost: a rank reads its own elements, in blocks of 4 KiB, and headers, and compares them with digests. For each axis two
+    collectives of 40 bytes, and two in which rank 0 sends the path. Memory: the loaded values, and ``buffer_nbytes``.
     """
     how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
     return load_newest(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]
@@ -130,7 +130,7 @@ def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **optio
 def load_checkpoint_at(
     path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
 ) -> tuple[Checkpoint, Any]:
-    """Load the checkpoint at ``path``, as :func:`load_with_reader` does. Append damage that this rank finds to ``damage``."""
+    """Load the checkpoint at ``path`` as :func:`load_with_reader` does; append the damage that this rank finds."""
     seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
@@ -168,8 +168,8 @@ def load_with_reader(
 ) -> Any:
     """Load as :func:`load` does, from any source of bytes.
 
-    ``read`` fills the tensors of this rank. All ranks call it at the same time, unless a rank has failed before. ``opened``
-    returns the checkpoint, of which only the manifest is used. ``where`` is a text that ranks compare, such as the given path.
+    ``read`` fills the tensors of this rank; all ranks call it together, unless a rank has failed before. ``opened`` returns the
+    checkpoint, of which the manifest alone is used. ``where`` is a text that ranks compare, such as the given path.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -213,7 +213,7 @@ def load_with_reader(
     def fill() -> Any:
         for node in units_of(tree) if donate else ():
             for buffer in node.buffers:
-                buffer.zero_()  # nothing is read into padding
+                buffer.zero_()  # for the padding
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
         _fill_tree(found, into, names, comm.rank, read, kept)
@@ -233,17 +233,16 @@ def load_with_reader(
 
 
 class _ChosenPath(NamedTuple):
-    """The path of the checkpoint to load. ``is_asked_for``: whether the caller gave this path, and not that of a root."""
+    """The path of the checkpoint to load. ``is_asked_for``: whether the caller gave this path, rather than a root."""
 
     path: str
     is_asked_for: bool
 
 
 def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _ChosenPath:
-    """Return the path of the checkpoint to load: ``path`` itself, or the newest checkpoint below ``path``.
+    """Return the path of the checkpoint to load: ``path`` itself, or the newest one below ``path`` that is not in ``damaged``.
 
-    Checkpoints in ``damaged`` are passed over. Rank 0 chooses, whatever path other ranks were given. Raises CheckpointError on
-    all ranks if all checkpoints below ``path`` are damaged.
+    Rank 0 chooses. Raises CheckpointError on all ranks if all checkpoints below ``path`` are damaged.
     """
     answer: dict[str, Any] = {}
     if comm.rank == 0:
@@ -270,7 +269,7 @@ def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]
             raise CheckpointError(
                 f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would "
                 "overwrite the parameter from the old main copy. Load parameters alone, with subtree='params', into a tree at "
-                "the optimizer's place, and pass that to init_state()."
+                "the optimizer's place, and pass this tree to init_state()."
             )
 
 
@@ -283,11 +282,11 @@ def _tree_to_fill(
     donate: bool,
     kept: Collection[str],
 ) -> Any:
-    """Return the tree that loading returns: memory for tensors, the saved values, and the leaves in ``kept`` as they are."""
+    """Return the tree to fill: memory for tensors, and values from the manifest; leaves in ``kept`` are as in ``template``."""
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Return whether no other leaf is read into this memory. Averages, for example, may share memory with parameters."""
+        """Return whether no other leaf is read into the memory of ``x``, as an average may share memory with parameters."""
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))
@@ -329,8 +328,8 @@ def _fill_tree(
 ) -> None:
     """Fill the tensors of a tree.
 
-    Raises CheckpointError for damaged bytes, tied leaves with different values, or different numbers where a unit has one for
-    all.
+    Raises CheckpointError for damaged bytes, for tied leaves with different values, and for different numbers in leaves that
+    share one number.
     """
     needs, numbers, again = list[Need](), list[tuple[Entry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():

@@ -1,4 +1,4 @@
-"""Manifest: the contents of a checkpoint, and the file and bytes of each tensor. JSON, written last."""
+"""Manifest: the contents of a checkpoint, with the file and bytes of each tensor. JSON, written last."""
 
 import json
 import math
@@ -50,8 +50,7 @@ class TensorRecord:
 class FileRecord(NamedTuple):
     """A file in the folder of the checkpoint.
 
-    ``digest`` is XXH3-128, in hexadecimal digits, of its header and its table of block digests; None for other libraries'
-    files.
+    ``digest`` is the XXH3-128, in hexadecimal digits, of header and table of block digests; None for another library's file.
     """
 
     name: str
@@ -119,9 +118,9 @@ class Manifest:
 
     @staticmethod
     def from_json(where: str, data: bytes) -> "Manifest":
-        """Return the manifest whose bytes :meth:`to_json` returned. ``where`` is the file, for messages.
+        """Return the manifest in the bytes of its file. ``where`` is the path of the file, for messages.
 
-        Raises CheckpointError if it is truncated, changed, of another version, or its chunks do not tile the tensors.
+        Raises CheckpointError if the bytes are truncated, changed or of another version, or chunks do not tile the tensors.
         """
         try:
             body = parse_json(data)
@@ -186,7 +185,7 @@ def structure_of(value: Any) -> Any:
 
 
 def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
-    """Return the value called ``name``, put together again from its structure, a result of :func:`structure_of`.
+    """Return the value called ``name``, rebuilt from its structure, a result of :func:`structure_of`.
 
     ``value`` returns the number, text or boolean at a dotted name: ``name``, followed by indices in lists and keys in dicts.
     """
@@ -220,7 +219,7 @@ def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileR
 
 
 def json_round_trip(value: Any) -> Any:
-    """Return a value after a round trip through JSON: keys become strings, tuples lists. Raises an error if JSON cannot."""
+    """Return a value as JSON reads it back: keys become strings, tuples lists. Raises TypeError or ValueError otherwise."""
     return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 
@@ -249,7 +248,7 @@ def _time(value: Any) -> float:
 
 
 def checked_file_name(value: Any) -> str:
-    """Return the name of a file in the same folder. Raises ValueError for anything else."""
+    """Return a file's name. Raises ValueError for anything else, such as a path into another folder."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise ValueError(f"{value!r:.80} is no plain file name")
     return value

@@ -16,7 +16,6 @@ _SHOWN = 12
 
 
 def _stored_name(manifest: Manifest, name: str) -> str:
-    """Return the name under which a tensor is stored: for a tied leaf the name of the stored leaf."""
     return manifest.aliases.get(name, name)
 
 
@@ -37,8 +36,8 @@ class StoredNames(NamedTuple):
     """The names in a checkpoint from which the tensors of a tree are read.
 
     Attributes:
-        by_tensor: name in the checkpoint, by name of a tensor of the tree. A checkpoint may lack that name.
-        of_tied: further names of tied leaves: the name of the tensor, the name of the leaf, and the name in the checkpoint.
+        by_tensor: for the name of each tensor in the tree, its name in the checkpoint, which the checkpoint may lack.
+        of_tied: further names of tied tensors, as triples: name of the tensor, name of the tied leaf, name in the checkpoint.
     """
 
     by_tensor: dict[str, str]
@@ -46,7 +45,7 @@ class StoredNames(NamedTuple):
 
 
 def stored_names(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> StoredNames:
-    """Return the name in the checkpoint of each tensor of a tree; for tied leaves, any of their names that is there."""
+    """Return the name in the checkpoint of each tensor of a tree; of a tied tensor, any of its names that is there."""
     names = {name: [name] for name in wanted.entries}
     for alias, owner in wanted.aliases.items():
         names[owner].append(alias)
@@ -61,7 +60,7 @@ def stored_names(manifest: Manifest, wanted: Contents, stored: Callable[[str], s
 
 
 class ToleratedDifferences(NamedTuple):
-    """Names of the leaves whose given values are kept, and the differences that are no error, as rows of a warning."""
+    """Names of the leaves that keep their given values, and rows of a warning about the differences that are no error."""
 
     kept: set[str]
     warning_rows: list[tuple[str, str]]
@@ -78,7 +77,7 @@ def check_matches(
     cast: bool,
     strict: bool,
 ) -> ToleratedDifferences:
-    """Raise one error for all differences between a tree and a checkpoint. Return the tolerated ones: none if ``strict``."""
+    """Raise one TreeError for all differences between a tree and a checkpoint. Return the differences that are tolerated."""
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 
     def is_new(name: str, source: str) -> bool:
@@ -133,7 +132,7 @@ def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _value_kind(value: Value) -> type | None:
-    """Return the kind of a value: a type. All numbers are one kind, as a learning rate of 1 may be 0.9 after a step."""
+    """Return the type of a value; one type for all numbers, as a learning rate of 1 may be 0.9 after a step."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
     return None if value is None else float
@@ -144,7 +143,7 @@ def _dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def _merge_alike_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows with names that differ only in numbers, and that have the same text, merged into one row."""
+    """Return the rows, with one row for all names that differ only in numbers and have the same text."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))

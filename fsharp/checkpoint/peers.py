@@ -20,8 +20,8 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 
-AXIS = "ranks"  # of the Comm that is used here: all ranks are along it
-PIECE_NBYTES = 4 << 20  # that are sent at once
+AXIS = "ranks"  # the one axis of the Comms in this file
+PIECE_NBYTES = 4 << 20  # bytes sent at once
 _log = logging.getLogger("fsharp")
 _files = LocalStorage()
 
@@ -51,7 +51,7 @@ class HeldSave:
         name: name of its folder on every host.
         num_files: number of its files.
         manifest_nbytes: size of its manifest, which every host with a file of the save has.
-        hosts: by the first rank of a host, the numbers of the host's files, with the sizes of their headers.
+        hosts: for the first rank of each host, the size of the header of each file there, by number of the file.
     """
 
     name: str
@@ -63,11 +63,11 @@ class HeldSave:
 
     @property
     def missing_files(self) -> list[int]:
-        """Numbers of the files that no host has."""
+        """Numbers of the files that no host holds."""
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
     def rank_to_fetch_from(self, file: int | None, rank: int, domain_size: int) -> int:
-        """Return the rank from which ``rank`` fetches a file, or the manifest. Fetches spread over all holders."""
+        """Return the rank from which ``rank`` fetches a file; None means the manifest. Fetches spread over all holders."""
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
@@ -77,10 +77,10 @@ Copy = tuple[str, int, str]
 
 
 def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Copy] = ()) -> list[HeldSave]:
-    """Return all saves that at least one host holds a file of in its memory. The result is the same on all ranks.
+    """Return the saves of which at least one host holds a file, equal on all ranks.
 
-    ``domain_size`` consecutive ranks share a host, and so a folder. Copies in ``damaged`` do not count. Files and manifests of
-    the wrong size do not count either, and are logged.
+    ``domain_size`` consecutive ranks share a host, and so a folder. Copies in ``damaged`` do not count. Nor do files and
+    manifests of the wrong size, which are logged.
     """
     mine = check_on_all_ranks(
         "restore()", comm, lambda: describe_saves_held_here(folder) if comm.rank % domain_size == 0 else []
@@ -98,7 +98,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
 
 
 def describe_saves_held_here(folder: str) -> list[list[Any]]:
-    """Return name, step, time, number of files, size of the manifest and sizes of headers by file of each save in a folder."""
+    """Return each save in a folder: name, step, time, number of files, size of the manifest, and sizes of headers by file."""
     saves = []
     for name in folder_names_newest_first(_files, folder):
         path = f"{folder}/{name}"
@@ -122,13 +122,13 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
 
 
 class DeferredError:
-    """Keeps the first error of a rank, which still takes part in an exchange, so that no other rank waits for it."""
+    """The first error of a rank, kept while the rank takes part in an exchange, so that no other rank waits without end."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
 
     def run(self, do: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``do``; None if it fails, or if there was an error before."""
+        """Return the result of ``do``; None if ``do`` fails, or if there was an error before."""
         if self._error is None:
             try:
                 return do(*args)
@@ -145,10 +145,7 @@ class DeferredError:
 def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
     """Send bytes to rank ``r + shift``, modulo the number of ranks, and return the bytes from rank ``r - shift``.
 
-    All ranks call it.
-
-    ``send`` is 1-D uint8, and ``nbytes`` is what this rank receives: both ends know each size. Negative shifts go the other
-    way.
+    All ranks call this function. ``send`` is 1-D uint8; ``nbytes`` is the number of bytes that this rank receives.
     """
     n = comm.mesh.size
     to, source = [0] * n, [0] * n
@@ -157,7 +154,7 @@ def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *,
 
 
 class ReadRequest(NamedTuple):
-    """A request for bytes of a file from another rank, with the function that takes the bytes. Its size is limited."""
+    """A request to the rank ``holder`` for bytes of a file. ``take`` is called with the bytes."""
 
     holder: int
     file: str
@@ -182,13 +179,12 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
 
 
 def fetch_from_hosts(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
-    """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call it.
+    """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call this function.
 
-    ``folder`` is the folder of the save on this host. ``deferred`` keeps the error of a failure to read or to take bytes; the
-    rank still takes part to the end.
+    ``folder`` is the folder of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end.
 
-    Cost: one ``all_reduce``, and a round for each distance ``holder - rank`` that occurs in a request. A round has a collective
-    of sizes, one of requests, and then the requested bytes, in pieces. Memory: two pieces.
+    Cost: one ``all_reduce``, and a round for each distance ``holder - rank`` that occurs in a request. A round sends the sizes
+    of requests, the requests, and then the requested bytes, in pieces. Memory: two pieces.
     """
     n = comm.mesh.size
     if n == 1:
@@ -220,13 +216,12 @@ def fetch_from_hosts(folder: str, wanted: Sequence[ReadRequest], comm: Comm, def
 
 
 def _read_requested(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
-    """Read the bytes that another rank has requested from ``rank``, only from a file of the save."""
+    """Read the bytes that another rank has requested from ``rank``. Refuses a path outside of the save's folder."""
     with _damage_blamed_on(rank, checked_file_name(asked.file)):
         _files.read(f"{folder}/{asked.file}", asked.start, into)
 
 
 def _shift_text(text: str, comm: Comm, shift: int) -> str:
-    """Send a text to rank ``r + shift``, and return the text of rank ``r - shift``."""
     body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
     size = shift_over_ranks(head, 8, shift, comm, label="restore() sizes of requests")
@@ -235,17 +230,15 @@ def _shift_text(text: str, comm: Comm, shift: int) -> str:
 
 
 class _FetchedHeaders:
-    """A Readable of the first and last bytes of files on other hosts: headers and tables of digests, by path."""
+    """A source of the headers and tables of digests of files on other hosts. ``parts`` has them by path of the file."""
 
     def __init__(self) -> None:
         self.parts: dict[str, tuple[int, bytearray, bytearray]] = {}
 
     def nbytes(self, path: str) -> int:
-        """Return the size of a file."""
         return self.parts[path][0]
 
     def read(self, path: str, start: int, into: memoryview) -> None:
-        """Fill memory with bytes of a header or of a table."""
         nbytes, head, table = self.parts[path]
         first, data = (0, head) if start + len(into) <= len(head) else (nbytes - len(table), table)
         if start < first:
@@ -254,7 +247,7 @@ class _FetchedHeaders:
 
 
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
-    """Return the manifest of a save, fetched from another host if this host has no file of it. All ranks call it."""
+    """Return the manifest of a save, from this host or another one. All ranks call this function."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = DeferredError(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)
@@ -272,11 +265,11 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
 def read_from_hosts(
     folder: str, save: HeldSave, manifest: Manifest, needs: Sequence[Need], comm: Comm, domain_size: int
 ) -> None:
-    """Read elements into their targets, from the folder of the save on this host, or from other hosts. All ranks call it.
+    """Read elements of a save into their targets, from files on this host or on other hosts. All ranks call this function.
 
-    Raises DamagedCopy, on this rank alone, for missing or damaged bytes; names file, tensors and host.
-
-    Cost: what this rank needs and its host does not have is sent, rounded to blocks, with headers and tables of digests.
+    ``folder`` is the folder of the save on this host. Raises DamagedCopy, on this rank alone, for missing or damaged bytes;
+    names the file, the tensors and the host. Cost: each rank receives the blocks that it needs and that its host lacks, and the
+    headers and tables of digests of their files.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
     parts, deferred, fetched = needs_by_file(manifest, needs), DeferredError(), _FetchedHeaders()

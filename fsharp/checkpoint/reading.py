@@ -1,4 +1,4 @@
-"""Reading: read only the needed bytes, compare each block with its digest, and use a bounded buffer."""
+"""Reading: read the needed bytes alone, compare each block with its digest, and use a bounded buffer."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ BUFFER_NBYTES = 4 << 20  # the default: bytes stay in the processor's cache whil
 
 
 class Need(NamedTuple):
-    """Elements ``[first, last)`` of a tensor that a rank needs, and the 1-D tensor they go to, on any device, of any dtype."""
+    """Elements ``[first, last)`` of a tensor that a rank needs. ``target`` receives them: 1-D, of any device and dtype."""
 
     name: str
     first: int
@@ -44,7 +44,7 @@ class FileRun(NamedTuple):
 
 
 class ReadWindow(NamedTuple):
-    """A range of a file to read at once. ``parts`` has, for each run in it, begin and end behind the header, and the run."""
+    """A range of a file to read at once. ``parts`` are its runs; before each run, begin and end of the bytes to copy."""
 
     start: int
     nbytes: int
@@ -63,9 +63,9 @@ class Reader:
 
     @torch.no_grad()
     def read(self, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
-        """Read elements into their targets, by way of a buffer of ``buffer_nbytes``, or of one block if that is more.
+        """Read elements into their targets, through a buffer of ``buffer_nbytes``, and at least of one block (4 KiB).
 
-        Raises CheckpointError for bytes that are missing or damaged; names file, tensors and the rank that wrote them.
+        Raises CheckpointError for missing or damaged bytes; names the file, its tensors, and the rank that wrote the file.
         """
         for number, parts in needs_by_file(self._manifest, needs).items():
             file = self._files.get(number)
@@ -77,7 +77,7 @@ class Reader:
 
 
 def needs_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
-    """Return, by number of a file, the chunks in this file that have needed elements, each with the Need of these elements."""
+    """Return, by number of a file, the chunks that have needed elements, each with a Need for the elements in the chunk."""
     found: dict[int, list[tuple[Chunk, Need]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
@@ -99,9 +99,9 @@ def check_file_size(storage: Readable, path: str, nbytes: int) -> None:
 
 
 class ShardFileReader:
-    """A file of a checkpoint, of which parts are read: file ``number``, which the rank of this number wrote.
+    """A reader of parts of a checkpoint's file. Rank ``number`` wrote the file.
 
-    Raises CheckpointError if its size, header or table of digests are not those of the manifest.
+    Raises CheckpointError if the size or the digest of the file is not that of the manifest.
     """
 
     def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
@@ -114,11 +114,11 @@ class ShardFileReader:
             return
         length = header_nbytes(self.path, self._fetch(0, min(8, size)), size)
         header = self._fetch(0, length)
-        # The digest covers header and table, which is last: it is compared before either is believed.
+        # Nothing in the header or the table, which is last in the file, is used before their digest is compared.
         end = size - digest_table_nbytes(size - length)
         table = self._fetch(end, size - end)
         if file_digest(header, table) != record.digest:
-            raise CheckpointError(f"{self.path}, written by rank {number}: its header or its table of digests is damaged.")
+            raise CheckpointError(f"{self.path}, written by rank {number}: the header or the table of digests is damaged.")
         found, metadata = parse_header(self.path, header, size)
         if metadata.get("save_id") != save_id:
             raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r:.80}, expected {save_id!r}.")
@@ -142,7 +142,7 @@ class ShardFileReader:
         return found.begin
 
     def runs_of(self, manifest: Manifest, parts: Iterable[tuple[Chunk, Need]]) -> list[FileRun]:
-        """Return where parts are in the file, in order of their first byte. Raises the errors of :meth:`chunk_begin`."""
+        """Return the runs of the file that hold needed elements, in order. Raises the errors of :meth:`chunk_begin`."""
         found = []
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
@@ -167,7 +167,7 @@ class ShardFileReader:
     def windows(self, runs: Sequence[FileRun], buffer_nbytes: int) -> list[ReadWindow]:
         """Return the windows to read for runs, which are in order of their first byte and do not overlap.
 
-        A window has whole blocks, and at most ``buffer_nbytes``, or one block if that is more.
+        A window is made of whole blocks: one block, or as many as fit into ``buffer_nbytes``.
         """
         block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
         found, start, stop = list[ReadWindow](), 0, 0
@@ -185,7 +185,7 @@ class ShardFileReader:
         return found
 
     def fill_targets(self, window: ReadWindow, buffer: torch.Tensor) -> None:
-        """Fill targets with the bytes of a window. Raises CheckpointError if they are damaged."""
+        """Fill targets with the bytes of a window. Raises CheckpointError if the bytes are damaged."""
         start = window.start - self._data
         if self._table and (wrong := self._damaged_blocks_in(start, bytes_of(buffer))):
             raise CheckpointError(self.damage_text(wrong))
@@ -204,7 +204,7 @@ class ShardFileReader:
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage_text(self, blocks: Sequence[int]) -> str:
-        """Return text that names the damaged tensors and bytes, given the first bytes of damaged blocks in order."""
+        """Return the text of an error about damaged blocks, given by their first bytes in order."""
 
         def is_damaged(extent: TensorExtent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)

@@ -67,9 +67,9 @@ class RefreshNbytes(NamedTuple):
 
     Attributes:
         sent: bytes of files that this rank sends to other hosts; comparing arguments takes about 100 more.
-        held: bytes of files in this host's folder afterwards, without a manifest. During a refresh the files of the previous
-            save are there as well.
-        copied: bytes of values that this rank copies into memory of its process, which is kept.
+        held: bytes of files in this host's folder after the refresh, without the manifest. During the refresh the files of the
+            previous save are there as well.
+        copied: bytes of values that this rank copies into memory of its process, and keeps.
     """
 
     sent: int
@@ -108,17 +108,17 @@ class Replicas(BackgroundSaver):
     ...         replicas.latest(), replicas.restore({"w": torch.zeros(3)})
     (7, {'w': tensor([0., 1., 2.])})
 
-    A folder in memory, such as /dev/shm, outlives processes. Each rank writes its file into the folder of its host, and sends
-    the file to the ranks ``domain_size``, ``2 * domain_size``, ... further. So any ``copies`` hosts may lose their memory.
-    After a restart the first refresh makes the copies again. When all hosts hold a save, the previous save is removed. Errors
-    in the background are raised as in :class:`~fsharp.checkpoint.Saver`.
+    A folder in memory, such as /dev/shm, outlives processes. Each rank writes a file into the folder of its host, and sends
+    the file to the ranks ``domain_size``, ``2 * domain_size``, ... further. So any ``copies`` hosts may lose their memory; the
+    next refresh makes the copies again. The previous save is removed once all hosts hold the new one. Errors in the background
+    are raised as in :class:`~fsharp.checkpoint.Saver`.
 
     Args:
         folder: folder on this rank's host, equal for all ranks of a host. Only this run, and its restarts, may use it.
         comm: the ranks, from :func:`~fsharp.connect`. All ranks have to make the Replicas.
-        copies: number of other hosts that hold the file of a rank. 0 survives the end of processes, not of hosts.
+        copies: number of other hosts that hold a rank's file. With 0 a save survives the end of processes, not of a host.
         domain_size: number of consecutive ranks on a host; None means ``LOCAL_WORLD_SIZE``, or 1.
-        root: folder of checkpoints on disk, from which :meth:`restore` loads if they are newer.
+        root: folder of checkpoints on disk, from which :meth:`restore` loads if one is newer.
 
     Raises:
         CheckpointError: there are too few hosts for the copies, or hosts have different numbers of ranks. Or the folder is in
@@ -147,7 +147,7 @@ class Replicas(BackgroundSaver):
 
         def check() -> None:
             if not isinstance(inner, ProcessGroupComm) and comm.mesh.size > 1:
-                raise CheckpointError(f"Replicas(): comm is {type(comm).__name__}, expected what connect() returns.")
+                raise CheckpointError(f"Replicas(): comm is {type(comm).__name__}, expected a Comm from connect().")
             if "://" in os.fspath(folder):
                 raise CheckpointError(f"Replicas(): {os.fspath(folder)!r} is a URL, expected a folder in this host's memory.")
             _check_sizes(comm.mesh.size, copies, size)
@@ -187,7 +187,7 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def predict(self, tree: Any) -> RefreshNbytes:
-        """Return the exact bytes that a refresh of a tree sends and keeps, from layouts alone, without ranks."""
+        """Return the exact bytes that a refresh of a tree sends and keeps. Needs no other rank."""
         return self._nbytes_of(contents_of("predict()", with_state_dicts(tree), self._comm))
 
     def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
@@ -263,7 +263,7 @@ class Replicas(BackgroundSaver):
         def remove_others() -> None:
             for name in folder_names_newest_first(_files, self._folder) if self._claim is not None else ():
                 path = f"{self._folder}/{name}"
-                if path != shot.folder and NAME in _files.list_names(path):  # every published save has a manifest
+                if path != shot.folder and NAME in _files.list_names(path):  # a published save has a manifest
                     _files.remove(path)
 
         try:
@@ -276,7 +276,7 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks("refresh()", own, remove_others)
         except BaseException:
             if self._claim is not None:
-                remove_staged(shot.folder)  # published, it has another name
+                remove_staged(shot.folder)  # does nothing to a published folder, which has another name
             raise
 
     def _send_copies(self, shot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
@@ -311,10 +311,10 @@ class Replicas(BackgroundSaver):
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
         """Return a tree like ``like`` with the values of the last save, under any strategy and number of ranks.
 
-        All ranks have to call this method. Values come from memory of hosts. Values come from the newest checkpoint under
-        ``root``, with a warning, if it was saved later, or if more than ``copies`` hosts have lost their memory. If a copy is
-        damaged, values come from another host's copy, or else from the previous save. Damaged files and checkpoints are renamed
-        to end in ``.damaged``, with a warning for each.
+        All ranks have to call this method. Values come from memory of hosts. They come from the newest checkpoint under
+        ``root``, with a warning, if it was saved later, or if more than ``copies`` hosts have lost their memory. In place of a
+        damaged copy another host's copy is read, or else the previous save. Damaged files and checkpoints are renamed to end
+        in ``.damaged``, with a warning for each.
 
         Args:
             like: a tree with names, shapes, dtypes and places, as for :func:`~fsharp.checkpoint.load`.
@@ -328,8 +328,8 @@ class Replicas(BackgroundSaver):
             TreeError: names, shapes or dtypes differ.
             AgreementError: ranks have different arguments, or another rank has failed.
 
-        Cost: hosts exchange lists of their files. A rank reads its elements from its host, and receives the others, in blocks
-        that are compared with digests, as in :func:`~fsharp.checkpoint.load`. Memory: two pieces of 4 MiB.
+        Cost: hosts exchange lists of their files. A rank reads elements from its host, and receives those that its host lacks,
+        in blocks that are compared with digests, as in :func:`~fsharp.checkpoint.load`. Memory: two pieces of 4 MiB.
         """
         return self.restore_newest(like, subtree=subtree, cast=cast, donate=donate)[1]
 
@@ -339,7 +339,7 @@ class Replicas(BackgroundSaver):
     ) -> tuple[Checkpoint, Any]:
         """Restore as :meth:`restore` does; return the checkpoint, with its step and config, and the tree.
 
-        The path of the checkpoint is below ``root`` if the values are from disk, and else below the folder of the hosts.
+        The path of the checkpoint is below ``root`` for values from disk, else below the folder of the hosts.
         """
         on_disk, copies = dict[str, str](), dict[Copy, str]()
         while True:
@@ -359,7 +359,7 @@ class Replicas(BackgroundSaver):
                 on_disk[found.path] = said[0]
 
     def _load(self, found: "HeldSave | _OnDisk", like: Any, damage: list[Any], **how: Any) -> tuple[Checkpoint, Any]:
-        """Load a save from hosts or from disk; append the damage that this rank finds in it to ``damage``."""
+        """Load a save from hosts or from disk; append the damage that this rank finds."""
         if not isinstance(found, HeldSave):
             return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **how)
         folder, own = f"{self._folder}/{found.name}", self._own
@@ -369,7 +369,7 @@ class Replicas(BackgroundSaver):
             read_from_hosts(folder, found, held.manifest, needs, own, self._domain_size)
 
         try:
-            vars(held)["manifest"] = fetch_manifest(folder, found, own, self._domain_size)  # this host need not have the folder
+            vars(held)["manifest"] = fetch_manifest(folder, found, own, self._domain_size)  # this host may have no such folder
             return held, load_with_reader(read, lambda: held, like, comm=self._comm, where=found.name, **how)
         except FsharpError as error:
             own_error = error.__cause__ if isinstance(error, AgreementError) else error
@@ -389,7 +389,7 @@ class Replicas(BackgroundSaver):
     def _find_newest(
         self, on_disk: Collection[str] = (), copies: Mapping[Copy, str] | None = None
     ) -> HeldSave | _OnDisk | None:
-        """Return the newest complete save that is not known to be damaged; the same on all ranks."""
+        """Return the newest complete save that is not known to be damaged; equal on all ranks."""
         self.wait()
         copies = copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
@@ -427,7 +427,7 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def close(self) -> None:
-        """Wait for the refresh under way, raise its error if it has failed, and close the folder. Its files stay."""
+        """Wait for the refresh under way, raise its error if it has failed, and release the folder. Files stay."""
         try:
             super().close()
         finally:

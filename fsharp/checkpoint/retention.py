@@ -1,4 +1,4 @@
-"""Retention: choose the checkpoints to keep, and remove all others."""
+"""Retention: which checkpoints are kept, and the removal of all others."""
 
 import math
 import os
@@ -23,19 +23,20 @@ def prune(
     keep_steps: int | None = None,
     keep_hours: float | None = None,
 ) -> list[str]:
-    """Remove old checkpoints under ``root``, and return the paths of removed ones. Incomplete checkpoints are left alone.
+    """Remove old checkpoints under ``root``, and return their paths. Incomplete checkpoints are left alone.
 
     Args:
         root: folder of the checkpoints.
         keep: number of newest checkpoints to keep, at least 1.
         best: number of checkpoints with the lowest ``metric`` to keep as well.
-        keep_steps: keep the last checkpoint of each interval of so many steps as well: 1 to 1000, 1001 to 2000, and so on.
-        keep_hours: keep the last checkpoint of each interval of so many hours as well, counted from 1970.
+        keep_steps: length of an interval in steps: of each interval the last checkpoint is kept as well. With 1000 the
+            intervals are steps 1 to 1000, 1001 to 2000, and so on.
+        keep_hours: length of an interval in hours, counted from 1970: of each interval the last checkpoint is kept as well.
 
     Raises:
         CheckpointError: an argument keeps nothing, such as ``keep=0`` or ``keep_steps=0``.
 
-    Cost: lists the root, and opens the newest checkpoint and removed ones; with ``best`` all checkpoints.
+    Cost: lists the root, and opens the newest and the removed checkpoints; with ``best`` all of them.
     """
     retention = Retention(keep, best, keep_steps, keep_hours)
     retention.check("prune()")
@@ -51,7 +52,7 @@ class Retention(NamedTuple):
     keep_hours: float | None = None
 
     def check(self, where: str) -> None:
-        """Raise an error for options that would keep no checkpoint, or have no meaning."""
+        """Raise a CheckpointError for options that would keep no checkpoint, or have no meaning."""
         if self.keep < 1 or self.best < 0:
             raise CheckpointError(
                 f"{where}: keep is {self.keep}, expected at least 1: the only checkpoint is never removed; best is "
@@ -85,7 +86,7 @@ class Retention(NamedTuple):
                 seen |= new
                 continue
             if num_newest >= self.keep and new and all(sizes[period] == 1 for period in new):
-                continue  # nothing is to be decided: it stays, complete or not
+                continue  # alone in its intervals, so it stays, complete or not
             if open_if_complete(path) is None:
                 continue
             if num_newest < self.keep or new:

@@ -35,14 +35,13 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _busy: "set[BackgroundSaver]" = set()  # Savers with a save under way, kept alive so that their errors are reported
-os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along
+os.register_at_fork(after_in_child=_busy.clear)  # a child has no threads of its parent
 
 
 class BackgroundSaver:
-    """Base class of Saver and Replicas: values are copied to host memory, and a thread does the rest during training.
+    """Base class of Saver and Replicas, which copy values to host memory and save the copies in a thread during training.
 
-    ``own`` is a Comm of the same ranks for the thread alone. With ``in_thread=False`` there is no thread: each call returns
-    when its work is done.
+    ``own`` is a Comm of the same ranks for the thread alone. ``in_thread=False`` saves in the caller's thread.
     """
 
     def __init__(self, comm: Comm, own: Comm, name: str, *, in_thread: bool) -> None:
@@ -51,7 +50,7 @@ class BackgroundSaver:
         self._under_way: Outcome | None = None
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
-        self._lock = threading.RLock()  # of what several threads may ask for
+        self._lock = threading.RLock()  # held by calls that several threads may make
         setup_calls.call_again(self._begin_again)
 
     def _begin_again(self) -> None:
@@ -64,7 +63,7 @@ class BackgroundSaver:
             return
         try:
             self._copy_to_host(shot)
-        except Exception as error:  # other ranks go on, and hear of it in the job
+        except Exception as error:  # other ranks go on, and get the error in the job
             shot.fail_write_with(error)
         outcome = Outcome()
         self._worker.submit(lambda: job(shot), outcome)
@@ -109,7 +108,7 @@ class BackgroundSaver:
             except Exception as error:
                 self._forget()
                 raise self._failed(error) from error
-            self._forget()  # not if this was interrupted: it goes on, and reads the memory of the next one
+            self._forget()  # not after an interrupt: the save goes on, and reads the memory that the next one overwrites
 
     def _failed(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"the {self._name} that was under way has failed: {error}")
@@ -131,9 +130,9 @@ class BackgroundSaver:
         try:
             self.close()
         except CheckpointError:
-            if not isinstance(error, Exception):  # there is none, or the program exits: not as if all were well
+            if not isinstance(error, Exception):  # no error, or an exit of the program, which would hide the failed save
                 raise
-            traceback.print_exc()  # the error that is on its way comes first
+            traceback.print_exc()  # the error of the ``with`` block is raised
 
 
 class Saver(BackgroundSaver):
@@ -148,9 +147,9 @@ class Saver(BackgroundSaver):
                     saver.save(state, step=step)  # returns once values are copied to host memory
                 saver.check()  # raises the error of a failed save
 
-    A rank copies its elements to host memory, which is kept for the next save. A thread writes them, with collectives in its
-    own process groups. If a save fails, the next :meth:`save`, :meth:`check` or :meth:`close` raises the error on all ranks. A
-    process that ends without one of these calls prints the error, and exits with status 1.
+    A rank copies its elements to host memory, which the next save uses again. A thread writes the copies, with collectives in
+    its own process groups. If a save fails, the next :meth:`save`, :meth:`check` or :meth:`close` raises the error on all
+    ranks. A process that ends without one of these calls prints the error, and exits with status 1.
 
     Args:
         root: folder of the checkpoints, for this Saver alone: a save by another program is an error. Folders of interrupted
@@ -254,7 +253,7 @@ def _prepare(root: str) -> None:
 
 
 def _finish_all() -> None:
-    """Wait for all saves under way. Their errors are raised by the next call of each Saver."""
+    """Wait for all saves under way. The next call of each Saver raises its error."""
     for each in list(_busy):
         if each._under_way is not None:
             each._under_way.is_done(within_s=threading.TIMEOUT_MAX)

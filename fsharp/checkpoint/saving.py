@@ -84,13 +84,13 @@ def save(
     (7, ['params.w'], tensor([0., 1., 2., 3., 4., 5.]), {'seen': 512})
 
     Args:
-        root: a folder that all ranks see, or a URL of fsspec. The checkpoint is a new folder in it, which appears when it is
-            complete, and never changes.
+        root: a folder that all ranks see, or a URL of fsspec. The checkpoint is a new folder in ``root``, which appears when
+            the checkpoint is complete, and never changes.
         tree: a pytree of :class:`~fsharp.Sharded`, such as a :class:`~fsharp.TrainState`; tensors that are equal on all ranks;
             :class:`~fsharp.checkpoint.PerRank`; numbers, strings and None. An object with ``state_dict()`` and
             ``load_state_dict()``, such as a ShardedModule, a ShardedOptimizer or a learning rate scheduler, is saved as its
             ``state_dict()``.
-        step: number of the step. A second save of one step does not replace the first.
+        step: number of the step. Two saves of one step are two checkpoints.
         comm: the ranks; a Scheduler also works.
         config: a value that JSON can hold, kept in the manifest; equal on all ranks.
         metric: a score, such as a loss: :func:`~fsharp.checkpoint.prune` keeps checkpoints with the lowest scores.
@@ -103,8 +103,8 @@ def save(
         AgreementError: ranks have different trees, values, configs or paths, or another rank has failed. No file is left.
         CheckpointError: there is not enough room, or a file reads back with other bytes. No file is left.
 
-    Cost: a rank writes its elements and reads them back; replicas divide their elements among them. Three collectives of 40
-    bytes and two smaller ones for each axis. Memory: one tensor at a time, for tensors on a device.
+    Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
+    collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
     """
     return write_snapshot(agreed_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
 
@@ -112,7 +112,7 @@ def save(
 def agreed_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
-    """Return the snapshot to save, after a comparison between ranks and a check of free space. See :func:`save`."""
+    """Return the tensors and values to save, once all ranks agree and there is room for them. See :func:`save`."""
     where, draw, folder = absolute_path(root), bytes(16), ""
 
     def stage(contents: Contents) -> None:
@@ -146,7 +146,7 @@ def snapshot(
     prepare: Callable[[Contents], None],
     shared_root: bool = True,
 ) -> Snapshot:
-    """Return the snapshot to save, after a comparison between ranks.
+    """Return the tensors and values to save, once all ranks agree.
 
     ``where`` is the name of the calling function, for messages. ``prepare`` is called with the contents before ranks compare
     them, and ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
@@ -180,7 +180,7 @@ def snapshot(
 
 
 def checked_config(where: str, step: Any, config: Any) -> Any:
-    """Return the config as JSON reads it back. Raises CheckpointError for another config, or a step that is no number."""
+    """Return the config as JSON reads it back. Raises CheckpointError if JSON cannot, or if the step is no number."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
     try:
@@ -190,7 +190,7 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
 
 
 def _structures_by_name(tree: Any) -> dict[str, Any]:
-    """Return, by name, the structures of None, and of lists and tuples of values, each of which DCP keeps as one object."""
+    """Return, by name, the structure of each None, and of each list or tuple of values, which DCP keeps as one object."""
 
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
@@ -221,7 +221,7 @@ def check_free_space(root: str, nbytes: int) -> None:
 
 def _texts_to_compare(contents: Contents) -> dict[str, str]:
     entries = contents.entries.values()
-    on_host = ((e.name, e.local.cpu()) for e in entries if e.is_replicated)  # named, as a view of bytes does not keep a copy
+    on_host = ((e.name, e.local.cpu()) for e in entries if e.is_replicated)  # the name keeps a copy alive; bytes do not
     same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
     return {
         **contents.texts_to_compare(),
@@ -291,7 +291,7 @@ def write_shard_file(shot: Snapshot, staged: str, comm: Comm, where: str = "save
 
 
 def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
-    """Read a file of a rank back, and compare it with its digests. Raises CheckpointError if a block differs."""
+    """Read a rank's file back. Raises CheckpointError if a block differs from its digest."""
     if wrong := ShardFileReader(storage_of(staged), staged, record, rank, save_id).find_damaged_blocks():
         raise CheckpointError(f"{staged}/{record.name}: {len(wrong)} blocks do not read back as they were written.")
 
@@ -299,9 +299,9 @@ def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str
 def write_manifest_and_publish(
     shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int
 ) -> None:
-    """Write the manifest to a folder of files, and publish the folder. ``records`` are the files in it.
+    """Write the manifest to the folder ``staged``, and publish the folder.
 
-    Raises CheckpointError if this rank, which is ``rank``, does not see all of their bytes.
+    Raises CheckpointError if this rank, which is ``rank``, does not see all bytes of the files ``records``.
     """
     storage = storage_of(shot.folder)
     for record in records:
@@ -316,7 +316,7 @@ def write_manifest_and_publish(
 
 
 def remove_staged(folder: str) -> None:
-    """Remove a staged folder. If this fails, log a warning: the caller is about to raise the error of the save."""
+    """Remove a staged folder, or log a warning: the caller is about to raise the error of the save."""
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))

@@ -17,7 +17,7 @@ import xxhash
 
 from fsharp.errors import CheckpointError
 
-BLOCK_NBYTES = 1 << 12  # that have a digest: a reader of a part of a tensor reads at most two blocks more
+BLOCK_NBYTES = 1 << 12  # under one digest: a reader of a part of a tensor reads at most two blocks more
 TABLE = "fsharp.block_digests"
 METADATA = "__metadata__"
 _DIGEST_NBYTES = 8
@@ -30,16 +30,16 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-DTYPES_OF_FORMAT = frozenset(_NAMES)  # others are bytes in the format
+DTYPES_OF_FORMAT = frozenset(_NAMES)  # tensors of other dtypes are written as U8
 DTYPES = DTYPES_OF_FORMAT | {
     torch.complex32, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     torch.float4_e2m1fn_x2,
 }  # fmt: skip
-"""Dtypes that are saved: not quantized ones, which are more than bytes, and not narrower integers, which torch cannot copy."""
+"""Dtypes that can be saved. Quantized ones have scales besides; torch cannot copy integers narrower than a byte."""
 
 
 class StoredTensor(NamedTuple):
-    """A run of elements of a tensor in a file. ``shape`` is 1-D, or the shape of the whole tensor."""
+    """A run of elements of a tensor, to write to a file. ``shape`` is 1-D, or the shape of the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -63,7 +63,7 @@ S = TypeVar("S", bound=Sized)
 
 
 def batches_by_nbytes(items: Iterable[S], max_nbytes: int) -> list[list[S]]:
-    """Group items, in order, into batches of at most ``most`` bytes; a larger item is a batch of its own."""
+    """Group items, in order, into batches of at most ``max_nbytes``; a larger item is a batch of its own."""
     found: list[list[S]] = []
     size = 0
     for item in items:
@@ -85,9 +85,9 @@ class TensorExtent(NamedTuple):
 
 
 def check_reserved_names(where: str, names: Iterable[str]) -> None:
-    """Raise an error for names that are reserved in the format."""
+    """Raise a CheckpointError if a tensor has a name that the file format reserves."""
     if taken := {METADATA, TABLE}.intersection(names):
-        raise CheckpointError(f"{where}: the name {min(taken)!r} is taken.")
+        raise CheckpointError(f"{where}: the name {min(taken)!r} is reserved in the file format: choose another.")
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
@@ -108,7 +108,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
 
 
 def first_header_bytes(metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a header, after its length field, if the metadata begins with ``metadata``."""
+    """Return the first bytes, behind the length field, of a header whose metadata begins with ``metadata``."""
     return json.dumps({METADATA: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 
@@ -119,7 +119,7 @@ def file_nbytes(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) ->
 
 
 def write_order(tensors: Sequence[StoredTensor]) -> list[int]:
-    """Return the order in which tensors are written: wide elements first, so that each is aligned to its size."""
+    """Return the order in which tensors are written: wide elements first, so that each element is aligned to its size."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
 
 
@@ -165,7 +165,7 @@ class _BlockDigests:
         self._rest += view[end:]
 
     def table(self) -> bytes:
-        """Return all digests. No bytes can be added afterwards."""
+        """Return all digests; the last block may be short."""
         return bytes(self._done + block_digests(self._rest))
 
 

@@ -22,7 +22,7 @@ DAMAGED = ".damaged"
 
 
 class Readable(Protocol):
-    """Protocol of a source of files."""
+    """Protocol of a source from which files are read."""
 
     def nbytes(self, path: str) -> int:
         """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is no plain file or not accessible."""
@@ -59,7 +59,7 @@ class Storage(Readable, Protocol):
         """Remove a folder, if it exists. No reader ever finds a checkpoint with only some of its files."""
 
     def set_aside(self, path: str) -> str:
-        """Rename a damaged checkpoint, or a file of one, so that no reader finds it; return the new path."""
+        """Rename a damaged checkpoint or file, so that no reader finds it; return the new path."""
 
     def free_nbytes(self, folder: str) -> int | None:
         """Return the number of bytes that fit into a folder; None if it is unknown."""
@@ -84,10 +84,10 @@ def storage_of(path: str) -> Storage:
 
 
 def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
-    """Return the bytes of a file that describes the other files in its folder, whose size bounds its own size.
+    """Return the bytes of a file that describes the other files in its folder.
 
-    The file may have twice the bytes of the other files, and ``spare_nbytes`` more. Raises FileNotFoundError, or
-    CheckpointError for a larger file.
+    Raises FileNotFoundError; or CheckpointError if the file has more than twice the bytes of the other files plus
+    ``spare_nbytes``.
     """
     path = f"{folder}/{storage.resolve_links(folder, name)}"
     size = storage.nbytes(path)
@@ -213,7 +213,7 @@ def _make_folders(folder: str) -> None:
     except FileExistsError:
         if not os.path.isdir(folder):  # if it is one, another process has made it a moment ago
             raise
-    with suppress(PermissionError):  # a parent that may be written to but not read, as some shared file systems have
+    with suppress(PermissionError):  # some shared file systems let a process write to a folder that it may not read
         _sync(parent)
 
 
@@ -226,9 +226,9 @@ def _sync(folder: str) -> None:
 
 
 class FolderClaim:
-    """An exclusive claim of a folder: no other process can claim the folder until this process ends or closes the claim.
+    """An exclusive claim of a folder, until this process ends or closes the claim.
 
-    Makes the folder if there is none, and writes the bytes ``token`` into a file in it, for other processes to read. Raises
+    Makes the folder if there is none, and writes ``token`` into a file in the folder, for other processes to read. Raises
     CheckpointError if the folder is claimed already.
     """
 
@@ -241,7 +241,7 @@ class FolderClaim:
             raise in_use
         file = os.open(self._path(folder), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: children that outlive it do not keep it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by this process alone, not by children that outlive it
         except (BlockingIOError, PermissionError) as error:
             os.close(file)
             raise in_use from error
@@ -260,7 +260,7 @@ class FolderClaim:
 
     @classmethod
     def read_token(cls, folder: str, size: int) -> bytes:
-        """Return the first ``size`` bytes of the token that the owner of a claimed folder has written into it.
+        """Return the first ``size`` bytes of the token in a claimed folder.
 
         The owner itself must not call this method: closing a file releases the process's locks on the file.
         """

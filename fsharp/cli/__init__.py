@@ -1,6 +1,6 @@
 """The command ``fsharp``. Each subcommand is a function that returns the text to print.
 
-The command needs no process group, and of other packages tyro: ``pip install 'fsharp[cli]'``.
+The command needs tyro (``pip install 'fsharp[cli]'``), and no process group.
 """
 
 import os
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if text:
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # the reader has seen enough, as head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its exit
+        except BrokenPipeError:  # a reader such as head has stopped reading
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes stdout at its exit
             return 1
     return 0

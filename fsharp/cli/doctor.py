@@ -22,7 +22,7 @@ PACKAGES = (
     "transformer_engine",
     "torchao",
 )
-"""Packages that parts of fsharp work with."""
+"""Optional packages of fsharp."""
 
 
 def doctor() -> str:

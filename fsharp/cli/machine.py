@@ -37,7 +37,7 @@ class Machine(NamedTuple):
     Attributes:
         flops: operations per second of one rank in a product of large matrices.
         dtype: name of the dtype of these matrices.
-        hardware: speeds of links and of memory; its seconds of compute are 0, as they depend on the model.
+        hardware: speeds of links and of memory. Seconds of compute are 0, as they depend on the model.
     """
 
     flops: float
@@ -50,10 +50,10 @@ class Machine(NamedTuple):
         return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
 
     def hardware_of(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
-        """Return the hardware with the seconds of a model's units.
+        """Return the hardware with the seconds that each unit of a layout computes.
 
-        A unit with ``n`` parameters takes ``2 * n * tokens`` operations forward, and twice as many backward, at ``efficiency``
-        times the measured operations per second. The optimizer is Adam on float32, bound by memory.
+        The forward of a unit with ``n`` parameters makes ``2 * n * tokens`` operations, and the backward twice as many, at
+        ``efficiency * flops`` operations per second. The optimizer is Adam on float32, bound by memory bandwidth.
         """
         used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
         forward = {unit: 2 * n * tokens / (efficiency * self.flops) for unit, n in used.items()}
@@ -65,14 +65,14 @@ class Machine(NamedTuple):
 def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str = "") -> str:
     """Measure this machine, and write its speeds to a file for fsharp schedule --hardware and fsharp tune --hardware.
 
-    One process for each rank of the mesh trains a small model for some seconds; let nothing else run. Under torchrun its
-    processes are the ranks, on one host or several; rank 0 writes the file, and alone prints.
+    One process for each rank of the mesh trains a small model for some seconds; let nothing else run. Under torchrun the ranks
+    are its processes, on one host or several; rank 0 writes the file and prints.
 
     Args:
         file: path of the JSON file to write, such as hardware.json.
         mesh: sizes of the axes, the outermost first: dp=2, or outer=2,inner=8. Give the axes the names that the meshes of your
             models have: a speed belongs to an axis.
-        steps: number of steps that are measured.
+        steps: number of steps to measure.
         dtype: dtype of the matrices whose products are timed; by default bfloat16 on GPUs, and float32 on CPUs.
     """
     axes = mesh_of("calibrate", mesh)
@@ -118,11 +118,11 @@ def _measure(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machi
 
 
 def _seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
-    """Return the seconds of some work that all ranks do at once: the median over ranks of the median over rounds."""
+    """Return the seconds of ``work``, which all ranks do at once: the median over ranks of the median over rounds."""
     found = []
     for _ in range(_ROUNDS + 1):
         began = time.perf_counter()
-        work().view(-1)[0].item()  # which waits for the device
+        work().view(-1)[0].item()  # waits for the device
         found.append(time.perf_counter() - began)
     return median(float(text) for text in all_gather_texts(repr(median(found[1:])), comm))
 
@@ -154,11 +154,7 @@ def _machine_to_json(machine: Machine) -> str:
 
 
 def read_machine(where: str, file: str) -> Machine:
-    """Return the machine of a file that :func:`calibrate` has written.
-
-    Raises:
-        OptionError: the file cannot be read, or is of another kind.
-    """
+    """Return the machine in a file of :func:`calibrate`. Raises OptionError if the file cannot be read as one."""
     expected = "expected a file that fsharp calibrate has written"
     try:
         found = json.loads(Path(file).read_text())

@@ -87,7 +87,7 @@ class Model(NamedTuple):
 
 
 def find_model(model: str) -> Model:
-    """Return the parameters of a model, on the meta device.
+    """Return the parameters of a model.
 
     Args:
         model: a name in :data:`ARCHITECTURES`; a configuration of Hugging Face, as a folder with a ``config.json`` or as the
@@ -95,7 +95,7 @@ def find_model(model: str) -> Model:
             one of these.
 
     Raises:
-        OptionError: there is no such model, it has no parameters, or it cannot be made; the message has the reason.
+        OptionError: the model is unknown, has no parameters, or cannot be made; the message has the reason.
     """
     if model in ARCHITECTURES:
         shapes: Any = ARCHITECTURES[model]()
@@ -116,7 +116,6 @@ def find_model(model: str) -> Model:
 
 
 def _made(model: str) -> Any:
-    """Return a module or a tree of tensors on the meta device."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():

@@ -39,14 +39,14 @@ def plan(
 ) -> str:
     """Show the bytes that each strategy keeps on one rank, and what the rank sends in a training step.
 
-    Activations, and the full parameters of the units in use, come on top of the bytes at rest.
+    Activations, and full parameters of units in use, take memory besides.
 
     Args:
         model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
             path of a Hugging Face config.json or of its folder; or module:path of an nn.Module, of a tree of tensors, or of a
             function that returns one of these.
         mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8.
-        strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp: show its units and collectives. All are compared by default.
+        strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp, to show its units and collectives; by default all in a table.
         units: pattern of the subtrees to gather one by one, such as layers.*; by default each repeated layer is a unit.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
@@ -91,7 +91,7 @@ def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> s
 
 
 def _at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
-    """Return the bytes that a rank stores between steps, by kind of tensor: params, main, grads and optimizer."""
+    """Return the bytes that a rank stores between steps, as params, main, grads and optimizer."""
     kinds = {"params": layout.nbytes("params"), "main": layout.nbytes("main"), "grads": layout.nbytes("grads")}
     return kinds | {"optimizer": optimizer_buffers * layout.nbytes("optim")}
 
@@ -116,25 +116,25 @@ def schedule(
 ) -> str:
     """Predict the time of a training step, on GPUs or on a measured machine, and show the schedule of its ops.
 
-    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8, joined by InfiniBand. Only matrix products with parameters
-    count as compute.
+    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. Only products with parameters are
+    timed.
 
     Args:
         model: as for fsharp plan.
-        mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8. The last 8 ranks share a host.
+        mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8. Each 8 ranks in order share a host.
         strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp.
         units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
-        policy: prefetch 1, prefetch 2, gathered once, gathered twice, or state on the host.
+        policy: prefetch 1 or prefetch 2 (units gathered ahead); gathered once or gathered twice (a unit in a step); or state on
+            the host.
         microbatches: number of microbatches of a step.
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: part of the FLOP/s that the model reaches while it computes: 0.4 of a data sheet's by default, all of the
-            measured ones.
+        efficiency: fraction of the FLOP/s that the model reaches; by default 0.4 on GPUs, and 1 with measured hardware.
         ops: print a table with a row for each op of the schedule.
-        draw: path of a picture of the step, such as step.png; needs matplotlib.
+        draw: path of a picture of the step to write, such as step.png; needs matplotlib.
     """
     if policy not in POLICIES:
         raise OptionError(f"schedule: policy is {policy!r}, expected one of {', '.join(map(repr, POLICIES))}.")
@@ -185,7 +185,7 @@ def tune(
     Args:
         model: as for fsharp plan.
         mesh: sizes of the axes, the outermost first; or a number of ranks, to try one axis, and hosts of up to 8 ranks times
-            ranks of a host. The last 8 ranks share a host.
+            ranks of a host. Each 8 ranks in order share a host.
         units: pattern of the subtrees to gather one by one; by default each repeated layer, each part of such a layer, and the
             whole model are tried.
         compute: dtype of the parameters in use.
@@ -198,8 +198,7 @@ def tune(
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: part of the FLOP/s that the model reaches while it computes: 0.4 of a data sheet's by default, all of the
-            measured ones.
+        efficiency: fraction of the FLOP/s that the model reaches; by default 0.4 on GPUs, and 1 with measured hardware.
         rows: most rows of the table to show; 0 shows all.
         json: path of a file to write, such as choice.json: the choice and all rows, for fs.inspect.Choice.from_json.
         draw: path of a picture of the predicted step, such as step.png; needs matplotlib.
@@ -248,12 +247,12 @@ def _layouts(
 
 def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
     if tokens < 1 or not 0 < (1 if efficiency is None else efficiency) <= 1:
-        expected = "expected at least 1, and more than 0 and at most 1"
+        expected = "expected tokens of at least 1, and an efficiency above 0 and at most 1"
         raise OptionError(f"{where}: tokens is {tokens} and efficiency is {efficiency}, {expected}.")
 
 
 def _hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
-    """Return the hardware of a file, or the preset of a GPU. In a preset the last 8 ranks of the mesh share a host."""
+    """Return the hardware of a file, or the preset of a GPU. In a preset each 8 ranks in order share a host."""
     _check_speed(where, tokens, efficiency)
     if hardware:
         if gpu:

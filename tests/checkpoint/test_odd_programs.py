@@ -208,10 +208,10 @@ def test_a_fraction_is_not_cast_to_an_integer(tmp_path):
 
 def test_names_that_the_format_has_taken(tmp_path):
     found = save(tmp_path / "a", {"p": torch.ones(2)})
-    with pytest.raises(CheckpointError, match=r"export_safetensors\(\): the name '__metadata__' is taken"):
+    with pytest.raises(CheckpointError, match=r"export_safetensors\(\): the name '__metadata__' is reserved"):
         fs.checkpoint.export_safetensors(found, tmp_path / "out", rename=lambda name: "__metadata__")
     fs.checkpoint.to_dcp(found, tmp_path / "dcp", rename=lambda name: "__metadata__")
-    with pytest.raises(CheckpointError, match=r"from_dcp\(\): the name '__metadata__' is taken"):
+    with pytest.raises(CheckpointError, match=r"from_dcp\(\): the name '__metadata__' is reserved"):
         fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "b")
     with pytest.raises(CheckpointError, match=r"from_dcp\(\): JSON cannot hold the config"):
         fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "b", config=object())

@@ -480,7 +480,7 @@ def test_one_process_and_ranks_without_process_groups(tmp_path):
         fs.checkpoint.Replicas("s3://x/y", comm, copies=0)
 
     def run(comm):
-        with pytest.raises(CheckpointError, match="comm is ThreadComm, expected what connect"):
+        with pytest.raises(CheckpointError, match="comm is ThreadComm, expected a Comm from connect"):
             fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm)
 
     simulate(fs.Mesh({"dp": 2}), run)

@@ -27,9 +27,9 @@ from fsharp.type_checks import options_checked
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
-_CHUNK_NBYTES = 64 << 20  # of a chunk that DCP is given: each of its ranks reads the chunks that it needs a part of
+_CHUNK_NBYTES = 64 << 20  # of a chunk: a rank of DCP reads each chunk of which it needs a part
 _METADATA = ".metadata"
-_SPARE_NBYTES = 1 << 20  # of metadata beyond twice the size of the files: a byte of a pickle can take 200 bytes of memory
+_SPARE_NBYTES = 1 << 20  # that metadata may have beyond twice the size of the files: a pickled byte can take 200 in memory
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -41,7 +41,7 @@ _CLASSES = {
     "pathlib": {"PosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""Names of all classes in the metadata of a checkpoint, besides dtypes."""
+"""Names of all classes in DCP's metadata, besides dtypes."""
 
 
 @options_checked
@@ -144,7 +144,7 @@ def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapp
 
 
 def _chunk_rows(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return first row and end of each chunk of a tensor."""
+    """Return the first row and the end of each chunk of a tensor."""
     if not shape or not shape[0]:
         return [(0, 0 if shape else 1)]
     row_nbytes = torch.Size(shape[1:]).numel() * dtype.itemsize
@@ -161,27 +161,27 @@ def from_dcp(
     ignore: str | Sequence[str] = (),
     config: Any = None,
 ) -> Checkpoint:
-    """Convert a checkpoint of torch.distributed.checkpoint (DCP) to a checkpoint under ``root``, which you can load.
+    """Convert a checkpoint of torch.distributed.checkpoint (DCP) to a new checkpoint under ``root``.
 
-    Names are the keys of DCP, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; for values in lists
-    and tuples the name ends in the index. Call this function in one process; it needs no process group.
+    Names are the keys of DCP, such as ``model.layers.0.weight``. Numbers, texts and booleans become values. A value in a list
+    or tuple gets the name of the list, a dot and its index. Call this function in one process; it needs no process group.
 
-    The metadata, tensors and objects are unpickled. The unpicklers know the classes of DCP and of plain tensors alone, so no
-    code in the folder runs. No tensor larger than the folder's files is allocated.
+    Pickles are read by unpicklers that know no classes but those of DCP and of plain tensors, so no code in the folder runs. No
+    tensor larger than the folder's files is allocated.
 
     Args:
         folder: folder of DCP: a path, or a URL of fsspec.
         root: folder of checkpoints, as for :func:`~fsharp.checkpoint.save`.
         step: number of the step, for the checkpoint's name.
         ignore: patterns of keys to leave out; each has to match a key.
-        config: config for the manifest.
+        config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:
         CheckpointError: the folder is damaged, is not of DCP, or has an object other than a number, text or boolean. No file is
             left.
         PatternError: a pattern matches nothing.
 
-    Cost: reads the whole folder, and writes it as :func:`~fsharp.checkpoint.save` does. Memory: one whole tensor, and a chunk.
+    Cost: reads the whole folder, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: a tensor and a chunk.
     """
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)
@@ -210,7 +210,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of DCP's metadata, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """See pickle.Unpickler."""
         found = super().find_class(module, name) if name in _CLASSES.get(module, ()) else None
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
@@ -220,7 +219,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_metadata(storage: Storage, folder: str) -> Any:
-    """Return DCP's metadata of a checkpoint."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     where = f"{folder}/{_METADATA}"
@@ -238,7 +236,6 @@ def _read_metadata(storage: Storage, folder: str) -> Any:
 
 
 def _entry_from_metadata(folder: str, name: str, metadata: Any) -> Entry:
-    """Return the entry of a tensor from its metadata."""
     try:
         shape, dtype = checked_shape(metadata.size), metadata.properties.dtype
         return whole_entry(name, dtype, shape)
@@ -247,7 +244,7 @@ def _entry_from_metadata(folder: str, name: str, metadata: Any) -> Entry:
 
 
 def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, Entry]) -> None:
-    """Raise an error if tensors are larger than the files that hold them, before memory is allocated."""
+    """Raise a CheckpointError, before memory is allocated, if tensors are larger than the files that hold them."""
     declared, held = sum(entry.numel * entry.dtype.itemsize for entry in entries.values()), 0
     try:
         infos = [info for index, info in (metadata.storage_data or {}).items() if index.fqn in entries]
@@ -262,7 +259,7 @@ def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries
 
 
 def _load_object(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
-    """Return the object that a file holds for a key, or the chunk of its tensor at ``offsets``."""
+    """Return the object under a key of DCP; if the object is a tensor, return its chunk at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))
@@ -283,7 +280,6 @@ def _load_object(storage: Storage, folder: str, metadata: Any, name: str, offset
 
 
 def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: StoredTensor) -> torch.Tensor:
-    """Return a tensor, put together from its chunks."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     missing = torch.ones(tensor.shape, dtype=torch.bool)
     for chunk in metadata.state_dict_metadata[tensor.name].chunks:
@@ -312,7 +308,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
 
 
 def _values_by_name(name: str, found: Any) -> dict[str, Value]:
-    """Return an object as values by name; None has no name."""
+    """Return the numbers, texts and booleans in an object by name."""
     paths, leaves, _ = optree.tree_flatten_with_path(found)
     result = dict[str, Value]()
     for path, leaf in zip(paths, leaves, strict=True):

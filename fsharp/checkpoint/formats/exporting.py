@@ -43,18 +43,18 @@ def export_safetensors(
     Args:
         checkpoint: the checkpoint, or its path.
         folder: path of a new folder, or a URL of fsspec. The folder appears when all of it is written.
-        subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. Numbers, texts, and all but one name of
-            tied leaves are left out, as in ``save_pretrained()``.
+        subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. As in ``save_pretrained()`` numbers and
+            texts are left out, and of tied leaves all names but one.
         rename: function from a name below ``subtree`` to the name in the files.
         dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
-        max_file_nbytes: most bytes of tensors in a file; a larger tensor gets its own file.
+        max_file_nbytes: most bytes of tensors in a file; a larger tensor is alone in its file.
 
     Raises:
         CheckpointError: the folder exists, there is nothing to write, safetensors does not know a dtype, two tensors have one
             name, or the checkpoint is damaged. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
-    copy; headers and digests of all files, 0.2 % of the files.
+    copy; and the headers and digests of all files, which are 0.2 % of the files.
     Source: https://huggingface.co/docs/safetensors
     """
     where = "export_safetensors()"
@@ -91,7 +91,7 @@ def export_safetensors(
 def stored_name_by_new_name(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """Return, for the new name of each tensor below a subtree, the tensor's name in the checkpoint.
+    """Return the name in the checkpoint of each tensor below a subtree, by its new name.
 
     Raises CheckpointError if there is no tensor below the subtree, or two tensors get one name.
     """
@@ -109,7 +109,7 @@ def stored_name_by_new_name(
 
 
 def _tensors_by_file(tensors: list[StoredTensor], max_nbytes: int) -> dict[str, list[StoredTensor]]:
-    """Return the tensors of each file, by name of the file, in the order in which they are written."""
+    """Return the tensors of each file, in the order of writing, by name of the file."""
     parts = batches_by_nbytes(tensors, max_nbytes)
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     return {
@@ -120,10 +120,10 @@ def _tensors_by_file(tensors: list[StoredTensor], max_nbytes: int) -> dict[str, 
 
 @contextmanager
 def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary folder to write to. At the end of this context it is renamed to ``path``, or removed after an error.
+    """Yield a temporary folder, which is renamed to ``path`` at the end of this context, or removed after an error.
 
-    Raises CheckpointError if the folder at ``path`` is not empty, or an interrupted export has left its temporary folder.
-    Raises CheckpointError also for errors of the file system.
+    Raises CheckpointError if the folder at ``path`` is not empty, an interrupted export has left its temporary folder, or the
+    file system raises an error.
     """
     given = os.fspath(path).rstrip("/")
     folder = given if "://" in given else os.path.abspath(given)
@@ -135,7 +135,7 @@ def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterato
         storage.make_staging_folder(folder)
     except OSError as error:
         is_left = isinstance(error, FileExistsError) and error.filename == staged
-        remedy = f" An export that was cut off has left {staged}, or one is under way: remove that folder." if is_left else ""
+        remedy = f" An interrupted export has left {staged}, or one is under way: remove that folder." if is_left else ""
         raise CheckpointError(f"{where}: {folder} cannot be written: {error.strerror or error}.{remedy}") from error
     try:
         yield staged

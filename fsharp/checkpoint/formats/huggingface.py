@@ -29,7 +29,7 @@ class FileDescription(NamedTuple):
 
 
 def is_huggingface_folder(names: Collection[str]) -> bool:
-    """Return whether a folder with files of these names is one of Hugging Face's."""
+    """Return whether a folder with files of these names is a checkpoint of Hugging Face."""
     return any(map(any, _index_and_file_names(names)))
 
 
@@ -44,7 +44,7 @@ def is_file(storage: Storage, path: str) -> bool:
 
 
 def _index_and_file_names(names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the names of indices and of files to read: those of safetensors if there are any, else those of ``torch.save``."""
+    """Return the names of indices and of files of tensors: of safetensors if there are any, else of ``torch.save``."""
     for file, index in zip(_FILES, _INDICES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
         if any(found):
@@ -55,9 +55,9 @@ def _index_and_file_names(names: Collection[str]) -> tuple[list[str], list[str]]
 def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
-    Links, of which the cache of the Hub is made, are followed. There are no digests, so that damage is not seen. Raises
-    CheckpointError if a file or tensor of the index is missing, if two files have one tensor, or if a header is damaged. Raises
-    CheckpointError also if a file has something else than tensors, numbers and texts. Cost: reads the header of each file.
+    Links are followed, as the cache of the Hub is made of links. There are no digests, so damage to tensors is not seen. Raises
+    CheckpointError if a file or a tensor of the index is missing, two files have one tensor, a header is damaged, or a file has
+    other objects than tensors, numbers and texts. Cost: reads the header of each file.
     """
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]
@@ -90,7 +90,7 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
 
 
 def _read_index(storage: Storage, folder: str, name: str) -> dict[str, str]:
-    """Return, for the name of each tensor in an index, the name of the file that holds the tensor."""
+    """Return the name of the file that holds a tensor, for each tensor in an index."""
     data = read_index_file(storage, folder, name)
     try:
         return {str(tensor): checked_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
@@ -99,7 +99,6 @@ def _read_index(storage: Storage, folder: str, name: str) -> dict[str, str]:
 
 
 def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord, FileDescription]:
-    """Return the record and the contents of a file."""
     path = storage.resolve_links(folder, name)
     try:
         size = storage.nbytes(f"{folder}/{path}")
@@ -114,7 +113,7 @@ def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord
 def describe_file(storage: Readable, path: str) -> FileDescription:
     """Return the contents of a file of safetensors or of ``torch.save``; the first bytes decide, not the suffix.
 
-    Raises CheckpointError if it is neither, is damaged, or holds something else than tensors, numbers and texts.
+    Raises CheckpointError if the file is neither, is damaged, or holds other objects than tensors, numbers and texts.
     """
     size = storage.nbytes(path)
     head = bytearray(min(16, size))
@@ -124,7 +123,7 @@ def describe_file(storage: Readable, path: str) -> FileDescription:
     if head[8:9] != b"{":
         raise CheckpointError(
             f"{path}: this is not a safetensors file, and none of torch.save: it begins with {bytes(head)!r}. Expected one of "
-            "these, or the folder of a checkpoint. What torch before 1.6 has saved is made anew by "
+            "these, or the folder of a checkpoint. If torch before 1.6 saved the file, save it again: "
             "torch.save(torch.load(path, weights_only=True), path)."
         )
     header = bytearray(header_nbytes(path, bytes(head[:8]), size))
@@ -134,11 +133,11 @@ def describe_file(storage: Readable, path: str) -> FileDescription:
 
 
 def _describe_archive(storage: Readable, path: str, size: int) -> FileDescription:
-    """Describe the tensors in a file of ``torch.save``, by keys that are joined by dots."""
+    """Return the contents of a file of ``torch.save``; names are keys joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
         data, tree = torch_archive.describe_archive(storage, path)
-        leaves = list(islice(_leaves(tree, ""), len(data)))  # each leaf takes a byte, unless a pickle repeats what it holds
+        leaves = list(islice(_leaves(tree, ""), len(data)))  # at least a byte for each leaf, else the pickle repeats leaves
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error

@@ -1,8 +1,7 @@
-"""A reader of archives that ``torch.save`` wrote, of plain values and tensors.
+"""A reader of archives of ``torch.save`` with plain values and tensors.
 
 The reader runs no code of the archive, and allocates no tensor that is larger than the archive. ``torch.load`` with
-``weights_only=True`` runs no code either, but allocates whatever size an archive declares: an array of a terabyte, or a storage
-that is longer than its bytes. So this module reads the zip file and the few names in its pickle itself.
+``weights_only=True`` runs no code either, but allocates whatever size an archive declares, such as a terabyte.
 """
 
 import io
@@ -24,11 +23,10 @@ _LOCAL_HEADER_NBYTES = 30
 
 
 def load_archive(data: bytes | bytearray) -> Any:
-    """Return the object in an archive of ``torch.save``, of which ``data`` is all bytes.
+    """Return the object in an archive of ``torch.save``: values and tensors in dicts, lists and tuples.
 
-    The object is made of values and tensors in dicts, lists and tuples. Raises ValueError for an object of another class,
-    compressed or overlapping records, or a tensor that is longer than its bytes. A damaged pickle may raise errors of any other
-    kind. Memory: twice the size of ``data``.
+    ``data`` is all bytes of the archive. Raises ValueError for an object of another class, compressed or overlapping records,
+    or a tensor that is longer than its bytes. A damaged pickle may raise any error. Memory: twice the size of ``data``.
     """
 
     def bytes_in(begin: int, end: int) -> torch.Tensor:
@@ -48,8 +46,8 @@ class UnpickledArchive(NamedTuple):
 def describe_archive(storage: Readable, path: str) -> UnpickledArchive:
     """Return the pickle of an archive, and the object in it, with tensors on the meta device.
 
-    ``storage_offset()`` of a tensor is where its first element is in the file, counted in elements of its dtype. Raises as
-    :func:`load_archive` does. Cost: reads the list of records, the pickle, and the 30 bytes before each tensor's record.
+    A tensor's first element is in the file at byte ``storage_offset() * itemsize``. Raises as :func:`load_archive` does. Cost:
+    reads the list of records, the pickle, and 30 bytes before each record of a tensor.
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
@@ -75,7 +73,7 @@ def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tenso
             record = archive.getinfo(f"{folder}data/{key}")
             file.seek(record.header_offset)
             begin = record.header_offset + _LOCAL_HEADER_NBYTES
-            begin += sum(struct.unpack_from("<HH", file.read(_LOCAL_HEADER_NBYTES), 26))  # a name, and what aligns elements
+            begin += sum(struct.unpack_from("<HH", file.read(_LOCAL_HEADER_NBYTES), 26))  # sizes of name and padding
             if begin + record.file_size > size:
                 raise ValueError(f"record {key!r:.80} ends behind the end of the file")
             return bytes_in(begin, begin + record.file_size)
@@ -107,7 +105,7 @@ class _StorageFile(io.RawIOBase):
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """An unpickler that makes tensors of an archive's records, and knows only the names in ``_KNOWN`` besides."""
+    """An unpickler that makes tensors of an archive's records, and knows no other names than those in ``_KNOWN``."""
 
     def __init__(self, data: bytes, elements: Callable[[str], torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
@@ -115,7 +113,6 @@ class _ArchiveUnpickler(pickle.Unpickler):
         self._read: dict[str, torch.Tensor] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """See pickle.Unpickler."""
         found = _KNOWN.get((module, name))
         if found is None and module in ("torch", "torch.storage") and name.endswith("Storage"):
             # torch warns of the property dtype, and not of the attribute behind it
@@ -127,7 +124,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """See pickle.Unpickler: return all elements of a record as a 1-D tensor."""
+        """Return all elements of a record as a 1-D tensor."""
         _, dtype, key, _, _ = pid
         if key not in self._read:
             self._read[key] = self._elements(key)
@@ -139,8 +136,8 @@ def _rebuild_tensor(
 ) -> torch.Tensor:
     """Return a tensor with the elements of a record.
 
-    The unpickler calls this function in place of ``torch._utils._rebuild_tensor_v2`` and of ``_rebuild_tensor_v3``, which
-    gets a dtype as well.
+    The unpickler calls this function for ``torch._utils._rebuild_tensor_v2`` and ``_rebuild_tensor_v3``, which has a dtype
+    besides.
     """
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)
