@@ -53,8 +53,8 @@ class Metrics(NamedTuple):
 def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
-    Raises LossError for neither a scalar mean nor a pair of a scalar and its weight, and for a pair with a floating tensor that
-    is no :class:`Loss`: it may be a metric.
+    Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. A floating-point weight has to be
+    in a :class:`Loss`: in a plain pair it may be a metric.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
@@ -74,7 +74,7 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
         )
     if isinstance(weight, torch.Tensor):
         return Loss(total.reshape(()), weight.to(total.device, non_blocking=True).reshape(()))
-    return Loss(total.reshape(()), torch.full((), weight, device=total.device))  # filled there: a copy makes the host wait
+    return Loss(total.reshape(()), torch.full((), weight, device=total.device))  # a copy to the device would make the host wait
 
 
 _A_PAIR = (
@@ -98,7 +98,7 @@ def check_loss(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") 
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """Split each tensor of a pytree along dim 0, into equal parts with all other leaves; LossError if it does not divide."""
+    """Return ``count`` batches with equal parts of each tensor along dim 0. Raises LossError if a tensor does not divide."""
     if count == 1:
         return [batch]
     leaves, spec = optree.tree_flatten(batch)

@@ -57,7 +57,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
 def parameter_tree(where: str, module: nn.Module) -> dict[str, Any]:
     """Return a module's parameters, detached, as nested dicts along the dots of their names; TreeError if there are none."""
     tree: dict[str, Any] = {}
-    values: dict[int, torch.Tensor] = {}  # tied parameters have one
+    values: dict[int, torch.Tensor] = {}  # one for tied parameters
     for name, parameter in module.named_parameters(remove_duplicate=False):
         *parents, last = name.split(".")
         node = tree

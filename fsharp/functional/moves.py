@@ -98,7 +98,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         named = LabelledComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
-            with vmap_disabled():  # which has no dim of these
+            with vmap_disabled():  # these buffers have no vmap dim
                 moved = [
                     move_values(x.detach(), sharded.place, target, named, **ways) for x in _buffers_without_scales(sharded)
                 ]
@@ -126,7 +126,7 @@ def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
 def _add_scales_or_decode(
     node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool
 ) -> list[torch.Tensor]:
-    """Return moved buffers of a node with the scales of ``node`` at their ends; or decoded, if ``whole`` is True."""
+    """Return moved buffers with the scales of ``node`` at their ends; if ``whole``, return decoded buffers instead."""
     unit = node.unit
     if not unit.has_formats:
         return moved
@@ -181,7 +181,7 @@ def reduce_scatter(
     check_not_encoded("reduce_scatter()", nodes)
     if residuals is not None and is_transformed():
         raise TreeError(
-            "reduce_scatter(): residuals under a transform of torch.func: a format's losses are not differentiated."
+            "reduce_scatter(): residuals under a torch.func transform: encoding errors are not differentiated."
         )
     units = [node.unit for node in nodes]
     own, views = own_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
@@ -286,7 +286,7 @@ def _reduce_scatter(
     wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
     if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
-    assert axis in residuals or not dtypes.feedback or not x.numel(), "whoever reduces gradients has asked for residuals"
+    assert axis in residuals or not dtypes.feedback or not x.numel(), "gradients with feedback are reduced with residuals"
     carried = residuals.get(axis, Carried())
     return reduce_scatter_encoded(x, comm, axis, wire, facts, carried, gaps(axis) if x.numel() else ())
 
@@ -306,7 +306,7 @@ def _all_reduce(
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     """Return the nodes of the units in a tree.
 
-    Raises TreeError if there is no unit or one is donated, and MeshError if one is on another mesh than ``comm``.
+    Raises TreeError if there is no unit or a unit is donated, and MeshError if a unit is on another mesh than ``comm``.
     """
     nodes = units_of(tree)
     if not nodes:

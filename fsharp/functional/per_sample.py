@@ -102,7 +102,7 @@ def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Com
         sinks = [sink for node in held for sink in node.sinks]
         check_loss(Loss(loss, loss), has_sinks=bool(sinks), where=_WHERE)
         buffers = [(node.name, x) for node in held for x in node.raw_buffers if x.requires_grad]
-        # The sinks get nothing, but what leads to them runs.
+        # The sinks get no gradients, but this backward runs the handles.
         direct = torch.autograd.grad(loss, [*sinks, *(x for _, x in buffers)], allow_unused=True)[len(sinks) :]
     names = sorted({name for (name, _), grad in zip(buffers, direct, strict=True) if grad is not None})
     if names:
@@ -134,7 +134,7 @@ class _SquareLedger(SinkLedger):
         return _functorch._add_batch_dim(each, 0, self.level)
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        squares = self.squares  # and not this ledger, which holds the handle
+        squares = self.squares  # no reference to this ledger, which holds the handle
 
         def add(gradient: torch.Tensor) -> None:
             squares.add_(torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float64).square())

@@ -1,8 +1,8 @@
 """Release gathered parameters that autograd has saved, and gather them again when a backward needs them.
 
 A release keeps the graph of the call. Each saved view of a gathered buffer is replaced by a note of its buffer and position. So
-nothing is computed twice, and tensors may leave the function on any way. Tensors that C++ functions of other libraries keep
-cannot be replaced: they stay in memory, with right values.
+nothing is computed twice. Tensors that C++ functions of other libraries keep cannot be replaced: they stay in memory, with
+right values.
 """
 
 import weakref
@@ -22,11 +22,11 @@ from fsharp.functional.transforms import is_batched, without_vmap
 from fsharp.tracebacks import api_boundary, call_hook
 
 View = tuple[int, torch.Size, tuple[int, ...], int]
-"""Number of a gathered buffer, and size, strides and offset in it."""
+"""A view of a gathered buffer: the number of the buffer, and size, strides and offset of the view."""
 
 
 class _SavedBuffers:
-    """The gathered buffers of a call, for as long as a part of the graph that may still run a backward refers to them."""
+    """The gathered buffers of a call, kept while its graph may still run a backward."""
 
     def __init__(self, regather: Callable[[], list[torch.Tensor]]) -> None:
         self.regather = regather
@@ -34,8 +34,8 @@ class _SavedBuffers:
 
     @api_boundary
     def unpack(self, view: View) -> torch.Tensor:
-        """Return a tensor that autograd has saved. If it is a view of parameters, the parameters are gathered again."""
-        if self.buffers is None:  # the backward did not come through what the function returned
+        """Return a saved view of parameters; gather the parameters again if no hook has done so."""
+        if self.buffers is None:  # the backward has not passed an output of the function
             self.buffers = self.regather()
         number, size, strides, offset = view
         buffer = self.buffers[number]
@@ -50,7 +50,7 @@ def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) 
     """
     nodes = units_of(rested)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
-        return  # vmap over parameters: they cannot be gathered again when it is over
+        return  # vmap over parameters, which cannot be gathered again after vmap
     whole = [without_vmap(buffer) for node in units_of(gathered) for buffer in node.buffers]
     own = {buffer.untyped_storage().data_ptr() for node in nodes for buffer in node.buffers}
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}

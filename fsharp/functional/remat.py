@@ -30,16 +30,16 @@ def check_remat_argument(remat: Remat) -> None:
 
 
 def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, remat: Remat) -> Any:
-    """Return ``run(fn, args, kwargs)``. A backward that needs activations calls it again, with the same random numbers.
+    """Return ``run(fn, args, kwargs)``. A backward that needs activations calls ``run`` again, with the same random numbers.
 
-    ``run`` calls ``fn``. It may also gather units, and the second call may do so in another way. A write to a tensor in
-    ``args`` or ``kwargs`` before the backward is an error of autograd.
+    ``run`` calls ``fn``, and may gather units, the second time in another way. A write to a tensor in ``args`` or ``kwargs``
+    before the backward is an error of autograd.
     """
     whole: Any = (args, kwargs)
     leaves, spec = optree.tree_flatten(whole, is_leaf=is_sharded)
     generators = [x for x in leaves if isinstance(x, torch.Generator)]
     states = [g.get_state() for g in generators]
-    # Around the function alone: a policy's contexts count operations, and gathers may have others the second time.
+    # Contexts of a policy count operations, so they enclose the function alone: a second gather may have other operations.
     first, again = (nullcontext(), nullcontext()) if remat is True else create_selective_checkpoint_contexts(remat)
     context: Any = first
 

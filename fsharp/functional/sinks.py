@@ -50,7 +50,7 @@ class SinkLedger:
         """
         handles = {}
         for g, sink in zip(node.unit.trainable_groups, node.sinks, strict=True):
-            # Made at the first use: the engine runs what was made last first, so it does not lie idle.
+            # Made at the first use: autograd runs newer nodes first, so the reduction does not wait for older ones.
             if id(sink) not in self._handles:
                 self._handles[id(sink)] = self._new_handle(sink, node.unit, g, comm)
             handles[g] = self._handles[id(sink)]
@@ -121,10 +121,11 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 
 
 class _Handle(torch.autograd.Function):
-    """An autograd function that makes a handle for a sink. ``deliver`` turns the handle's gradient into the sink's.
+    """An autograd function that returns a handle (see :class:`SinkLedger`). Its backward is ``deliver``.
 
-    Without a handle a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
-    summed in float32, and ZeRO-2's full gradients would all exist before the first of them is reduced.
+    ``deliver`` gets the gradient of the handle, reduces it over ranks, and returns the gradient of the sink. Without handles a
+    gradient would have the dtype and place of the parameter. So a gradient of a bfloat16 parameter could not be summed in
+    float32, and under ZeRO-2 no full gradient would be reduced before all full gradients exist.
     """
 
     @staticmethod
@@ -139,7 +140,7 @@ class _Handle(torch.autograd.Function):
     @staticmethod
     @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        arrived = cotangents[0]  # None if the handle was used, and no gradient came of it
+        arrived = cotangents[0]  # None if no gradient has reached the handle
         return None if arrived is None else ctx.deliver(arrived), None, None
 
 

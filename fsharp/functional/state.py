@@ -37,14 +37,14 @@ class TrainState(NamedTuple):
     """The state of a training run between two steps: parameters, main copies and optimizer state. A pytree.
 
     Attributes:
-        step: number of updates, with skipped updates.
+        step: number of updates, skipped ones included.
         params: parameters in the ``compute`` dtype: a tree of :class:`~fsharp.Sharded` in the place of parameters.
         main: main copies (master weights): a tree of :class:`~fsharp.Sharded` in the place of optimizer state. Groups without a
             main copy are left out.
         opt: state of the gradient transformation, in the place of optimizer state.
         made_by: name of the gradient transformation; a pytree node without leaves.
-        residuals: errors of gradients' formats, with ``Precision(feedback=True)``: a :class:`~fsharp.checkpoint.PerRank` of
-            tensors by unit, of which each rank has its own. Else None.
+        residuals: encoding errors of earlier gradients, with ``Precision(feedback=True)``: a
+            :class:`~fsharp.checkpoint.PerRank` of this rank's tensors by unit. Else None.
     """
 
     step: int
@@ -57,10 +57,7 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """The name of a gradient transformation, for example ``"chain(clip_by_global_norm, adamw)"``: a pytree node without leaves.
-
-    The name is empty for a transformation without a name.
-    """
+    """The name of a transformation, such as ``"adamw"``, or an empty text: a pytree node without leaves."""
 
     name: str
 
@@ -82,12 +79,12 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     Raises:
         TreeError: ``sharded`` is no tree of Sharded, or has the ``compute`` dtype where a main copy needs the ``main`` dtype.
-            Or ``tx``, from another library, does not update each element by itself, and parameters are cut. A trial on small
-            tensors finds this out.
+            Or parameters are cut, and ``tx``, from another library, does not update each element by itself (a trial on small
+            tensors tells).
         AgreementError: ranks have different layouts or optimizers.
 
-    Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For a pair of another library about ten updates
-    of as many small tensors as there are leaves.
+    Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For another library's pair about ten updates of
+    as many small tensors as there are leaves.
     """
     tx = as_transform(tx)
 
@@ -211,20 +208,19 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
         raise TreeError(problem("update()", "the state has no optimizer state.", [("update by", tx.name)], remedy))
     if made_by and tx.name and made_by != tx.name:
         facts = [("state of", made_by), ("update by", tx.name)]
-        remedy = "Make a state for it: init_state(tx, params, comm=comm), or state._replace(opt=tx.init(...), made_by=None)."
+        remedy = "Make a new state: init_state(tx, params, comm=comm), or state._replace(opt=tx.init(...), made_by=None)."
         raise TreeError(problem("update()", "the optimizer state is that of another transformation.", facts, remedy))
 
 
 def _groups_with_main_copy(tree: Any) -> Any:
-    """Return the groups with a main copy, from trained groups at the optimizer's place."""
     return map_units(lambda node: node.select_groups(node.unit.groups_with_main_copy), tree)
 
 
 def _trained_values(node: Sharded, main: Sharded) -> Sharded:
-    """Return trained values in ``node``, in memory of their own for groups whose main copy is missing in ``main``.
+    """Return ``node``, with a copy of each group that sends differences and whose main copy is missing in ``main``.
 
     Main copies are missing in a state that was resharded from a layout without them. Without a copy, an update in place would
-    change parameters from which a difference is still to be taken.
+    change the parameters from which the difference is taken.
     """
     missing = [g for g in node.groups if g not in main.groups and node.unit.groups[g].dtypes.update is not None]
     if not missing:

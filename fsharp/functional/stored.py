@@ -27,7 +27,7 @@ from fsharp.functional.moves import gather
 def encode_at_rest(tree: Any, comm: Comm) -> Any:
     """Turn values into parameters at rest: encode them in the format of their group, or cast them to the compute dtype.
 
-    Ranks agree on scales of whole leaves. Cost: as :func:`encode_whole_leaves`.
+    All ranks call this function. Cost: as :func:`encode_whole_leaves`.
     """
 
     def cast(node: Sharded) -> Sharded:
@@ -57,10 +57,10 @@ def _rests_unchanged(node: Sharded) -> bool:
 
 
 def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
-    """Return updated values, with encoded differences for the groups whose differences travel; see [Note: differences].
+    """Return the values that an update sends: encoded differences in groups that send differences, else ``new``.
 
-    ``new`` are trained groups at the optimizer's place, in the main dtype; ``params`` those before the update, there as well.
-    ``step`` is the number of the step, for formats that round stochastically.
+    ``params`` and ``new`` are the trained groups before and after the update, in the optimizer's place, ``new`` in the main
+    dtype. ``step`` is the number of the step, for formats that round stochastically. See [Note: differences].
     """
 
     def one(node: Sharded, before: Sharded) -> Sharded:
@@ -93,7 +93,7 @@ def add_differences(params: Any, moved: Any, *, rank: int) -> Any:
 def add_encoded_difference(
     unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Return ``params``, the buffer that ``rank`` holds at rest, plus the decoded change of its leaves in an update."""
+    """Return ``params``, a buffer of ``rank`` at rest, plus the decoded difference. Padding is unchanged."""
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
     difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.error_facts, group))
@@ -105,7 +105,7 @@ def add_encoded_difference(
 def encode_blocks(tree: Any, like: Any = None) -> Any:
     """Encode the groups whose format encodes each block by itself; return all other groups unchanged.
 
-    ``like`` is a tree of the same units. A group whose buffer in ``like`` is not encoded is not encoded in the result.
+    With ``like``, a tree of the same units, only the groups that are encoded in ``like`` are encoded.
     """
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
@@ -119,12 +119,10 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
 
 
 def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
-    """Encode the groups whose format encodes whole leaves; return all other groups unchanged. A collective if there are any.
+    """Encode the groups whose format encodes whole leaves; return all other groups unchanged. All ranks call this function.
 
-    ``like`` is as for :func:`encode_blocks`.
-
-    Cost: for each such format and each set of axes the maxima of the codec. Values are encoded in the place of optimizer state;
-        parameters that rest in another place are gathered from there.
+    ``like`` is as for :func:`encode_blocks`. Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis that
+    shards optimizer state. Values are encoded in the optimizer's place, and gathered from there to their own place.
     """
     jobs: dict[tuple[Format, tuple[str, ...]], tuple[str, list[LeafPart], list[str]]] = {}
 

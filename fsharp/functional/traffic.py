@@ -33,8 +33,8 @@ def step_traffic(
         microbatches: number of microbatches of the step.
         release: argument ``release`` of :func:`~fsharp.forward`.
         forward_only: names of frozen units through which no gradient flows, such as units before the first trainable one.
-        uses: how often ``loss_fn`` uses a unit by :func:`~fsharp.forward`, also as one of ``ties``; for units that are not used
-            exactly once.
+        uses: number of uses of a unit by :func:`~fsharp.forward`, also as one of ``ties``; for units that ``loss_fn`` does not
+            use exactly once.
 
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.
@@ -79,14 +79,14 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
 
 
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
-    """Return the collectives that :func:`~fsharp.gather` makes for one group between two places."""
+    """Return the collectives in which :func:`~fsharp.gather` moves one group from ``source`` to ``target``."""
     sharded = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
     axes = [axis for axis in sharded if unit.mesh.axis_size(axis) > 1]
     return Counter(calls_to_gather_buffer(unit, unit.gather_nbytes(group, source), axes))
 
 
 def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Iterator[Call]:
-    """Yield the collectives that gather a buffer, of which a rank has ``nbytes``, along one axis after another."""
+    """Yield the collectives that gather a buffer along one axis after another. ``nbytes``: bytes of a rank's part."""
     for axis in axes if nbytes else ():
         n = unit.mesh.axis_size(axis)
         yield Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))
@@ -94,7 +94,7 @@ def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -
 
 
 def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
-    """Return the collectives that :func:`~fsharp.reduce_scatter` makes for one group between two places."""
+    """Return the collectives in which :func:`~fsharp.reduce_scatter` moves one group from ``source`` to ``target``."""
     size, stages = unit.local_size(group, source), []
     partial = [axis for axis in source.order if source[axis] is Partial and unit.mesh.axis_size(axis) > 1]
     for axis in [axis for axis in partial if target[axis] is Shard]:

@@ -58,16 +58,15 @@ def train_step(
         if state.residuals is None:
             value, grads = grad_fn(state.params, batch, comm=comm, step=state.step)
             grads = reduce_scatter(grads, comm=comm, step=state.step)  # where gradients rest -> where the optimizer wants them
-        else:  # what formats have lost of earlier gradients is added to these
+        else:  # encoding errors of earlier gradients are added
             value, grads, lost = grad_fn(
                 state.params, batch, comm=comm, residuals=state.residuals, step=state.step, donate=donate
             )
             grads, lost = reduce_scatter(grads, comm=comm, residuals=lost, step=state.step, donate=True)
             state = state._replace(residuals=lost)
         loss, aux = value if has_aux else (value, None)
-        named = LabelledComm(
-            comm, f"the loss of update {state.step} by {settings}: "
-        )  # the same on all ranks, or all hear of it
+        # Ranks compare labels: they raise an error if steps or settings differ.
+        named = LabelledComm(comm, f"the loss of update {state.step} by {settings}: ")
         metrics, grads = average(loss, grads, comm=named, donate=True)  # one divisor for all microbatches and ranks
         state = update(tx, grads, state, comm=comm, donate=donate, value=metrics.loss)  # optimizer -> parameters
         return state, ((metrics, aux) if has_aux else metrics)

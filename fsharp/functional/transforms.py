@@ -31,13 +31,13 @@ def check_untransformed(where: str) -> None:
     """Raise a LossError if a torch.func transform is active, for functions that run a backward of their own."""
     if is_transformed():
         raise LossError(
-            f"{where}: called under a torch.func transform, which does not reach through a backward of its own. Transform the "
-            "loss: torch.func.grad(lambda params: loss_fn(params, batch, comm)), and jvp, vjp or vmap of that."
+            f"{where}: called under a torch.func transform, which cannot differentiate the backward that runs here. Transform "
+            "the loss: torch.func.grad(lambda params: loss_fn(params, batch, comm)), and jvp, vjp or vmap of that."
         )
 
 
 def refuse_proxy_tracing(where: str) -> None:
-    """Raise a TreeError under ``make_fx`` or ``torch.func.linearize``: in their traces, collectives would be constants."""
+    """Raise a TreeError under ``make_fx`` or ``torch.func.linearize``, whose traces would keep gathered values as constants."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         raise TreeError(
             f"{where}: called under torch.func.linearize or make_fx, whose trace would hold parameters as constants. For a "
