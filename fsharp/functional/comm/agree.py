@@ -91,16 +91,16 @@ def _agree(where: str, fields: Mapping[str, str], comm: Comm, failure: str | Non
 def check_on_all_ranks(
     where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}
 ) -> T:
-    """Run ``check`` on every rank. If it raises on any rank, or ``fields`` of its results differ, all ranks raise an error.
+    """Return the result of ``check``. If ``check`` raises on any rank, or ``fields`` of the results differ, all ranks raise.
 
     A rank whose ``check`` raises an error raises this error. All other ranks raise an :class:`AgreementError` with the text of
-    this error. If ``check`` raises on all ranks, each rank raises its own error.
+    this error.
     """
     error: Exception | None = None
     result: T | None = None
     try:
         result = check()
-    except Exception as raised:  # of any kind: the other ranks have to hear of it
+    except Exception as raised:  # of any kind: other ranks have to get it
         error = raised
     if error is None:
         agree(where, fields(result), comm)  # type: ignore[arg-type]
@@ -114,11 +114,11 @@ def check_on_all_ranks(
 
 
 def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return the ranks' texts without the lines that all texts share, each text with its ranks."""
+    """Return each text with its ranks, without the lines that all texts share."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
     rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}
-    if len(set(rests.values())) < len(values):  # some have the same lines in another order, or more than once
+    if len(set(rests.values())) < len(values):  # texts of the same lines, in another order or repeated
         rests = {text: text for text in values}
     alike = (len(set(characters)) == 1 for characters in zip(*rests.values()))
     same = next((i for i, is_same in enumerate(alike) if not is_same), min(map(len, rests.values())))

@@ -1,24 +1,23 @@
 """Collectives as differentiable primitives along one mesh axis. The transpose of each primitive is a primitive.
 
 [Note: what ranks differentiate]
-All ranks together compute one function: of the tuple of their inputs, into the tuple of their outputs. What is
-differentiated is the **sum over ranks of the scalars they differentiate**. A collective ``A`` is a linear map between
-such tuples, and its backward is the transpose under the inner product ``sum_r <x_r, y_r>``:
+All ranks together compute one function, from the tuple of their inputs to the tuple of their outputs. The gradient is that of
+the **sum of the scalars that ranks differentiate**. A collective ``A`` is a linear map between such tuples, and its backward is
+the transpose under the inner product ``sum_r <x_r, y_r>``:
 
     all_gather       y_r = (x_0, ..., x_{n-1})        x'_r = sum_s y'_s[r]        = reduce_scatter
     reduce_scatter   y_r = sum_s x_s[r]               x'_r = (y'_0, ..., y'_{n-1}) = all_gather
     all_reduce       y_r = sum_s x_s                  x'_r = sum_s y'_s            = all_reduce
 
-- A **tangent** of a rank's tensor is a tangent of that rank's tensor: replicas that are equal need tangents that are
-  equal. Collectives are linear, so tangents travel as values do.
-- A **cotangent** of a replicated tensor is partial: the gradient is the sum of what ranks hold. A cotangent of a shard
-  is a shard, already summed (:attr:`~fsharp.layouts.Place.dual`).
-- A **batch dimension** (``vmap``) has one size on all ranks, and index ``i`` means the same on all of them: a
-  ``reduce_scatter`` under ``vmap`` sums over ranks for each ``i``. For per-sample gradients give all ranks the same
-  samples, or let ranks that do not have sample ``i`` contribute zero.
+- A **tangent** belongs to a rank's tensor: equal replicas need equal tangents. Collectives are linear, so tangents travel as
+  values do.
+- A **cotangent** of a replicated tensor is partial: the gradient is the sum over ranks. A cotangent of a shard is a shard,
+  already summed (:attr:`~fsharp.layouts.Place.dual`).
+- A **batch dim** (``vmap``) has one size on all ranks, and one meaning of index ``i``: a ``reduce_scatter`` under ``vmap`` sums
+  over ranks for each ``i``. For per-sample gradients give all ranks the same samples, or let ranks without sample ``i``
+  contribute zero.
 
-All primitives work on the last dim; dims in front of it are carried along. Along an axis of size 1, and for empty
-tensors, they do nothing.
+All primitives work on the last dim, whatever the dims before it. They do nothing along an axis of size 1, or to empty tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -139,19 +138,19 @@ def reduce_scatter_encoded(
     carried: Carried = Carried(),
     gaps: Sequence[slice] = (),
 ) -> torch.Tensor:
-    """Sum ``x`` over ranks and return this rank's part. Each rank encodes its summands, then decodes and adds received ones.
+    """Sum ``x`` over ranks, and return this rank's part. Each rank sends encoded summands, and adds the decoded ones.
 
     Args:
         x: ``[..., n * c]``, where ``c`` is a multiple of ``wire.block``.
         comm: the ranks.
         axis: the axis to sum along.
         wire: the format in which summands travel.
-        facts: function that says what is summed, for the text of an exception of the format.
+        facts: function that returns what is summed, for errors of the format.
         carried: the encoding errors of earlier summands, to add to ``x``, and random numbers; if given, ``x`` is 1-D.
         gaps: runs of the result that are set to zero: padding.
 
     Returns:
-        ``[..., c]`` in the dtype of ``x``; the sum is taken in it, in order of rank.
+        ``[..., c]``, summed in the dtype of ``x``, in order of rank.
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """
@@ -193,7 +192,7 @@ _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "shar
 
 
 def convert_variance(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
-    """Map a value that ranks share to a value of each rank's own, or back; see [Note: resting and gathered] in ``moves``.
+    """Turn a value that ranks share into each rank's own, or back; see [Note: resting and gathered] in ``moves``.
 
     =========  ===========  =================================================  ==========
     kind       from, to     computes                                           transpose

@@ -11,17 +11,17 @@ from fsharp.functional.comm.agree import all_gather_bytes, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 
-_NBYTES = 1 << 22  # taken at once
-_ROW = 1 << 12  # words of 32 bits that are added
+_NBYTES = 1 << 22  # bytes that are digested or sent at once
+_ROW = 1 << 12  # words of 32 bits that one sum adds
 _SHOWN = 8
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
     """Return eight bytes that depend on every bit of a tensor of any dtype, and on the order of its elements.
 
-    Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``: exact on any device, and two
-    tensors that differ have the same sum with a probability of at most ``2**-31``. Sums of 16 KiB are hashed.
-    (torch.hash_tensor does not see the order of elements, nor an even number of equal ones.)
+    Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``, which is exact on any device.
+    Different tensors have equal sums with a probability of at most ``2**-31``. Sums of 16 KiB are hashed. (torch.hash_tensor
+    does not see the order of elements, nor an even number of equal elements.)
 
     Cost: one pass over the tensor, and a few MiB.
     """
@@ -44,8 +44,8 @@ def check_same_on_ranks(
     ``tensors`` have one order on all ranks. ``varying`` has, by path, the axes along which values may differ. ``remedy`` is
     what the caller can do, for the message.
 
-    Cost: a pass over the tensors that several ranks have, and a collective of 8 bytes for each axis; one more, of 8 bytes a
-    tensor, if they differ or some of them vary.
+    Cost: a pass over the tensors that several ranks have, and a collective of 8 bytes for each axis. If tensors differ or vary,
+    another collective of 8 bytes for each tensor.
     """
     axes, varying = [axis for axis, size in comm.mesh.axes if size > 1], varying or {}
     shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
@@ -68,7 +68,7 @@ def check_same_on_ranks(
 
 
 def _differing_ranks(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
-    """Return, as text, the ranks with another digest than the first rank of their group; None if all digests are equal."""
+    """Return a text with the ranks whose digest is not that of the first rank in their group; None if there are none."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(found):
@@ -82,9 +82,8 @@ def _differing_ranks(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -
 def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
-    The bytes are summed over ranks as integers, and all ranks but one add zero. Along the axes ``varying`` each rank keeps its
-    own kind of tensor: it gets the tensor of the rank with its own coordinates along these axes, and with the coordinates of
-    ``source`` along all other axes.
+    Bytes are summed over ranks as integers, and all ranks but one add zero. With ``varying`` axes a rank gets the tensor of the
+    rank that has its own coordinates along these axes, and the coordinates of ``source`` along all others.
 
     Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
     """
@@ -107,13 +106,12 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, 1-D."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element is contiguous with any stride
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # stride 1 even for a single element
 
 
 def _int64_rows(piece: torch.Tensor) -> torch.Tensor:
-    """Return bytes as rows of integers of 64 bits, each less than ``2**32`` in size, with zeros at the end of the last row."""
+    """Return words of 32 bits as rows of int64, with zeros at the end of the last row."""
     if piece.storage_offset() % 4 or len(piece) % 4:
         piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))
     if piece.storage_offset() % 4:

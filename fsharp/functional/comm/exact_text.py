@@ -1,4 +1,4 @@
-"""exact_text: the text of a setting, for ranks to compare; it depends on every bit of an array."""
+"""exact_text: the text of a setting, for ranks to compare, which depends on every bit of an array."""
 
 import hashlib
 import re
@@ -17,9 +17,9 @@ _SHOWN = 8
 def exact_text(value: Any) -> str:
     """Return the text of a setting. Texts are equal if and only if settings are equal in every bit.
 
-    A repr leaves out digits and elements of arrays, and has addresses of functions, which differ between processes. So the text
-    has the elements of an array of at most 8 elements, and the digest of a larger array. Of any other object it has the repr,
-    without addresses. Arrays are found in dictionaries, sequences, sets, dataclasses and ``functools.partial``.
+    The text has the elements of an array of at most 8 elements, the digest of a larger array, and the repr of any other object.
+    Addresses of functions are left out, as they differ between processes. Arrays are found in dictionaries, sequences, sets,
+    dataclasses and ``functools.partial``.
 
     Cost: one pass over the bytes of arrays.
     """

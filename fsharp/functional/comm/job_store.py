@@ -33,10 +33,10 @@ _IN_VAIN_EVERY_S = 0.5
 
 
 def run_within(limit_s: float, job: Callable[[], T], *, why_in_vain: Callable[[], str | None] = lambda: None) -> T:
-    """Run a job that queries the store in a new thread, and return its result; TimeoutError if the job has not ended.
+    """Run a job that queries the store in a new thread, and return its result. Raises TimeoutError if the job does not end.
 
-    The store waits ``limit_s`` seconds for other ranks on behalf of the job. The job may take two seconds more. Once
-    ``why_in_vain`` returns a reason, that is a CommError, and the job goes on by itself.
+    The job has the ``limit_s`` seconds for which the store waits for other ranks, and two seconds more. A reason from
+    ``why_in_vain`` is raised as a CommError; the job then goes on by itself.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _ANSWERS_WITHIN_S
     worker.submit(job, done)
@@ -56,7 +56,7 @@ class _StoreThread:
         self._last.wake_waiters()
 
     def query(self, question: Callable[[], T], otherwise: T) -> tuple[T, str]:
-        """Return the answer and an empty text; or ``otherwise``, and the reason why this or an earlier query has no answer."""
+        """Return the answer and an empty text; or ``otherwise``, and why this or an earlier query has no answer."""
         with self._lock:
             if not self._last.is_done():
                 return otherwise, "does not answer"
@@ -73,9 +73,9 @@ class _StoreThread:
 def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     """Join the job that the environment describes, under keys in the store that no earlier attempt has used.
 
-    torchrun's attempts share a store, from which gloo would take addresses of processes that have ended. The caller has to
-    limit the time of this function (:func:`run_within`): torch starts the limit again with each retry to reach the store's
-    host. ``timeout`` is the argument of ``init_process_group``. Raises CommError if other processes have not joined by then.
+    Attempts of torchrun share a store, in which gloo would find addresses of ended processes. The caller limits the time by
+    :func:`run_within`, as torch starts its own limit again with each retry to reach the store. ``timeout`` is the argument of
+    ``init_process_group``. Raises CommError if other processes have not joined by then.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
@@ -119,7 +119,7 @@ def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, 
 
 
 def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
-    """Raise an error, with equal text on all ranks, if a mesh has the wrong size or differs between ranks."""
+    """Raise an error, with equal text on all ranks, if the mesh has the wrong size or differs between ranks."""
     text = json.dumps(mesh.axes).encode()[:512]
     mine = torch.zeros(512, dtype=torch.uint8)
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -135,8 +135,8 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
 def attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
     """Return a name for this attempt to run the job, the same on all ranks.
 
-    No variable of the environment is one: each node counts its restarts for itself. So each rank writes a new mark. Rank 0
-    writes the list of all marks, again and again until each rank has found its own mark in the list. The name is rank 0's mark.
+    Variables of the environment have no such name, as each node counts its own restarts. So each rank writes a new mark. Rank 0
+    writes the list of all marks again and again, until each rank has found its own mark there. The name is rank 0's mark.
     """
     mark, deadline = uuid.uuid4().hex, time.monotonic() + limit_s
     store.set(f"fsharp/mark/{rank}", mark)
@@ -184,15 +184,15 @@ class StoreBoard:
 
 
 def _storable_text(text: str) -> str:
-    """Return a text as the store accepts it: cut to the store's limit, and without characters that cannot be encoded."""
+    """Return a text that the store accepts: cut to its limit, with ``?`` for characters that cannot be encoded."""
     return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 def leave_store(*, within_s: float) -> None:
-    """Note in the store that this rank leaves. Rank 0 waits until all ranks have left, as the store may be in its process."""
+    """Record in the store that this rank leaves. Rank 0 waits until all ranks have left, if its process hosts the store."""
     store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
     count, _ = _store.query(lambda: store.add("count", 1), size)
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # a process of torchrun hosts the store
     is_host = dist.get_rank() == 0 and not is_agents and isinstance(_innermost_store(store), dist.TCPStore)  # type: ignore[attr-defined]
     deadline = time.monotonic() + within_s
     while is_host and count < size and time.monotonic() < deadline:

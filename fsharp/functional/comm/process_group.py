@@ -35,12 +35,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _NEVER_SENT = 0
 """A tag that no message has."""
 _LISTEN_EVERY_S = 1.0
-"""Seconds between two looks whether another rank has failed, where collectives run on a device."""
+"""Seconds between two checks whether another rank has failed, where collectives run on a device."""
 _ONE_ROUND = 4096
-"""Bytes that a rank may send to have the sum after one round instead of two."""
+"""Most bytes that a rank sends in an all-reduce of one round, which gathers all summands, instead of two."""
 _LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
-"""Seconds that rank 0, which may host the job's store, waits for other ranks to leave: normally, and after an error. The job's
-limit counts if it is shorter."""
+"""Most seconds that rank 0, which may host the job's store, waits for other ranks to leave: normally, and after an error."""
 _UNNAMED = "a call of the Comm"
 _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
@@ -50,7 +49,7 @@ class ProcessGroupComm:
     """A Comm with blocking collectives over the process groups of a :class:`torch.distributed.device_mesh.DeviceMesh`.
 
     Sums are taken in order of rank: each rank receives its part from all other ranks, and adds the parts. So bits do not depend
-    on how a buffer is cut. This moves as many bytes as a ring, and is faster than gloo's own reductions.
+    on how a buffer is cut. As many bytes are sent as in a ring, faster than by gloo's own reductions.
 
     Args:
         device_mesh: a mesh with dim names, of all ranks of the job or of some, such as ``world_mesh["dp"]``. Rank numbers, in
@@ -103,7 +102,7 @@ class ProcessGroupComm:
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def _start(self) -> None:
-        number = next(_numbers[self.ranks])  # the same on all ranks, which make their Comms in the same order
+        number = next(_numbers[self.ranks])  # equal on all ranks, which make Comms in one order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
         if self.ranks not in _ranks:
             _ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, job_store.StoreBoard(name))
@@ -262,7 +261,7 @@ class ProcessGroupComm:
             raise
 
     def _group_of_all_ranks(self) -> dist.ProcessGroup:
-        """Return a group of all ranks of the mesh: the group of an axis with all ranks, or else a group made on first use."""
+        """Return a group of all ranks of the mesh: that of an axis with all ranks, or one made on first use."""
         axis = next((name for name, size in self.mesh.axes if size == self.mesh.size), None)
         if axis is not None:
             return self.group(axis)
@@ -271,7 +270,7 @@ class ProcessGroupComm:
         return self._whole
 
     def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
-        """Fill ``out[r]`` with ``x[c]`` of each rank ``r``, where ``c`` is this rank's coordinate, and return ``out``."""
+        """Return ``out``, where ``out[r]`` is ``x[c]`` of rank ``r``, and ``c`` is this rank's coordinate."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._send_and_receive(list(_bytes(x).view(len(x), -1)), list(_bytes(out).view(len(x), -1)), axis, text)
         return out
@@ -279,11 +278,10 @@ class ProcessGroupComm:
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
-        """Send ``send[r]`` to each rank ``r`` of the group and fill ``receive[r]`` from it, straight from and to memory.
+        """Send ``send[r]`` to each rank ``r`` along an axis (None: of the mesh), and fill ``receive[r]`` with its message.
 
-        The group is that along an axis, or all ranks of the mesh for None. Empty tensors are not sent. gloo's own collectives
-        copy through internal buffers: this exchange of 16 MB took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's
-        all_gather.
+        Empty tensors are not sent. gloo's all_gather copies through internal buffers: for 16 MB this exchange took 0.75 (2
+        ranks) and 0.6 (4 ranks) of its time.
         """
         if not setup_calls.is_recording:
             self._exchange(send, receive, axis, text)
@@ -309,7 +307,7 @@ class ProcessGroupComm:
             posted = []
             for shift in range(1, len(send)):
                 to, source = (mine + shift) % len(send), (mine - shift) % len(send)
-                # Receives first: gloo announces them on the same connection, behind what is being sent there.
+                # Receives first: gloo announces a receive on the same connection, behind the data under way.
                 posted += [messages.receive(receive[source], source)] if receive[source].numel() else []
                 posted += [messages.send(send[to], to)] if send[to].numel() else []
             messages.wait(posted)
@@ -327,7 +325,7 @@ class GroupMessages(NamedTuple):
     Attributes:
         group: the process group.
         ranks: number in the mesh of each rank of the group.
-        call: the collective, as other ranks are told of it.
+        call: the collective, for notes and errors of other ranks.
     """
 
     group: dist.ProcessGroup
@@ -354,8 +352,8 @@ class GroupMessages(NamedTuple):
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
     """End all collectives under way in some process groups with an error.
 
-    Over gloo a receive that times out closes the connections. Over NCCL all communicators are aborted together: an abort may
-    wait for kernels of another communicator, for ever if that one is not aborted.
+    Over gloo a receive that times out closes the connections. Over NCCL all communicators are aborted together, as an abort may
+    wait for kernels of another communicator.
     """
     if is_native and groups:
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
@@ -371,24 +369,24 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> Non
 
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """Return the text that ranks compare before messages. It contains sizes: a message of an unexpected size ends a process."""
+    """Return the text that ranks compare before messages. It has sizes, as a message of an unexpected size ends a process."""
     return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
 def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds that a collective of this group may take: the ``timeout`` of ``init_process_group``."""
+    """Return the seconds that a collective of this group may take."""
     options = getattr(group._get_backend(device), "options", None)
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
 
 
 def _job_timeout_s() -> float:
-    """Return the limit in seconds of the job's collectives, which ``init_process_group`` was given."""
+    """Return the seconds that a collective of the job may take: the ``timeout`` of ``init_process_group``."""
     group = _get_default_group()
     return min(_timeout_s(group, device) for device in group._device_types)
 
 
 before_leaving: list[Callable[[], None]] = []
-"""What :func:`destroy` does first."""
+"""Functions that :func:`destroy` calls first."""
 _ranks: dict[tuple[int, ...], RankStatuses] = {}
 _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _tree_counts: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
@@ -396,9 +394,9 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 def _new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
-    """Return a new process group of some ranks of the job, in which only these ranks take part.
+    """Return a new process group of some ranks of the job. These ranks alone call this function.
 
-    Over gloo the connections of the group are closed with the group, where torch would keep them for the rest of the job.
+    Over gloo the group closes its connections when it is freed; torch would keep them for the rest of the job.
     """
     limit = timedelta(seconds=limit_s)
     number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
@@ -407,7 +405,7 @@ def _new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *,
 
     def meet() -> int:
         store.set(str(mine), str(len(_world.pg_names)))
-        if mine == ranks[0]:  # one reads what all have written, so that the store is asked once by each
+        if mine == ranks[0]:  # one rank reads all entries, so that every other rank queries the store once
             store.wait([str(rank) for rank in ranks], limit)
             store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
         store.wait(["most"], limit)
@@ -429,7 +427,7 @@ def _new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *,
             f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
             f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
         ) from error
-    if gloo is None:  # named by torch, by its ranks and by the number of groups that a rank is in
+    if gloo is None:  # torch names a group by its ranks and by the number of groups of this rank
         while len(_world.pg_names) < most:
             dist.new_group([mine], use_local_synchronization=True)
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
@@ -450,7 +448,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     Args:
         mesh: the mesh that all processes form.
         device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo); None means CUDA if there is a device for each process.
-        timeout: the longest time that a rank waits for others, before an error that names them: the ``timeout`` of
+        timeout: the longest time that a rank waits for other ranks, before an error that names these ranks: the ``timeout`` of
             ``init_process_group``. None means torch's default, 30 minutes over gloo.
 
     Raises:
@@ -496,7 +494,7 @@ def destroy() -> None:
     """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
 
     Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError` with the last
-    step of this rank; and with its traceback, if the rank leaves because of an error. At exit the interpreter does the same.
+    step of this rank, and with its traceback after an error. At exit the interpreter does the same.
 
     Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave: for at most 30 seconds,
     or the job's time limit if that is shorter.
@@ -547,9 +545,9 @@ def _tell_departure(error: BaseException | None) -> None:
     job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, _job_timeout_s()))
 
 
-os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and does not leave for one
+os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and must not leave in the name of one
 
 
-@atexit.register  # registered after worker_threads' handler, so it runs before: threads still run
+@atexit.register  # registered after the handler of worker_threads, so called before it: threads still run
 def _leave_at_exit() -> None:
     _tell_departure(getattr(sys, "last_value", None))

@@ -78,11 +78,11 @@ class Engine(ABC):
 
     @abstractmethod
     def report_failure(self, error: Exception, where: str) -> None:
-        """Tell other ranks that this rank has failed in ``where``: none of them waits for a collective of this engine."""
+        """Tell other ranks that this rank has failed in ``where``, so that none waits for a collective of this engine."""
 
     @abstractmethod
     def can_run_forward(self, units: Any) -> bool:
-        """Return whether :meth:`run_forward` can take these units; if not, ``forward`` works as it does with any Comm."""
+        """Return whether :meth:`run_forward` can take these units; if not, ``forward`` works as with any Comm."""
 
     @abstractmethod
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
-        """Return the result of :func:`~fsharp.reduce_scatter`, which may still be on its way. Residuals are overwritten."""
+        """Return the result of :func:`~fsharp.reduce_scatter`, which may still be under way. Residuals are overwritten."""
 
     @abstractmethod
     def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
@@ -187,13 +187,13 @@ def innermost_comm(comm: Comm) -> Comm:
 
 @contextmanager
 def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
-    """Return a context: if a format fails on this rank, other ranks get the error in place of a wait.
+    """Return a context that reports an error of a format on this rank to other ranks, which would wait without end.
 
-    Other ranks get the traceback at their next collective, even if the caller catches the error here. No Comm of these ranks
-    can be used afterwards, a later one neither. An Engine ends its own collectives alone.
+    Other ranks raise the error at their next collective, even if the caller catches it here. No Comm of these ranks can be used
+    afterwards, nor a later one. An Engine ends its own collectives alone.
 
-    Every function with a Comm that encodes or decodes does so in this context, or where ranks agree
-    (:func:`~fsharp.functional.comm.agree.check_on_all_ranks`).
+    Every function with a Comm encodes and decodes in this context, or in
+    :func:`~fsharp.functional.comm.agree.check_on_all_ranks`.
     """
     try:
         yield
@@ -211,7 +211,7 @@ _counting = Lock()
 
 
 class DelegatingComm:
-    """Base class of Comms that pass each call on to the Comm, and with the label, that :meth:`_comm_and_label` returns."""
+    """Base class of Comms that pass each call on, to the Comm and with the label that :meth:`_comm_and_label` returns."""
 
     def _comm_and_label(
         self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()
@@ -299,7 +299,7 @@ class LabelledComm(DelegatingComm, _CommWrapper):
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: the order is the same for all backends and cuts."""
+    """Return ``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``."""
     result = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
         result += part

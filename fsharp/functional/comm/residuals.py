@@ -26,22 +26,22 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 
 
 class PerRank(NamedTuple):
-    """A wrapper of a tensor, or a tree of tensors, with different values on each rank, such as the state of a random generator.
+    """A wrapper of a tensor, or tree of tensors, that differs between ranks, such as the state of a random generator.
 
-    Shapes are equal on all ranks. The values of all ranks are saved.
+    Shapes are equal on all ranks. Checkpoints save the values of all ranks.
     """
 
     value: Any
 
 
 ByAxis = Mapping[str, Carried]
-"""Inputs of the encoding of one group's gradient, by axis: a view of its residual, and random numbers."""
+"""For each axis, the inputs of the encoding of one group's gradient: a view of its residual, and random numbers."""
 Views = Mapping[str, Mapping[int, ByAxis]]
-"""Inputs of encodings by name of the unit and index of the group."""
+"""A :data:`ByAxis` by name of the unit and index of the group."""
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
-    """Return residuals of zeros: by unit a tensor for each group with feedback; None if there are no such groups."""
+    """Return residuals of zeros for the units with feedback; None if there are no such units."""
     found = {}
     for unit in units:
         if residual_sizes(unit):
@@ -50,11 +50,11 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
 
 
 class ResidualsAndViews(NamedTuple):
-    """Residuals for a call to overwrite, and what encodings of gradients take.
+    """Residuals for a call to overwrite, in two forms.
 
     Attributes:
         residuals: the residuals as a user passes them; None if no unit has feedback.
-        views: by unit, group and axis, a view of the residual and the random numbers of stochastic rounding.
+        views: views of the residuals, with random numbers of stochastic rounding.
     """
 
     residuals: PerRank | None
@@ -66,8 +66,8 @@ def own_residuals(
 ) -> ResidualsAndViews:
     """Return residuals of ``units`` for this call to overwrite: ``residuals`` with ``donate``, else a copy; and views of them.
 
-    Raises TreeError if residuals are missing or belong to other units. Raises TreeError also if a format rounds stochastically
-    and ``step`` is missing, or if ``step`` is no integer of at least 0.
+    Raises TreeError if residuals are missing or belong to other units, if ``step`` is no integer of at least 0, or if ``step``
+    is missing and a format rounds stochastically.
     """
     units = [unit for unit in units if residual_sizes(unit) or has_stochastic_wire(unit)]
     if step is not None and (type(step) is not int or step < 0):
@@ -84,7 +84,6 @@ def own_residuals(
 
 
 def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
-    """Return residuals of ``units`` for this call to overwrite: ``residuals`` with ``donate``, else a copy."""
     if residuals is None:
         if units:
             raise TreeError(

@@ -1,4 +1,4 @@
-"""Digests of settings for labels of collectives. Where labels of ranks differ, errors show the settings behind the digests."""
+"""Digests of settings, for labels of collectives. If labels of ranks differ, the error shows the settings by digest."""
 
 import re
 import zlib
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 _KEPT = 1024
 _texts: dict[str, str] = {}
-"""By digest, the settings in labels of this process. Simulated ranks, which are threads, share this table."""
+"""Settings in labels of this process, by digest. Simulated ranks share this table, as they are threads."""
 
 
 def settings_digest(text: str, before: str = "") -> str:
@@ -23,11 +23,11 @@ def settings_digest(text: str, before: str = "") -> str:
 
 
 class SettingsHistory:
-    """All settings so far that have to be equal on all ranks: a digest of earlier steps' settings, and the later settings."""
+    """Settings that have to be equal on all ranks: a digest of those up to the last step, and the settings since then."""
 
     def __init__(self) -> None:
         self._earlier, self._lines = "", list[str]()
-        self._before = self._earlier, self._lines  # both of them, when the last step began
+        self._before = self._earlier, self._lines  # at the begin of the last step
 
     @property
     def digest(self) -> str:
@@ -36,7 +36,7 @@ class SettingsHistory:
 
     @property
     def text(self) -> str:
-        """The digest of settings up to the last step, and the settings since then, a field in each line as ``name=value``."""
+        """The digest and the later settings, a field in each line as ``name=value``."""
         return "\n".join([f"history={self._earlier}", *self._lines])
 
     def add_settings(self, text: str) -> None:
@@ -44,24 +44,24 @@ class SettingsHistory:
         self._lines.append(text)
 
     def begin_step(self) -> None:
-        """Begin a step: from now on all settings so far are settings of earlier steps."""
+        """Begin a step: all settings so far enter the digest."""
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 
     def undo_begin_step(self) -> None:
-        """Undo :meth:`begin_step`: return to the state before the step, and keep the settings added since then."""
+        """Undo :meth:`begin_step`, and keep the settings added since then."""
         self._earlier, lines = self._before
         self._lines = lines + self._lines
 
 
 def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
-    """Return settings by digest, for the digests in ``labels`` whose settings this process has kept."""
+    """Return the settings behind the digests in ``labels``, by digest, as far as this process knows them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _texts[each] for each in found if each in _texts}
 
 
 def differing_settings(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the settings in which ranks differ, as rows of an error."""
+    """Return the settings that not all ranks share, as a row for each rank. ``labels`` is by rank, ``known`` by digest."""
     lines = {}
     for rank, label in labels.items():
         texts = [text for each, text in known.items() if each in label]

@@ -17,11 +17,11 @@ from fsharp.functional.tree.tree_name import UNNAMED, TreeName
 
 @dataclass
 class TreeNameCounters:
-    """Counters of the trees that ranks have made and gathered together, for names of trees in labels.
+    """Counters for names of trees in labels.
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: by text, axes and unit, the number of gathered trees with a text that does not identify the tree.
+        gathered: for names that do not identify a tree: number of gathered trees by text of the name, axes and unit.
     """
 
     num_trees: int = 0
@@ -42,14 +42,14 @@ class TreeNameCounters:
 
 
 def tree_counts_of(comm: Comm) -> TreeNameCounters | None:
-    """Return the counts of this rank for a Comm; None where labels are not compared: one rank, or a foreign Comm."""
+    """Return the counters of a Comm; None if the Comm compares no labels (one rank, or a class of another library)."""
     return getattr(innermost_comm(comm), "tree_counts", None)
 
 
 def with_new_tree_name(tree: Any, comm: Comm) -> Any:
     """Give a tree that all ranks have made together a new name, and return it.
 
-    Of several units with one path, each is a tree.
+    Units with equal paths get different names.
     """
     counts = tree_counts_of(comm)
     if counts is not None:
@@ -62,7 +62,7 @@ def with_new_tree_name(tree: Any, comm: Comm) -> Any:
 
 
 def name_after_update(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
-    """Name the units that an update has made from the corresponding units of ``old``."""
+    """Name the units ``new``, which an update has made of the corresponding units ``old``."""
     for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name.after_update()
 
@@ -74,10 +74,10 @@ def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
 
 
 def label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
-    """Return the beginning of a label for a collective of a unit: the name of its tree. Empty where labels are not compared.
+    """Return the name of a unit's tree as the beginning of a label; empty if the Comm compares no labels.
 
-    If a name does not identify a tree, trees with this text are numbered in the order in which this unit is first gathered
-    along these axes. Trees of which nothing travels are not counted, as one rank alone may use them.
+    If the name does not identify the tree, a number is added. It counts trees of this name in the order in which the unit is
+    first gathered along these axes. A move that sends nothing does not count, as one rank alone may make it.
     """
     counts = tree_counts_of(comm)
     if counts is None:

@@ -1,10 +1,9 @@
-"""Watch: find out that ranks are in different collectives, or that a rank has failed, stopped or died.
+"""Watch: detect that ranks are in different collectives, or that a rank has failed, stopped or died.
 
-Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Label and number are in the
-tag of its messages. If labels of two ranks differ, no message is received. There is a board that all ranks can read. A rank
-that has waited for half a second writes its last labels on the board, and reads the labels of other ranks. If some label
-differs, all ranks raise an error with both orders of labels. If a rank has left the job, the others raise an error. If some
-ranks have not come yet, the rank waits on, up to a limit.
+Each collective has a *label*, which says its purpose, and a number, which all ranks count alike. Both are in the tag of its
+messages, so ranks with different labels receive no message from each other. A rank that has waited for half a second writes its
+last labels on a board, and reads the labels of other ranks there. If a label differs, all ranks raise an error with both orders
+of labels. If a rank has left the job, all other ranks raise an error. If ranks are late, the rank waits on, up to a limit.
 """
 
 import json
@@ -31,11 +30,11 @@ _SHOWN_LABELS = 8
 _SHOWN_AROUND = 2
 """Labels before and after a difference."""
 _READ_AT_ONCE = 16
-"""Ranks whose notes are read in one look: waiting ranks of a large mesh look at others by turns."""
+"""Most notes that a waiting rank reads at once; of a large mesh it reads other notes each time."""
 _HEARD_WITHIN_S = 2.0
 _WARN_AFTER_S = 10.0
 _SHOWN_TRACEBACK = 4000
-"""Characters."""
+"""Most characters of a traceback in an error."""
 _ALL_FAILED = "all failed"
 """The key of an error after which no Comm of some ranks can be used."""
 
@@ -44,7 +43,7 @@ class StatusBoard(Protocol):
     """A store of texts by key that all ranks can read. No method fails, or waits for more than some seconds.
 
     Attributes:
-        trouble: the reason why the last query has no answer; empty if it has one.
+        trouble: why the last query has no answer; empty if there is an answer.
     """
 
     trouble: str
@@ -66,7 +65,7 @@ class WatchedCall:
         label: what the collective is for.
         number: number of earlier collectives; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
-        peer: the rank whose message is posted or waited for at present; None if there is none.
+        peer: the rank whose message this rank waits for; None if there is none.
     """
 
     __slots__ = ("_since", "_warned", "_watch", "label", "number", "peer", "tag")
@@ -79,11 +78,11 @@ class WatchedCall:
         self._warned = False
 
     def set_awaited_rank(self, rank: int) -> None:
-        """Record that this rank now posts, or waits for, a message of the rank ``rank``."""
+        """Record that this rank waits for a message of the rank ``rank``."""
         self.peer = rank
 
     def check_can_end(self) -> None:
-        """Raise an error if the collective cannot end. Called twice a second while this rank waits for the collective.
+        """Raise an error if the collective cannot end. For calls twice a second during a wait.
 
         Raises the errors of :meth:`Watch.exchange_status`, and a CommError if the limit has passed.
         """
@@ -105,10 +104,7 @@ class WatchedCall:
         self._watch.ranks.waited_s += seconds
 
     def connection_error(self, error: BaseException) -> Exception:
-        """Return the error to raise when a connection fails.
-
-        It says why the other rank has ended, if that rank has left a note.
-        """
+        """Return the error of a failed connection, with the reason from the other rank's note if there is one."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
@@ -123,13 +119,10 @@ class WatchedCall:
 
 
 class RankStatuses:
-    """The notes (:class:`RankStatus`) that the ranks of one or more Comms leave for each other.
-
-    Each rank has one note, which says for which collective the rank waits now.
+    """The notes (:class:`RankStatus`) that ranks write for each other, one for each rank, shared by Comms of equal ranks.
 
     Args:
-        board: where ranks write notes and read those of other ranks, such as the job's store. None if there is no such place:
-            ranks then compare labels in the collectives themselves.
+        board: where ranks write and read notes, such as the job's store. None: ranks compare labels in the collectives.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
@@ -144,14 +137,11 @@ class RankStatuses:
         self.last, self.waited_s = "", 0.0
         self.error: Exception | None = None
         self._looks = 0
-        self._heard_s: dict[int, float] = {}  # when a rank has left its newest note
-        self._begun: dict[str, int] = {}  # by name of a watch; closed watches are kept, as other ranks may still wait in theirs
+        self._heard_s: dict[int, float] = {}  # time of the newest note of a rank
+        self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
 
     def exchange_notes(self, note: "RankStatus", peer: int | None) -> list[int]:
-        """Write this rank's note, and read the notes of some ranks, ``peer`` among them.
-
-        Return the ranks whose notes were read.
-        """
+        """Write this rank's note, read the notes of some ranks, ``peer`` among them, and return these ranks."""
         assert self.board is not None
         self._write(note)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -166,14 +156,11 @@ class RankStatuses:
         return list(found)
 
     def is_waiting(self, rank: int) -> bool:
-        """Return whether a rank has noted within two seconds that it waits.
-
-        If it has not, the rank computes, has stopped, or is out of reach.
-        """
+        """Return whether a rank has written a note within two seconds; else it computes, has stopped, or is out of reach."""
         return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
 
     def write_last_note(self, error: BaseException | None) -> None:
-        """Write a last note, for ranks that will wait for this one: this rank ends, because of an error or without one."""
+        """Write the last note, for ranks that will wait for this rank: it ends, with ``error`` or without an error."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{traceback_text(error)[-_SHOWN_TRACEBACK:]}"
@@ -189,17 +176,17 @@ class RankStatuses:
             watch.report_failure(error, where)
 
     def failure_text(self, error: BaseException, where: str, last: str) -> str:
-        """Return the text that other ranks raise: this rank has failed, after which collective, with its traceback."""
+        """Return the error that other ranks raise: this rank has failed in ``where``, after ``last``, with this traceback."""
         trace = traceback_text(error)[-_SHOWN_TRACEBACK:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
     def counts_by_watch(self) -> dict[str, int]:
-        """Return by name of a watch how many calls this rank has begun."""
+        """Return the number of calls that this rank has begun, by name of a watch."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
     def note_begun(self, name: str, count: int, label: str) -> None:
-        """Record how many calls of a watch this rank has begun, and the label of the last one."""
-        if threading.current_thread() is threading.main_thread():  # and not a save in the background
+        """Record that this rank has begun ``count`` calls of a watch, and the label of the last one."""
+        if threading.current_thread() is threading.main_thread():  # not a save in the background
             self.last = label
         self._begun.pop(name, None)
         self._begun[name] = count
@@ -213,16 +200,16 @@ class RankStatuses:
 
 
 class RankStatus(NamedTuple):
-    """A rank's note: for which collective the rank waits, or that it has left the job.
+    """A rank's note for other ranks: the collective for which the rank waits, or how the rank has left the job.
 
     Attributes:
         looks: number of notes that the rank has written; grows while the rank waits.
-        watch: name of the watch whose call the rank waits for.
-        number: number of that call.
-        labels: labels of the last calls of that watch, up to the last one begun.
-        counts: by name of a watch, how many calls have been begun.
-        left: text: the collective after which the rank has left the job; empty while it is in the job.
-        settings: the settings behind the digests in its last labels, by digest.
+        watch: name of the :class:`Watch` in whose call the rank waits.
+        number: number of this call.
+        labels: labels of the last calls of this watch, up to the last one begun.
+        counts: number of calls that the rank has begun, by name of a watch.
+        left: how the rank has left the job, such as after which collective; empty while the rank is in the job.
+        settings: the settings behind the digests in ``labels``, by digest.
     """
 
     looks: int
@@ -244,7 +231,7 @@ class Watch:
         limit_s: seconds that a rank waits for others.
 
     Attributes:
-        error: the error that every further collective raises, once one has failed.
+        error: the error that all further collectives raise; None until a collective has failed.
         aborts: methods that end all collectives under way.
         is_over: set when this rank leaves the job.
     """
@@ -256,13 +243,13 @@ class Watch:
         self.count = 0
         self.is_over = threading.Event()
         self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
-        self._blocked: dict[int, RankStatus] = {}  # by rank, a note that says that the rank and this rank wait for each other
+        self._blocked: dict[int, RankStatus] = {}  # by rank, a note of a rank that waits for this rank, which waits for it
         ranks.watches[name] = self
 
     def check(self) -> None:
         """Raise the error of the Comm, if it has failed."""
         if self.error is not None:
-            raise self.error.with_traceback(None)  # else it shows where it was raised before as well
+            raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
     def abort_if_failed(self) -> None:
         """End all collectives under way if another rank has failed."""
@@ -284,7 +271,7 @@ class Watch:
     def start_failure_monitor(self, every_s: float) -> None:
         """Start a thread that calls :meth:`abort_if_failed` every ``every_s`` seconds, while this rank is in the job.
 
-        For collectives that the host issues to a device and does not wait for: nothing else would look.
+        For collectives on a device, for which the host does not wait.
         """
         arguments = weakref.ref(self), self.is_over, every_s
         threading.Thread(target=_monitor_failures, args=arguments, name="fsharp failure monitor", daemon=True).start()
@@ -301,13 +288,13 @@ class Watch:
         return call
 
     def exchange_status(self, call: WatchedCall, *, is_lost: bool = False) -> str:
-        """Write a note, and read notes of other ranks. Return, as text, the ranks that have not begun the collective.
+        """Exchange notes with other ranks; return a text about the ranks that have not begun the collective.
 
-        ``is_lost`` says that the connection to ``call.peer`` has failed.
+        ``is_lost``: whether the connection to ``call.peer`` has failed.
 
         Raises:
-            AgreementError: another rank has failed, or takes part in something else.
-            CommError: a rank that has not begun the collective, or to which the connection has failed, has left the job.
+            AgreementError: another rank has failed, or is in another collective.
+            CommError: a rank has left the job before this collective, or the rank of a failed connection has left the job.
         """
         if self.error is not None:
             raise self.error
@@ -363,7 +350,7 @@ class Watch:
             self._blocked[rank] = note
 
     def refuse_further_calls(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
-        """Refuse all further collectives on all ranks. Return the error to raise, whose text is the same on all ranks."""
+        """Make all further collectives on all ranks raise an error; return this error, whose text is equal on all ranks."""
         text = text if whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
         if self.board is not None:
             won = self.board.claim("failed", text)
@@ -378,7 +365,7 @@ class Watch:
         return error
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed, by an error of its own, or by an error that other ranks raise too."""
+        """Tell other ranks that this rank has failed, unless ``error`` is one that the watch itself has raised."""
         if error is self.error:
             return
         known = self.error
@@ -419,10 +406,10 @@ def _some(ranks: Sequence[int]) -> str:
 def _difference_text(
     first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
 ) -> str:
-    """Return the text of an error about labels that differ: the ranks' labels, the settings that differ, and a remedy.
+    """Return the text of an error about labels that differ: labels by rank, settings that differ, and a remedy.
 
-    ``orders`` are, for each rank, labels by number. ``first`` is the number of the first difference, or None if ranks wait for
-    each other in different Comms. ``settings`` are by digest.
+    ``orders`` has the labels of each rank by number. ``first`` is the number of the first difference; None if ranks wait for
+    each other in different Comms. ``settings`` is by digest.
     """
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(orders.items())}
     here = {rank: orders[rank][place] for rank, place in places.items()}

@@ -1,4 +1,4 @@
-"""Workers: threads that run jobs in order. Waits for the outcome of a job have a limit."""
+"""Workers: threads that run jobs in order. A wait for a job's outcome has a limit."""
 
 import atexit
 import threading
@@ -13,7 +13,7 @@ from fsharp.functional.comm.watch import WatchedCall
 Job = Callable[[], Any]
 _LOOK_EVERY_S = 0.5
 _END_WITHIN_S = 2.0
-"""Seconds that jobs under way have to end when the interpreter ends."""
+"""Seconds for jobs under way to end when the interpreter ends."""
 _running: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple[Job, Outcome] | None]]" = weakref.WeakKeyDictionary()
 
 
@@ -41,7 +41,7 @@ class Worker:
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop all threads before the interpreter ends. Threads that submit jobs to others started first, and stop first."""
+    """Stop all threads before the interpreter ends, in the order of their start, as threads submit jobs to later ones."""
     deadline = time.monotonic() + _END_WITHIN_S
     for thread, queue in list(_running.items()):
         queue.put(None)
@@ -62,7 +62,7 @@ def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 
 
 class Outcome:
-    """The result of a worker's job, or its error. One caller alone can take the result; each caller gets the error."""
+    """The result of a worker's job, which one caller can take, or its error, which each caller gets."""
 
     __slots__ = ("_error", "_has_landed", "_result", "_under_way")
 
@@ -74,14 +74,14 @@ class Outcome:
         self._result: Any = None
 
     def run(self, job: Job) -> None:
-        """Run the job and keep its result or error. :meth:`wake_waiters` wakes the callers that wait."""
+        """Run the job, and keep its result or error. A call of :meth:`wake_waiters` has to follow."""
         try:
             self._result = job()
         except Exception as error:
             self._error = error
 
     def wake_waiters(self) -> None:
-        """Wake the callers that wait: the job is done, or has failed."""
+        """Wake the callers that wait for the job."""
         self._has_landed = True  # set first: Ctrl-C may interrupt a waiting caller, and leave the lock in any state
         self._under_way.release()
 
@@ -106,10 +106,10 @@ class Outcome:
 
 
 class CollectiveOutcome(Outcome):
-    """The outcome of a collective that a worker runs. ``call`` is the collective, as other ranks are told of it.
+    """The outcome of a collective that a worker runs. ``call`` is the collective, for notes and errors of other ranks.
 
-    ``second`` is the second half of the collective, which begins when this half has landed; None if there is no second half.
-    ``landed_s`` is when this half was done, on the clock of ``time.perf_counter``; None until then.
+    ``second`` is the second half of the collective, which begins after this half; None if there is no second half.
+    ``landed_s`` is the end of this half, on the clock of ``time.perf_counter``; None until then.
     """
 
     __slots__ = ("call", "landed_s", "second")
@@ -121,11 +121,11 @@ class CollectiveOutcome(Outcome):
 
     @property
     def done_at_s(self) -> float | None:
-        """When the whole collective was done, on the clock of ``time.perf_counter``; None until then."""
+        """End of the whole collective, on the clock of ``time.perf_counter``; None until then."""
         return self.landed_s if self.second is None else self.second.done_at_s
 
     def wake_waiters(self) -> None:
-        """Record the time, and wake the callers that wait: the collective is done, or has failed."""
+        """Record the time, and wake the callers that wait for the collective."""
         self.landed_s = time.perf_counter()
         super().wake_waiters()
 
@@ -133,7 +133,7 @@ class CollectiveOutcome(Outcome):
         """Block until the collective is done. Return its result, which only the first caller gets.
 
         Raises:
-            AgreementError: another rank has failed, or takes part in something else.
+            AgreementError: another rank has failed, or is in another collective.
             CommError: a rank has ended, or the limit has passed.
         """
         since = time.perf_counter()

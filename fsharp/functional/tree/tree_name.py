@@ -1,23 +1,22 @@
-"""TreeName: a name that says to which tree a unit's values belong. A tree made from another has a name made from its name."""
+"""TreeName: the name of the tree to which a unit's values belong, for labels of collectives."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(eq=False, slots=True)
 class TreeName:
-    """The name of the tree to which a unit's values belong, for labels of collectives.
+    """The name of the tree to which a unit's values belong. A tree made from another has a name made from its name.
 
-    All names are equal and have one hash: a name is no part of a tree's structure, so that trees of different names can be
-    mapped together.
+    All names are equal, with one hash, so that trees of different names can be mapped together.
 
     Attributes:
-        tree: number of a tree that all ranks have made together; ``"1.2"`` is the second tree that updates have made of one
-            state of tree 1. Empty if the values come from no such tree.
+        tree: number of a tree that all ranks have made together; empty if there is no such tree. A second update of one state
+            of tree ``"1"`` makes tree ``"1.2"``.
         updates: number of updates between that tree and these values.
         replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
         mapped: number of pytree mappings between that tree and these values.
-        successors: number of trees that updates have made of these values.
-        numbers: for each set of axes, the number of earlier values with the same text that were gathered along these axes.
+        successors: number of updates made from these values.
+        numbers: for values without a unique text, their number among the values of this text gathered along the same axes.
     """
 
     tree: str = ""
@@ -29,12 +28,12 @@ class TreeName:
 
     @property
     def text(self) -> str:
-        """The name as text; empty if the values come from a tree without a name, which ranks may have made alone."""
+        """The name as text; empty for a tree that not all ranks have made together."""
         changes = [f", {what} {times}x" for what, times in (("replaced", self.replaced), ("mapped", self.mapped)) if times]
         return f"tree {self.tree} at update {self.updates}{''.join(changes)}" if self.tree else ""
 
     def after_update(self) -> "TreeName":
-        """Return the name of the values that the next update makes from these values."""
+        """Return the name for the result of an update of these values, and count the update in ``successors``."""
         if not self.tree:
             return UNNAMED
         self.successors += 1
@@ -49,4 +48,4 @@ class TreeName:
 
 
 UNNAMED = TreeName()
-"""The name of values from no tree that ranks have made together, before they are numbered."""
+"""The name of values from a tree that not all ranks have made together, before the values get a number."""
