@@ -1,4 +1,4 @@
-"""Agreement: a process group for code of other libraries that takes maxima over the ranks of a layout."""
+"""Agreement: a process group for other libraries' code that takes maxima over the ranks of a layout."""
 
 from itertools import count
 from typing import Any, cast
@@ -17,7 +17,7 @@ class Agreement(torch.distributed.ProcessGroup):
     torch's functional collectives find the group by its name inside of a ``with`` block.
 
     Args:
-        agree: replaces each number of a tensor by the largest over ranks, before it returns.
+        agree: function that replaces each number of a tensor by the largest over ranks.
     """
 
     def __init__(self, agree: AgreeMax) -> None:

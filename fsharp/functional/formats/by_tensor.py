@@ -13,11 +13,11 @@ import torch
 from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape, register_format
 
 Codes = Callable[[torch.Tensor], torch.Tensor]
-"""A function of a tensor to another one of the same shape."""
+"""A function from a tensor to another one of the same shape."""
 
 _LARGEST = torch.finfo(torch.float32).max
 _PART = 16
-"""Values, and bytes: a multiple in which parts are cut, so that bytes of several parts lie one behind the other."""
+"""Parts of buffers are multiples of so many values, and bytes, so that bytes of several parts have no gaps."""
 
 
 def _scaled_format(
@@ -31,7 +31,7 @@ def _scaled_format(
         largest: the largest magnitude that is stored.
         scales_of: function from the shape of a leaf to the number of its scales. Each scale is for equally many consecutive
             elements.
-        to_codes: function from float32 numbers to stored numbers; finite numbers have at most the magnitude ``largest``.
+        to_codes: function from float32 numbers to stored numbers; the magnitudes of finite numbers are at most ``largest``.
         to_numbers: the inverse function.
     """
 

@@ -39,11 +39,11 @@ class Plane:
 
 
 PLANE_ALIGNMENT = 16
-"""Bytes: where each plane of a part begins in a buffer."""
+"""Each plane of a part begins at a multiple of so many bytes."""
 
 Shape = tuple[int, ...]
 Facts = Callable[[], Sequence[tuple[str, object]]]
-"""A function that returns facts for an error: unit, leaves and axis of the values that are encoded."""
+"""A function that returns facts for an error: unit, leaves and axis of the encoded values."""
 AgreeMax = Callable[[torch.Tensor], None]
 """A function that replaces each number of a tensor by its maximum over ranks, in place. A collective."""
 Noise = Callable[[int, int, torch.device], torch.Tensor]
@@ -54,8 +54,8 @@ class Carried(NamedTuple):
     """Inputs of the encoding of a gradient besides the gradient.
 
     Attributes:
-        residual: what a format has lost of earlier gradients, 1-D; overwritten. None: nothing is added.
-        noise: random numbers for stochastic rounding. None: there are none.
+        residual: encoding errors of earlier gradients, 1-D, to add and to overwrite; None adds nothing.
+        noise: function that makes the random numbers of stochastic rounding; None without stochastic rounding.
     """
 
     residual: torch.Tensor | None = None
@@ -92,15 +92,14 @@ class LeafPart:
 class EncodedTensorClass:
     """A tensor class with which functions compute on encoded leaves, without decoding, such as TransformerEngine's.
 
-    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. At the release of
-    this memory the inner tensors become empty, for all aliases of the wrapper. When the memory is filled again with equal
-    bytes, the inner tensors get it back.
+    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. A release of
+    this memory empties the inner tensors, for all aliases of the wrapper. Once the memory is filled again with equal bytes,
+    the inner tensors get it back.
 
     Attributes:
-        make: function from a whole leaf to a tensor in the leaf's memory. The inner tensors must be no views
-            (:func:`unviewed`).
-        derive: function that is called with the tensor when its memory has been filled, in a forward or a backward.
-        forget: function that is called with the tensor before its memory is released. It drops values derived from the bytes.
+        make: function from a whole leaf to a tensor in the leaf's memory, whose inner tensors are no views (:func:`unviewed`).
+        derive: function of the tensor, called once its memory is filled, in a forward or a backward.
+        forget: function of the tensor that drops values derived from its bytes, called before its memory is released.
     """
 
     make: Callable[[LeafPart], torch.Tensor]
@@ -113,16 +112,15 @@ class EncodedTensorClass:
 class LeafCodec:
     """Functions that encode whole leaves with scales on which all ranks agree, such as one scale for each tensor or row.
 
-    Encoding makes equal scales on every rank, so scales do not travel. Each rank keeps the scales of whole leaves, at the end
+    Encoding makes equal scales on every rank, so scales do not travel. Each rank keeps the scales of whole leaves at the end
     of its buffer.
 
     Args:
         scales_nbytes: function from the shape of a leaf to the bytes of the leaf's scales.
-        agreed: function from the shape of a leaf to a list with an entry ``(count, dtype)`` for each call of ``agree``: the
-            numbers that this leaf adds to the call.
-        encode: function ``(parts, agree)``. ``parts`` has one LeafPart for each leaf, in the same order on all ranks. The
-            function fills ``planes`` and ``scales`` of each part. It calls ``agree(tensor)`` once for each entry of ``agreed``,
-            on every rank.
+        agreed: function from the shape of a leaf to a list of ``(count, dtype)``, one for each call of ``agree``: the numbers
+            of this leaf in the call.
+        encode: function ``(parts, agree)`` that fills ``planes`` and ``scales`` of each part. ``parts`` has one LeafPart for
+            each leaf, in the same order on all ranks. Every rank calls ``agree(tensor)`` once for each entry of ``agreed``.
         decode: function from a LeafPart to its elements, 1-D and floating-point.
         tensors: the tensor class that functions get under a scheduler; None means decoded values.
     """
@@ -158,10 +156,9 @@ class Format:
         decode: function from the list of planes to 1-D values in any floating-point dtype.
         block: number of values that are encoded together.
         leaves: codec of whole leaves, in place of ``encode`` and ``decode``; for parameters alone.
-        rounded: ``encode`` with a second argument, a uniform random number in (0, 1) for each value: encodes the code below or
-            above the value, so that the expected decoded value is the value. None: the format has no stochastic rounding.
-        seed: of a format that rounds stochastically: ``encode`` is such a function. :func:`~fsharp.formats.stochastic` makes
-            these formats.
+        rounded: function ``(values, uniform)`` that encodes with stochastic rounding, by a uniform random number in (0, 1) for
+            each value; the expected decoded value is the value. None: there is no stochastic rounding.
+        seed: seed of a format of :func:`~fsharp.formats.stochastic`, whose ``encode`` takes ``uniform`` as well.
 
     Raises:
         LayoutError: there are no planes, the block is less than 1, or the name is no identifier.
@@ -211,7 +208,7 @@ class Format:
         return values if self.is_plain else sum(map(aligned, self.plane_nbytes(values)))
 
     def plane_nbytes(self, values: int) -> list[int]:
-        """Return the size in bytes of each plane of ``values`` values, a multiple of :attr:`block`."""
+        """Return the bytes of each plane that stores ``values`` values, a multiple of :attr:`block`."""
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
@@ -321,7 +318,7 @@ class Format:
         """
         try:
             return fn()
-        except FsharpError:  # of an agreement that has failed
+        except FsharpError:  # from ``agree``
             raise
         except Exception as error:
             raise self._error(f"{name}() raised {type(error).__name__}: {error}", facts) from error
@@ -331,7 +328,7 @@ class Format:
 
     @property
     def leaf_alignment(self) -> int:
-        """Number of elements: leaves begin at multiples of this number, so no number of a plane belongs to two leaves."""
+        """Leaves begin at multiples of this number of elements, so that no number of a plane belongs to two leaves."""
         if self.leaves is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
@@ -339,7 +336,7 @@ class Format:
     def numbers(self, plane: Plane, first: int, last: int) -> slice:
         """Return the slice of a plane's numbers that encode the values ``[first, last)`` of a leaf.
 
-        ``first`` is a multiple of :attr:`leaf_alignment`, and ``last`` is rounded up to one.
+        ``first`` is a multiple of :attr:`leaf_alignment`; ``last`` is rounded up to a multiple.
         """
         step = self.leaf_alignment
         assert first % step == 0, f"{self}: values from {first} on begin within a number"
@@ -360,7 +357,7 @@ class Format:
 
     @api_boundary
     def decode_part(self, part: LeafPart, facts: Facts = tuple) -> torch.Tensor:
-        """Return the elements of a part of a leaf.
+        """Decode a part of a leaf, and return its elements, 1-D. ``facts`` are for errors.
 
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each element.
@@ -374,7 +371,7 @@ class Format:
         return values
 
     def planes_of(self, part: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """Return the planes of one stored part of ``size`` values, 1-D views."""
+        """Return the planes of one stored part of ``size`` values, as 1-D views."""
         columns = self.columns(part.view(1, -1), size)
         return [column.view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
 
@@ -388,7 +385,7 @@ class Format:
 
 
 def unviewed(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the same memory that is no view: given other memory, it keeps no reference to this memory."""
+    """Return a tensor in the same memory that is no view. Set to other memory, it keeps no reference to this memory."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
@@ -447,7 +444,7 @@ def format_named(name: str) -> Format:
     if isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return plain(dtype)
     if name not in _formats:
-        raise LayoutError(f"no format {name!r}: import what registers it first. There are {sorted(_formats)}.")
+        raise LayoutError(f"no format {name!r}: import the module that registers it first. There are {sorted(_formats)}.")
     return _formats[name]
 
 

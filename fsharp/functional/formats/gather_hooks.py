@@ -1,12 +1,12 @@
 """Parameters of a tensor subclass with FSDP2's hooks ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, as torchao's.
 
 After an update the first hook encodes this rank's rows of a main copy. The encoded rows rest, and are gathered. The second hook
-makes the tensor that the module sees from the gathered rows. Hooks see a mesh of one rank. What hooks reduce over the mesh is
-reduced over the ranks of the layout, in one reduction for all parameters.
+makes the module's tensor from the gathered rows. Hooks see a mesh of one rank. A maximum that hooks take over the mesh is taken
+over the ranks of the layout, in one reduction for all parameters.
 
 [Note: rounds of maxima]
-A hook may reduce at any line, and each parameter has a hook. To reduce for all parameters at once, all hooks are called with
-the maxima known so far, until no hook asks for another one. So a hook that takes one maximum is called twice.
+A hook may take a maximum at any line. To reduce for all parameters at once, all hooks are called with the maxima known so far,
+until no hook asks for another one. So a hook that takes one maximum is called twice.
 """
 
 import inspect
@@ -48,7 +48,7 @@ def has_hooks(tensor: Any) -> bool:
 
 
 def plain_value(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's value, detached, without a class that has hooks or is one of TransformerEngine's."""
+    """Return a parameter's value, detached, as a tensor without hooks and not of TransformerEngine's class."""
     if not has_hooks(parameter):
         return te.plain_value(parameter)
     value: torch.Tensor = getattr(parameter, _inner_name(parameter))
@@ -59,7 +59,7 @@ def hooked_in(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters of a module that have hooks, by path.
 
     Raises:
-        OptionError: a parameter whose hooks cannot be followed; names the parameter.
+        OptionError: the hooks of a parameter are not supported; names the parameter.
     """
     found: dict[str, torch.Tensor] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -73,7 +73,7 @@ def hooked_in(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             raise OptionError(f"{name}, of which {missing} is missing. Define both.")
         if not parameter.requires_grad:
             raise OptionError(
-                f"{name} and requires no gradient: what is frozen rests as it is. Call requires_grad_(False) after "
+                f"{name} and requires no gradient: frozen parameters are not encoded. Call requires_grad_(False) after "
                 "shard_module(), which keeps the hooks."
             )
         if not parameter.ndim:
@@ -91,12 +91,12 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
         compute: the dtype in which functions use the parameter: the hooks' ``param_dtype``.
         main: the dtype of the main copy, which the hooks encode.
         device: where the main copy lies.
-        policy: FSDP2's MixedPrecisionPolicy with the same ``compute``, which hooks are given.
+        policy: FSDP2's MixedPrecisionPolicy with the same ``compute``, for hooks that take one.
 
     Raises:
-        OptionError: hooks that do what cannot be followed.
+        OptionError: the hooks are not supported.
 
-    Cost: calls of the hooks for the whole parameter and for one row, in memory of their own.
+    Cost: calls of the hooks for the whole parameter and for one row, and the memory of their results.
     """
     hooks = _Hooks(parameter, compute, main, device, policy)
     planes, block = hooks.planes_and_block(tuple(parameter.shape))
@@ -133,7 +133,7 @@ class _Made(NamedTuple):
         inputs: tensors that are gathered.
         tensors: tensors in the metadata.
         rest: the metadata without its tensors.
-        asked: a tensor that the hook wants reduced over ranks, and whose maximum is not known yet; None if all are known.
+        asked: the tensor whose maximum over ranks the hook asks for, and that is not known yet; None if all are known.
         answers: shape and dtype of each maximum that the hook was given.
     """
 
@@ -148,11 +148,7 @@ class _Hooks:
     """The hooks of all parameters of one class with the same settings, as functions of a :class:`LeafCodec`.
 
     Args:
-        like: one of these parameters.
-        compute: see :func:`format_of`.
-        main: see :func:`format_of`.
-        device: see :func:`format_of`.
-        policy: see :func:`format_of`.
+        like: one of these parameters. For all other arguments see :func:`format_of`.
     """
 
     def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
@@ -169,7 +165,7 @@ class _Hooks:
 
     @torch.no_grad()
     def _pre(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _Made:
-        """Return the result of the first hook for rows of a main copy. The hook gets the maxima over ranks in ``known``."""
+        """Return the result of the first hook for rows of a main copy, given the maxima over ranks ``known`` so far."""
         wrapped, answers, asked = self._wrapped(values), iter(known), list[torch.Tensor]()
 
         def answer(numbers: torch.Tensor) -> None:
@@ -204,7 +200,7 @@ class _Hooks:
         return _Made(inputs, tensors, rest, asked[0] if asked else None, [(x.shape, x.dtype) for x in known])
 
     def _try(self, shape: Shape) -> _Made:
-        """Return the result of the first hook for a tensor of ones of this shape, with gathered tensors on the meta device."""
+        """Return the result of the first hook for ones of this shape, with the tensors to gather on the meta device."""
         if shape not in self._tried:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
             made = self._pre(values, known)
@@ -241,7 +237,7 @@ class _Hooks:
         return _PlanesAndBlock(tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block)
 
     def scales_nbytes(self, shape: Shape) -> int:
-        """Return the bytes of the tensors in the metadata of a leaf."""
+        """Return the bytes of the tensors in a leaf's metadata."""
         return sum(aligned(x.nbytes) for x in self._try(shape).tensors)
 
     def agreed(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
@@ -249,7 +245,7 @@ class _Hooks:
         return [(size.numel(), dtype) for size, dtype in self._try(shape).answers]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-        """Encode this rank's rows of each leaf. For a leaf of which this rank has no row the hook gets a row of zeros."""
+        """Encode this rank's rows of each leaf; the hook gets a row of zeros if this rank has none."""
         rows = [self._rows_of(part) for part in parts]
         known: list[list[torch.Tensor]] = [[] for _ in parts]
         while True:
@@ -278,13 +274,13 @@ class _Hooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check(self, part: LeafPart, expected: _Made, found: _Made) -> None:
-        """Raise an error if the first hook's metadata, except for its tensors, or the sizes of its tensors depend on values.
+        """Raise an OptionError if metadata of the first hook, except for values of tensors, depends on values.
 
         ``expected`` is the hook's result for a tensor of ones, and ``found`` its result for the values of ``part``.
         """
         try:
             is_same = bool(expected.rest == found.rest)
-        except Exception:  # whatever the objects raise that are compared
+        except Exception:  # of any kind: the objects' own comparison
             is_same = False
         sizes = [[(x.shape, x.dtype) for x in (*each.inputs, *each.tensors)] for each in (expected, found)]
         if not is_same or sizes[0] != sizes[1]:
@@ -301,10 +297,10 @@ class _Hooks:
         return found
 
     def make(self, part: LeafPart) -> torch.Tensor:
-        """Return the result of the second hook for a whole leaf."""
+        """Return the module's tensor: the result of the second hook for a whole leaf."""
         found = self._post(part, part.shape)
         if type(found) is torch.Tensor and any(_is_inside(found, plane) for plane in part.planes):
-            return found.clone()  # autograd may save it, and its memory is released
+            return found.clone()  # autograd may save the result, and the leaf's memory is released
         return found
 
     def _post(self, part: LeafPart, shape: Shape) -> torch.Tensor:
@@ -328,10 +324,10 @@ class _Hooks:
         self.make(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
-        """Decode the rows of a part: call the second hook for them, and return the values of its result.
+        """Return the values of the second hook's result for the rows of a part.
 
         Raises:
-            OptionError: a class that has no way to be decoded.
+            OptionError: the class of the result cannot be decoded.
         """
         if part.first == part.last:
             return torch.empty(0, dtype=self._compute, device=part.scales.device)
@@ -353,11 +349,11 @@ class _Hooks:
 
 
 _ROUNDS = 8
-"""Maxima over ranks that a hook may take one after another."""
+"""Most maxima over ranks that a hook may take one after another."""
 
 
 class _LimitedArgument:
-    """An argument of a hook that has the methods it is given, and no other attribute."""
+    """An argument of a hook that has ``methods`` and no other attributes."""
 
     def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:
         self.__dict__.update(_hook=hook, _argument=argument, **methods)
@@ -381,13 +377,13 @@ def _inner_name(parameter: Any, who: str = "a parameter") -> str:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.is_floating_point():
         raise OptionError(
             f"{who} keeps {', '.join(inner) or 'nothing'} by __tensor_flatten__(), expected one floating-point tensor of "
-            "its shape, from which a main copy is made. What is quantized at rest is not supported."
+            "its shape, from which a main copy is made. Parameters that are quantized at rest are not supported."
         )
     return str(inner[0])
 
 
 def _wait_for(x: torch.Tensor) -> torch.Tensor:
-    """Return the result of a functional collective, after waiting for it if needed."""
+    """Return the result of a functional collective, after a wait if it is under way."""
     wait = getattr(x, "wait", None)
     return wait() if wait is not None and type(x).__name__ == "AsyncCollectiveTensor" else x
 

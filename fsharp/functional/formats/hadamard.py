@@ -1,4 +1,4 @@
-"""hadamard: values are rotated before they are encoded, so that one large value does not take its block's scale for itself."""
+"""hadamard: a format that rotates values before encoding, so that one large value does not decide its block's scale."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -59,7 +59,7 @@ def hadamard(format: Format, size: int = 32) -> Format:
     return _hadamard(format, format.encode, format.decode, size)
 
 
-@cache  # by the functions as well, which formats are equal without
+@cache  # keyed by the functions as well, which equal formats may differ in
 def _hadamard(
     format: Format,
     to_planes: Callable[..., Sequence[torch.Tensor]],
@@ -90,7 +90,7 @@ def _hadamard(
 
 
 def _in_pieces(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return ``fn(values)`` in float32. ``fn`` gets rows of ``size`` values, as many at once as fit a cache."""
+    """Return ``fn`` of the values as rows of ``size``, in float32. Each call gets as many rows as fit a cache."""
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     piece = max(blocks_at_once(values) * BLOCK // size, 1)
     for rows, its_out in zip(values.view(-1, size).split(piece), out.view(-1, size).split(piece), strict=True):
@@ -99,8 +99,8 @@ def _in_pieces(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], tor
 
 
 def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
-    """Return the Hadamard transform of each row times a factor. Sums are taken in an order that no number of rows changes."""
-    columns = rows.t().float() * factor  # the transposed, so that each stage adds long runs
+    """Return ``factor`` times the Hadamard transform of each row, with the same bits for any number of rows."""
+    columns = rows.t().float() * factor  # transposed, so that each stage adds long runs
     columns = columns.contiguous()
     other, half = torch.empty_like(columns), 1
     while half < len(columns):
@@ -112,9 +112,9 @@ def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
 
 
 def _transformed_back(rows: torch.Tensor) -> torch.Tensor:
-    """Return the Hadamard transform of each row. Rounding errors do not make finite results infinite."""
+    """Return the Hadamard transform of each row, in which rounding makes no finite number infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows, factor=1 / size)
-    if not is_true_on_cpu((found.abs() <= LARGEST / size).all()):  # NaN is not
+    if not is_true_on_cpu((found.abs() <= LARGEST / size).all()):  # False for NaN
         found = torch.where(found.isfinite(), found.clamp(-LARGEST / size, LARGEST / size), found)
     return found * size

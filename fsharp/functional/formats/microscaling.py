@@ -19,19 +19,19 @@ from fsharp.functional.formats.format import Format, Plane, register_format
 BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255
 _SURELY_FINITE = _NOT_FINITE - 17
-"""Any code with a lesser scale than this one is a finite number: none is larger than 57,344."""
+"""With a smaller scale than this one, every code is a finite number, as no code is above 57,344."""
 LARGEST = torch.finfo(torch.float32).max
-_INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block that is not finite, where any other value is 0
+_INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block with such a value; finite values have code 0
 
 _CACHED = 1 << 13
-"""Blocks whose values take a megabyte."""
+"""Number of blocks whose values take a megabyte."""
 _ON_DEVICE = 1 << 18
-"""Blocks of 8 million values: enough for each kernel to keep a device busy. To encode them takes scratch of 0.25 GB."""
+"""Number of blocks of 8 million values, with which each kernel keeps a device busy. Their encoding takes 0.25 GB."""
 
 Codes = Callable[[torch.Tensor], torch.Tensor]
-"""A function of a tensor to another one of the same shape."""
+"""A function from a tensor to another one of the same shape."""
 Rounding = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function of numbers and of a uniform random number for each: the number of a code below or above."""
+"""A function ``(numbers, uniform)`` that rounds each number, by its random number, to the number of the code below or above."""
 
 
 def _blocks_of_32(
@@ -74,7 +74,7 @@ def _blocks_of_32(
         is_finite = torch.isfinite(most)
         least = torch.where(is_finite, most, 1.0) / (limit if noise is None else largest)
         fraction, exponent = torch.frexp(least)
-        exponent = exponent - (fraction == 0.5).int()  # of the least power of two that is not below it
+        exponent = exponent - (fraction == 0.5).int()  # of the least power of two that is not below ``least``
         exponent = torch.where(least == 0, -_BIAS, exponent).clamp(-_BIAS, _BIAS)
         scales.copy_(torch.where(is_finite, exponent + _BIAS, _NOT_FINITE).view(-1))
         all_finite = is_true_on_cpu(is_finite.all())
@@ -100,7 +100,7 @@ def _blocks_of_32(
         torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
         if is_true_on_cpu((scales < _SURELY_FINITE).all()):
             return
-        values.clamp_(-LARGEST, LARGEST)  # may have been rounded up
+        values.clamp_(-LARGEST, LARGEST)  # encoding may have rounded up
         put_not_finite_(values, codes, scales == _NOT_FINITE)
 
     planes = (Plane(torch.uint8, per_block), Plane(torch.uint8))
@@ -108,32 +108,29 @@ def _blocks_of_32(
 
 
 def blocks_at_once(values: torch.Tensor) -> int:
-    """Return how many blocks are encoded or decoded at once: on a CPU as many as fit its cache, on other devices more."""
+    """Return the number of blocks to encode or decode at once: on a CPU as many as fit its cache, on other devices more."""
     return _CACHED if values.device.type == "cpu" else _ON_DEVICE
 
 
 def is_true_on_cpu(fact: torch.Tensor) -> bool:
-    """Return whether a boolean tensor is true and on the CPU. The host would have to wait for a tensor on another device."""
+    """Return whether a boolean tensor is on the CPU and true. (For a device the host would have to wait.)"""
     return fact.device.type == "cpu" and bool(fact)
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponent in float32. Products have the bits of torch.ldexp, in a fortieth of the time on a CPU."""
+    """Return 2**exponent in float32, for products with the bits of torch.ldexp in a fortieth of its time on a CPU."""
     least = 1 << 22  # the bits of 2**-127, which is subnormal
     return (exponent + _BIAS << 23).clamp(min=least).view(torch.float32)
 
 
 def codes_not_finite(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the codes of values in blocks that contain an infinity or NaN: three codes for inf, -inf and NaN, else 0."""
+    """Return the codes of values in blocks with an infinity or NaN: one for each of inf, -inf and NaN, and 0 for others."""
     special = _INFINITY * (blocks == torch.inf) + _MINUS_INFINITY * (blocks == -torch.inf) + _NAN * blocks.isnan()
     return special.to(torch.uint8)
 
 
 def put_not_finite_(values: torch.Tensor, codes: torch.Tensor, is_special: torch.Tensor) -> None:
-    """Overwrite the values of blocks with ``is_special``, which contain an infinity or NaN, by what their codes stand for.
-
-    These codes stand for inf, -inf, NaN and 0.
-    """
+    """Overwrite the values of the blocks ``is_special``, which contain an infinity or NaN, by inf, -inf, NaN and 0."""
     values.masked_fill_(is_special, 0.0).masked_fill_(is_special & (codes == _INFINITY), torch.inf)
     values.masked_fill_(is_special & (codes == _MINUS_INFINITY), -torch.inf)
     values.masked_fill_(is_special & (codes == _NAN), torch.nan)
@@ -152,7 +149,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round numbers to the integer below or above."""
+    """Round each number, by its random number, to the integer below or above."""
     return (numbers + noise).floor_()
 
 
@@ -168,19 +165,18 @@ def _to_floats(mantissa: int, least: int) -> Rounding:
 
 
 def _numbers_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """Return what ``codes.view(torch.float8_e4m3fn).float()`` returns of finite numbers, in a tenth of the time on a CPU.
+    """Return ``codes.view(torch.float8_e4m3fn).float()`` for finite numbers, in a tenth of the time on a CPU.
 
-    A float16 has sign, exponent and mantissa in the same order, one bit more of exponent, and a bias that is larger by 8.
+    A float16 has sign, exponent and mantissa in the same order, with one more bit of exponent and a bias larger by 8.
     """
-    bits = codes.view(torch.int8).to(torch.int16) << 7 & ~0x4000  # the sign was extended by this bit
+    bits = codes.view(torch.int8).to(torch.int16) << 7 & ~0x4000  # clears the copy of the sign bit
     return bits.view(torch.float16).float().mul_(256)
 
 
 def codes_of_e2m1(numbers: torch.Tensor) -> torch.Tensor:
     """Return the codes, below 16, of numbers rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their opposites.
 
-    ``2**22`` times the power of two below a number is added to the number. The sum has room for the bits of the code alone, so
-    the addition rounds.
+    To round a number, ``2**22`` times the power of two below it is added: the sum has room for the bits of the code alone.
     """
     size = numbers.abs().clamp_(max=6.0)
     power = size.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
@@ -192,18 +188,18 @@ def codes_of_e2m1(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def numbers_of_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that codes below 16 stand for.
+    """Return the numbers of codes below 16.
 
-    A float16 has sign, exponent and mantissa in the same order, and a bias of the exponent that is larger by 14.
+    A float16 has sign, exponent and mantissa in the same order, with a bias larger by 14.
     """
-    signed = codes.view(torch.int8) << 4  # the sign, and then the rest, are first in a byte
+    signed = codes.view(torch.int8) << 4  # the bits of the code are first in the byte
     bits = signed.to(torch.int16) << 5 & ~0x7000
     return bits.view(torch.float16).float().mul_(1 << 14)
 
 
 mxfp8 = _blocks_of_32(
     "mxfp8",
-    464.0,  # half way to what would come after 448, the largest
+    464.0,  # half way from 448, the largest number, to the next one
     lambda numbers: numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8),
     _numbers_of_e4m3,
     _to_floats(3, -6),
@@ -216,7 +212,7 @@ The error is at most 1/16 of the value or 1/230,000 of the largest magnitude of 
 
 mxfp8_e5m2 = _blocks_of_32(
     "mxfp8_e5m2",
-    61440.0,  # half way to what would come after 57,344, the largest
+    61440.0,  # half way from 57,344, the largest number, to the next one
     lambda numbers: numbers.clamp_(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8),
     lambda codes: (codes.to(torch.int16) << 8).view(torch.float16).float(),
     _to_floats(2, -14),
@@ -256,6 +252,6 @@ mxint4 = _blocks_of_32(
 )
 """Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. No format of the OCP.
 
-The error is at most 1/7 of the largest magnitude of the block. Use this format for gradients, where errors of many ranks
-average out, and for updates of parameters, where errors do not accumulate.
+The error is at most 1/7 of the largest magnitude of the block. For gradients, where errors of many ranks average
+out, and for updates of parameters, where errors do not accumulate.
 """

@@ -1,11 +1,11 @@
 """NVIDIA's NVFP4: numbers of 4 bits in blocks of 16, with a scale of 8 bits for each block and one in float32 for each tensor.
 
-A value is its number (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6) times the block's scale (e4m3) times the tensor's scale. Blocks are
-of consecutive elements of a leaf, of which the last one may be shorter: leaves begin at multiples of 16 in their buffers.
-Ranks agree on the scales of tensors, which do not travel: 9 bytes for 16 values do.
+A value is its number (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6) times the block's scale (e4m3) times the tensor's scale. A block is 16
+consecutive elements of a leaf, or fewer at its end; leaves begin at multiples of 16 in their buffers. Ranks agree on the scales
+of tensors. For 16 values 9 bytes travel.
 
-NVIDIA's scale of a tensor is its largest magnitude over 6 * 448. This one is a power of two of that size, and scales of blocks
-are not subnormal, so that encoding decoded values gives the same bytes. Whoever reads NVFP4 reads these planes.
+NVIDIA's scale of a tensor is its largest magnitude over 6 * 448. Here the scale is a power of two of that size, and scales of
+blocks are not subnormal, so that encoding decoded values gives the same bytes. Readers of NVFP4 can read these planes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from fsharp.functional.formats.microscaling import (
 
 BLOCK = 16
 _LEAST, _MOST = 2.0**-6, 448.0
-"""Scales of blocks, of which the least is the least normal number of torch.float8_e4m3fn."""
+"""Least and largest scale of a block; the least is the least normal number of torch.float8_e4m3fn."""
 _LIMIT = 6 * 464.0
 """The largest magnitude of a tensor whose scale is 1: half way to the next value after the largest scale of a block."""
 
@@ -59,7 +59,6 @@ def _blocks(part: LeafPart) -> torch.Tensor:
 
 
 def _at_once(values: torch.Tensor) -> int:
-    """Return how many blocks are encoded or decoded together."""
     return blocks_at_once(values) * microscaling.BLOCK // BLOCK
 
 
@@ -89,9 +88,9 @@ def _decode(part: LeafPart) -> torch.Tensor:
 def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, outer: torch.Tensor) -> None:
     codes, of_block = unpack(codes).view(-1, BLOCK), scales.float().view(-1, 1) * outer
     torch.mul(numbers_of_e2m1(codes), of_block, out=values)
-    if is_true_on_cpu((of_block < LARGEST / 6).all()):  # NaN is not
+    if is_true_on_cpu((of_block < LARGEST / 6).all()):  # False for NaN
         return
-    values.clamp_(-LARGEST, LARGEST)  # may have been rounded up
+    values.clamp_(-LARGEST, LARGEST)  # encoding may have rounded up
     put_not_finite_(values, codes, of_block.isnan())
 
 

@@ -1,12 +1,11 @@
 """stochastic: a format that rounds each value up or down at random, so that the expected decoded value is the value.
 
 [Note: random numbers]
-Each value has a random number of its own. It depends on the seed, on what is encoded (a gradient or an update), and on the
-number of the step. It also depends on the path of the leaf in the user's tree, and on the index of the element in the whole
-leaf. It does not depend on mesh, strategy, rank or path of execution. Thus runs have equal bits wherever blocks lie alike, and
-a resumed run has the bits of one that was not interrupted. All ranks round their summands of a gradient by the same random
-numbers, and so do all microbatches of a step: each summand is unbiased by itself. A gradient encoded again, for the next axis,
-has new numbers.
+Each value has a random number of its own. It depends on the seed, on the kind of value (gradient or update), on the number of
+the step, on the path of the leaf in the user's tree, and on the index of the element in the whole leaf. It does not depend on
+mesh, strategy, rank or path of execution. So runs with the same blocks have equal bits, and a resumed run has the bits of an
+uninterrupted one. All ranks and all microbatches of a step round their summands of a gradient by the same random numbers: each
+summand is unbiased by itself. A gradient that is encoded again, for the next axis, gets new numbers.
 
 A random number has 16 bits: ``(k + 0.5) / 2**16``. So the expected decoded value differs from the value by at most ``2**-16``
 times the distance between the codes below and above.
@@ -24,7 +23,7 @@ from fsharp.type_checks import options_checked
 
 _BITS = 16
 _PIECE = 1 << 16
-"""Values whose random numbers are made together, on a CPU: they fit a core's cache."""
+"""Number of values whose random numbers are made together on a CPU, to fit a core's cache."""
 
 
 @options_checked
@@ -77,7 +76,7 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     return _stochastic(format, format.rounded, seed)
 
 
-@cache  # by the function as well, which formats are equal without
+@cache  # keyed by the function as well, which equal formats may differ in
 def _stochastic(format: Format, rounded: object, seed: int) -> Format:
     name = f"stochastic{seed or ''}_{format.name}"
     return register_format(Format(name, format.planes, format.rounded, format.decode, format.block, seed=seed))  # type: ignore[arg-type]
@@ -98,7 +97,7 @@ _OF_DTYPES = {
     )
 }
 Run = tuple[int, int, str, int]
-"""Values ``[start, stop)`` of a buffer; the path of their leaf, and the index in the leaf of the first of them."""
+"""Values ``[start, stop)`` of a buffer: start, stop, path of their leaf, and index of the first value in the leaf."""
 
 
 def noise_of(what: str, step: int, number: int, runs: Iterable[Run]) -> Noise:
@@ -107,8 +106,8 @@ def noise_of(what: str, step: int, number: int, runs: Iterable[Run]) -> Noise:
     Args:
         what: what is encoded, such as ``"gradient"``.
         step: number of the step.
-        number: how often these values have been encoded before.
-        runs: the runs of leaves in the buffer. The number for padding is 0.5.
+        number: number of earlier encodings of these values in the step.
+        runs: the runs of leaves in the buffer. Padding gets the number 0.5.
     """
     held = list(runs)
 
@@ -129,7 +128,7 @@ def _key(text: str) -> int:
 
 
 def _fill(out: torch.Tensor, key: int, first: int) -> None:
-    """Fill a tensor with random numbers: those of SplitMix64 (Steele et al., 2014) from ``key``, from position ``first`` on."""
+    """Fill a tensor with random numbers of SplitMix64 (Steele et al., 2014) for ``key``, from position ``first`` on."""
     state = torch.arange(first + 1, first + 1 + len(out), dtype=torch.int64, device=out.device)
     state.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -139,7 +138,7 @@ def _fill(out: torch.Tensor, key: int, first: int) -> None:
 
 
 def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Return integers of 64 bits, shifted right by ``by`` bits; the freed bits become zero, whatever the sign."""
+    """Return int64 shifted right by ``by`` bits, with zeros as new bits, whatever the sign."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

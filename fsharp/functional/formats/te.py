@@ -1,7 +1,7 @@
 """Weights of TransformerEngine's modules: stored and gathered as their recipe's bytes, encoded from main copies.
 
-The recipe's own code makes the bytes: ``quantize_master_weights`` gets this rank's part of each main copy, and agrees on scales
-over the ranks of the layout in one reduction for all units. Modules get TransformerEngine's own tensors, over gathered memory.
+TransformerEngine's ``quantize_master_weights`` makes the bytes: it gets this rank's part of each main copy, and ranks agree on
+scales in one reduction for all units. Modules get TransformerEngine's own tensors, in gathered memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,24 +31,24 @@ from fsharp.functional.formats.te_delayed import NUMBERS, ModuleFormat, ModuleSc
 from fsharp.tracebacks import api_boundary
 
 _PART = 32
-"""Values: a multiple in which parts of buffers are cut, so that the bytes of several parts lie one behind the other."""
+"""Parts of buffers are multiples of so many values, so that bytes of several parts have no gaps."""
 _BLOCK_ROWS = 128
 """Rows of a block of block scaling."""
 _ROW = 128
-"""Values: at most so many in a row of what is cast with one scale."""
+"""Most values in a row that is cast with one scale."""
 
 
 class Kind:
     """Description of one class of TransformerEngine's quantizers.
 
     Attributes:
-        name: the class's part of the names of formats.
-        planes: attributes of a tensor that hold bytes of values, which are gathered.
-        derived: attributes that TransformerEngine computes from the attributes in ``planes``.
+        name: part of the names of formats.
+        planes: attributes of a tensor with bytes of values, which are gathered.
+        derived: attributes of a tensor that TransformerEngine computes from those in ``planes``.
         values_per_byte: number of values in a byte of a plane.
-        agreed: function from a leaf's shape, and the shapes of its scales by attribute, to a pair for each maximum over ranks:
-            number of elements, and dtype.
-        decode: function from a LeafPart, and the tensors of its scales by attribute, to values, 1-D, float32.
+        agreed: function ``(shape, shapes of scales by attribute)`` that returns the number of elements and the dtype of each
+            maximum over ranks.
+        decode: function ``(part, scales by attribute)`` that returns values, 1-D, float32.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ def weight_format(recipe: Any) -> Format:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether a tensor is one of TransformerEngine's, as ``te.quantized_model_init()`` makes parameters."""
+    """Return whether a tensor is quantized by TransformerEngine, as parameters of ``te.quantized_model_init()`` are."""
     return any(
         cls.__name__ == "QuantizedTensor" and cls.__module__.startswith("transformer_engine.") for cls in type(tensor).__mro__
     )
@@ -97,8 +97,8 @@ def is_quantized(tensor: Any) -> bool:
 def plain_value(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter's value, detached, without a class of TransformerEngine.
 
-    The value of a quantized parameter is the one before it was quantized, if ``preserve_high_precision_init_val=True`` has
-    kept that, else what its bytes stand for.
+    A quantized parameter has its value from before the quantization, if ``preserve_high_precision_init_val=True`` has kept it,
+    else the value that its bytes encode.
     """
     if not is_quantized(parameter):
         return parameter.detach()
@@ -112,8 +112,7 @@ def formats_in(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]
     """Return the format and the dtype of each quantized parameter of a module, by path.
 
     Raises:
-        OptionError: a quantizer whose tensors are not made from main copies, or a frozen weight in delayed scaling; names the
-            parameter.
+        OptionError: a class of quantizers that is not supported, or a frozen weight in delayed scaling; names the parameter.
     """
     found, scales = {}, ModuleScales()
     for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -134,8 +133,8 @@ def _format_in_module(module: torch.nn.Module, path: str, parameter: Any, scales
     """Return the format of a weight in delayed scaling, and add its scale to ``scales``."""
     if not parameter.requires_grad:
         raise OptionError(
-            "it is frozen, and has been cast with the scale that it had then, under DelayedScaling. Make its module under "
-            "quantized_model_init(enabled=False): then it rests in bfloat16, and each forward casts it with the present scale."
+            "it is frozen under DelayedScaling, and its bytes have the scale of the time of their cast. Make its module under "
+            "quantized_model_init(enabled=False): it rests in bfloat16, and each forward casts it with the present scale."
         )
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
@@ -151,7 +150,7 @@ def format_of(quantizer: Any) -> Format:
     """Return the format of tensors that a quantizer of TransformerEngine makes.
 
     Raises:
-        OptionError: a class of quantizers whose tensors are not made from main copies alone.
+        OptionError: the class of the quantizer is not supported: its tensors depend on more than main copies.
     """
     kind = KINDS.get(type(quantizer).__name__)
     if kind is None:
@@ -179,7 +178,7 @@ _SETTINGS = (
 
 
 class _EqualQuantizer:
-    """A quantizer that compares equal to any other quantizer: formats are told apart by the text beside the quantizer."""
+    """A wrapper of a quantizer, equal to any other one: the text beside it distinguishes formats."""
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
@@ -216,9 +215,9 @@ class _Tensors:
     """Functions that make TransformerEngine's tensors in the memory of leaves.
 
     Args:
-        kind: of the quantizer.
-        quantizer: makes such tensors.
-        scales: of the module that keeps the scales; None if scales follow from values alone.
+        kind: description of the quantizer's class.
+        quantizer: the quantizer that makes the tensors.
+        scales: the scales that a module keeps; None if scales follow from values alone.
     """
 
     def __init__(self, kind: Kind, quantizer: Any, scales: ModuleScales | None = None) -> None:
@@ -226,7 +225,7 @@ class _Tensors:
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
     def scales(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return shape and dtype of each tensor of scales of a leaf, by attribute of TransformerEngine's tensor."""
+        """Return shape and dtype of each tensor with scales of a leaf of ``shape``, by attribute of the leaf's tensor."""
         if shape not in self._known:
             try:
                 specs = self._quantizer.inner_tensor_specs(shape)
@@ -241,11 +240,10 @@ class _Tensors:
         return self._known[shape]
 
     def scales_nbytes(self, shape: Shape) -> int:
-        """Bytes of the scales of a leaf."""
         return sum(aligned(prod(size) * dtype.itemsize) for size, dtype in self.scales(shape).values())
 
     def scales_in(self, part: LeafPart) -> dict[str, torch.Tensor]:
-        """The tensors of scales of a leaf, by attribute, in the leaf's memory."""
+        """Return the tensors with scales of a leaf, by attribute, as views of the leaf's memory."""
         found, start = {}, 0
         for name, (size, dtype) in self.scales(part.shape).items():
             nbytes = prod(size) * dtype.itemsize
@@ -254,7 +252,7 @@ class _Tensors:
         return found
 
     def make(self, part: LeafPart) -> torch.Tensor:
-        """Return a tensor of TransformerEngine in the memory of a whole leaf."""
+        """Return TransformerEngine's tensor in the memory of a whole leaf."""
         tensor: torch.Tensor = self._empty(part)
         for name, plane in zip(self._kind.planes, part.planes, strict=True):
             setattr(tensor, name, unviewed(plane.view(self._size(part.shape))))
@@ -264,7 +262,7 @@ class _Tensors:
         return tensor
 
     def _empty(self, part: LeafPart) -> Any:
-        """Return a tensor of the leaf's shape with scales, whose bytes of values take no memory."""
+        """Return TransformerEngine's tensor of a whole leaf, with the leaf's scales, and without memory for values."""
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
         if self._scales is not None:
             about["nontensor_kwargs"]["quantizer"] = self._scales.quantizer(part.path)
@@ -273,30 +271,29 @@ class _Tensors:
         return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
 
     def _size(self, shape: Shape) -> Shape:
-        """Return the shape of the bytes of a leaf of shape ``shape`` in a plane."""
+        """Return the shape of the plane of a leaf of ``shape``."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
     def derive(self, tensor: Any) -> None:
-        """Compute the derived attributes that a backward reads, if a backward runs."""
+        """In a backward, compute the derived attributes that the backward reads."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
             post_all_gather_processing(tensor)
 
     def forget(self, tensor: Any) -> None:
-        """Remove from a tensor all attributes that were derived from its bytes."""
+        """Remove all derived attributes from a tensor."""
         for name in self._kind.derived:
             setattr(tensor, name, None)
         if hasattr(tensor, "_transpose_invalid"):
             tensor._transpose_invalid = True
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-        """Encode this rank's part of each leaf."""
         from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
         weights: list[Any] = [self._empty(part) for part in parts]
         for weight in weights if self._scales is not None else ():
-            weight._quantizer.amax.zero_()  # a cast adds to it, and what was there belongs to other values
+            weight._quantizer.amax.zero_()  # a cast takes the maximum with the old entry, which belongs to other values
         has_values = [part.first < part.last for part in parts]
         rooms = [self._encode_memory(part) for part in parts]
         mains = [self._in_rows(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
@@ -312,16 +309,16 @@ class _Tensors:
                     plane.copy_(made)
 
     def _in_rows(self, x: Any) -> torch.Tensor:
-        """Return a part's values or bytes in the shape in which TransformerEngine casts them: short rows.
+        """Return a part's values or bytes in the shape in which TransformerEngine casts them.
 
         Before Blackwell the kernel that casts with one scale transposes as well, in tiles. Tiles of a single long row would be
-        almost empty, so a part is cut into short rows.
+        almost empty, so the part is cut into short rows.
         """
         rows: torch.Tensor = x.view(-1, gcd(len(x), _ROW)) if self._kind.name == "float8_current" else x
         return rows
 
     def _target(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
-        """Return the tensor through which TransformerEngine writes the bytes of a part into the memory ``room``."""
+        """Return the output argument with which TransformerEngine writes the bytes of a part to the memory ``room``."""
         if self._kind.name == "float8_current":
             return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
         return room if len(room) > 1 else room[0]
@@ -329,8 +326,7 @@ class _Tensors:
     def _encode_memory(self, part: LeafPart) -> Sequence[torch.Tensor]:
         """Return memory for the bytes of a part.
 
-        The kernel of block scaling also writes around the part, inside of the blocks that the part touches: it gets memory for
-        all rows of these blocks.
+        The kernel of block scaling writes all rows of the blocks that a part touches, and gets memory for these rows.
         """
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
@@ -341,7 +337,6 @@ class _Tensors:
 
 
 def _quantizer_of(recipe: Any) -> Any:
-    """Return the quantizer of weights under a recipe."""
     try:
         from transformer_engine.pytorch.quantization import RecipeState
     except ImportError as error:
@@ -423,4 +418,4 @@ KINDS = {
         values_per_byte=2,
     ),
 }
-"""By the class of a quantizer."""
+"""The kinds by name of the quantizer's class."""

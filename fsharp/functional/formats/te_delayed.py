@@ -1,4 +1,4 @@
-"""Scales of TransformerEngine's delayed scaling, which modules keep for weights that are encoded from main copies.
+"""Scales of TransformerEngine's delayed scaling, which modules keep for their weights.
 
 A module keeps a scale and a history of maxima for each weight. An update casts new values with the present scale, and writes
 their maximum into the history. The next forward makes the next scale from the history.
@@ -16,13 +16,13 @@ from fsharp.errors import AgreementError, OptionError, problem
 from fsharp.functional.formats.format import AgreeMax, Format, first_few
 
 NUMBERS = 3
-"""Numbers of a weight on which ranks agree in an update: its maximum, and its scale with either sign."""
+"""Number of a weight's values on which ranks agree in an update: its maximum, its scale, and the negative scale."""
 
 
 class ModuleScales:
     """The scales and histories of a module's weights, by path of the weight.
 
-    Scales are looked up whenever they are used, as TransformerEngine replaces its tensors when the length of histories changes.
+    Scales are looked up at each use, as TransformerEngine replaces its tensors when the length of histories changes.
     """
 
     def __init__(self) -> None:
@@ -55,12 +55,11 @@ class ModuleScales:
 
     @contextmanager
     def agreeing(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
-        """Return a context with an ``agree`` for the maxima of weights, which compares their scales in the same reduction.
-
-        The end of the context raises the error, as torch's ``all_reduce`` would hide it.
+        """Yield a function that takes maxima of the weights ``paths`` over ranks, by ``agree``, and compares their scales too.
 
         Raises:
-            AgreementError: ranks have different scales for a weight; names the weight. All ranks raise.
+            AgreementError: at the end of the context: ranks have different scales for a weight; names the weight. All ranks
+                raise. (In the function itself torch's ``all_reduce`` would hide the error.)
         """
         scales = torch.cat([self.quantizer(path).scale.view(1) for path in paths])
         largest = [torch.cat([scales, -scales])]
@@ -81,7 +80,7 @@ class ModuleScales:
 
     @contextmanager
     def keeping_maxima(self) -> Iterator[None]:
-        """Return a context whose casts leave no trace in histories."""
+        """Return a context that restores the newest entries of all histories at its end, after casts."""
         newest = [self.quantizer(path).amax for path in self._places]
         before = [x.clone() for x in newest]
         try:
@@ -93,10 +92,6 @@ class ModuleScales:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFormat(Format):
-    """A format whose scales one module keeps. Formats of two modules are different, with the same name.
-
-    Attributes:
-        scales: the scales of the module.
-    """
+    """A format whose ``scales`` one module keeps. Formats of two modules differ, and have the same name."""
 
     scales: ModuleScales = field(repr=False, default_factory=ModuleScales)
