@@ -299,7 +299,7 @@ def test_graphs_are_refused():
 
 def test_a_mapping_of_updates_is_refused():
     with pytest.raises(
-        FsharpError, match=r"update is \{'outer'.*expected a Format for all axes: an update that were encoded again"
+        FsharpError, match=r"update is \{'outer'.*expected a Format for all axes: an update that is encoded again"
     ):
         fs.Precision(update={"outer": MXINT4})
 

@@ -180,9 +180,7 @@ def reduce_scatter(
     nodes = units_on_mesh_of("reduce_scatter()", tree, comm)
     check_not_encoded("reduce_scatter()", nodes)
     if residuals is not None and is_transformed():
-        raise TreeError(
-            "reduce_scatter(): residuals under a torch.func transform: encoding errors are not differentiated."
-        )
+        raise TreeError("reduce_scatter(): residuals under a torch.func transform: encoding errors are not differentiated.")
     units = [node.unit for node in nodes]
     own, views = own_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
     moved = reduce_scatter_unchecked(tree, nodes, to, comm, views)

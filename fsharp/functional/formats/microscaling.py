@@ -113,7 +113,7 @@ def blocks_at_once(values: torch.Tensor) -> int:
 
 
 def is_true_on_cpu(fact: torch.Tensor) -> bool:
-    """Return whether a boolean tensor is on the CPU and true. (For a device the host would have to wait.)"""
+    """Return whether a boolean tensor is on the CPU and true. The host does not wait for a device."""
     return fact.device.type == "cpu" and bool(fact)
 
 

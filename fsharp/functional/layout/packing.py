@@ -1,8 +1,8 @@
 """Packing leaves into a flat buffer that ``n`` ranks cut into equal parts, so that no atom is cut. Integers only.
 
-A leaf occupies one contiguous run of the buffer, so that a gathered leaf is a view and not a copy. An atom is the
-run of elements that must stay on one rank: one element, one or more rows, or the whole leaf. The buffer has ``n``
-equal parts of ``capacity`` elements, so that one ``all_gather`` makes it whole, also without a copy.
+A leaf is one contiguous run of the buffer, so that a gathered leaf is a view. An atom is a run of elements that stays on one
+rank: one element, one or more rows, or the whole leaf. The buffer has ``n`` equal parts of ``capacity`` elements, so that one
+``all_gather`` makes it whole without a copy.
 """
 
 import math
@@ -20,7 +20,7 @@ _EXHAUSTIVE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """An atom of one element: a leaf is cut anywhere. Padding is less than one element for each rank."""
+    """An atom of one element: a rank boundary may cut a leaf anywhere. Padding is less than one element for each rank."""
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Return the elements in one atom of a leaf of this shape."""
@@ -33,7 +33,7 @@ class Element:
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """An atom of ``n`` rows: a leaf is cut between blocks of ``n`` indices of dim 0. The last block may be shorter.
+    """An atom of ``n`` rows: a leaf is cut only between blocks of ``n`` indices of dim 0. The last block may be shorter.
 
     Args:
         n: number of rows in a block, at least 1.
@@ -70,7 +70,7 @@ Atom = Element | Rows | Whole
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The result of :func:`pack`: offsets of the leaves in the flat buffer, in the given order, and the capacity of a part."""
+    """The result of :func:`pack`: the offset of each leaf in the flat buffer, and the number of elements in each part."""
 
     offsets: tuple[int, ...]
     capacity: int
@@ -78,12 +78,12 @@ class Packing:
 
 @lru_cache(maxsize=4096)
 def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: int = 1) -> Packing:
-    """Place leaves of ``sizes`` elements, cut at multiples of ``atoms`` only, in the least capacity found.
+    """Place leaves of ``sizes`` elements, cut at multiples of ``atoms`` only, in parts of the least capacity found.
 
-    Leaves with larger atoms are placed first, each at the first legal offset, so smaller leaves fill the gaps; leaves of equal
-    atoms keep their order. A part has whole blocks of ``block`` elements. If all atoms are one element, the capacity is exactly
-    ``ceil(total / num_parts)``, in whole blocks. Else it is the least capacity that admits this order of placement, or close to
-    it if 2,048 candidates do not suffice. The cost grows with the number of leaves, not with ``num_parts``.
+    Leaves with larger atoms are placed first, each at the first legal offset; leaves of equal atoms keep their order. A part
+    has whole blocks of ``block`` elements. If all atoms are one element, the capacity is ``ceil(total / num_parts)``, in whole
+    blocks. Else it is the least capacity that admits this order, or a capacity close to it after 2,048 candidates. The cost
+    grows with the number of leaves, not with ``num_parts``.
 
     >>> pack((10, 6), (1, 1), 4)
     Packing(offsets=(0, 10), capacity=4)
@@ -132,7 +132,7 @@ def _search_capacity(
 ) -> "_FeasiblePacking":
     """Return a packing of ``capacity`` or more elements in a part, found in growing strides and then by bisection.
 
-    All leaves fit into the first part if it holds ``total`` elements, so the search ends.
+    The search ends, as all leaves fit into a part of ``total`` elements.
     """
     tried = capacity - step
     while (offsets := _place_leaves(order, capacity, num_parts)) is None:
@@ -155,7 +155,7 @@ class _FeasiblePacking(NamedTuple):
 
 
 def _place_leaves(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
-    """Return the offset of each leaf: the first legal offset in free elements. Return None if a leaf has no legal offset."""
+    """Return the first legal free offset of each leaf; None if a leaf has no legal offset."""
     free = [(0, capacity * num_parts)]
     offsets = {}
     for atom, size, index in order:

@@ -46,7 +46,7 @@ def plan(
 
     Args:
         params: any pytree of tensors. Only shapes, dtypes and storages are read, so tensors may be on the meta device. Arrays
-            of JAX or numpy, and ``jax.ShapeDtypeStruct``, also serve as leaves; none of these are tied.
+            of JAX or numpy, and ``jax.ShapeDtypeStruct``, also serve as leaves, which are never tied.
         mesh: the ranks, as a :class:`Mesh` or a ``jax.sharding.Mesh``.
         strategy: a strategy, a partition spec, a dict of these by pattern, or a tree of these that is a prefix of ``params``.
             All leaves of a unit need the same strategy.
@@ -67,8 +67,8 @@ def plan(
         StrategyError: the axes of a strategy are not the axes of the mesh, or a partition spec has an unknown axis.
         LayoutError: leaves are different views of one storage; tied leaves have different rules; leaves of one unit have
             different strategies; a partition spec does not fit the shape of a leaf; a precision casts inputs or outputs, which
-            only modules have; a precision has a format of updates, and no rank needs
-            updates of another rank, as parameters rest where optimizer state rests; a trained leaf is ``torch.float8_*``.
+            only modules have; a precision has a format of updates, and no updates travel; a trained leaf is
+            ``torch.float8_*``.
         OptionError: an option has a wrong type.
 
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.
@@ -177,7 +177,7 @@ def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precis
 
 
 def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
-    """Raise an error if ``update=`` is given for parameters that are not sent after an update, or together with ``stored=``."""
+    """Raise a LayoutError if ``update=`` is given beside ``stored=``, or for parameters that do not travel after an update."""
     for unit in units:
         for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
             if dtypes.update is None:
@@ -207,7 +207,7 @@ def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Preci
 
 
 def relative_path(path: str, unit: str) -> str:
-    """Return a path of the whole tree, relative to the unit that contains it."""
+    """Return a path, relative to the unit that contains it."""
     return path[len(unit) :].removeprefix(".") if unit else path
 
 
@@ -216,7 +216,7 @@ def _is_rule(node: Any) -> bool:
 
 
 def _rules_by_path(rules: Any) -> Any:
-    """Return a tree of rules as rules by key path; return one rule, or rules by pattern, unchanged."""
+    """Return rules by key path for a tree of rules; return one rule, or rules by pattern, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_rule)
     for rule in found:
         if not _is_rule(rule):
@@ -240,7 +240,7 @@ def _specs_and_strategies(
     for path, leaf in zip(paths, leaves):
         rule = rule_of[path]
         if not isinstance(rule, Strategy):
-            specs[path] = P(*rule)  # one of JAX becomes one of ours
+            specs[path] = P(*rule)  # converts a PartitionSpec of JAX
             rule = specs[path].strategy(mesh, path=path, shape=tuple(leaf.shape))
         first, strategy = chosen_by.setdefault(unit_of[path], (path, rule))
         if rule != strategy:

@@ -12,7 +12,7 @@ from fsharp.functional.formats.format import Format, dtype_name, plain
 from fsharp.tracebacks import api_boundary
 
 FEEDBACK = "feedback:"
-"""The end of :attr:`Dtypes.names` with error feedback."""
+"""The last of :attr:`Dtypes.names` with error feedback."""
 Wire = torch.dtype | Format | None
 """How gradients travel; None: in the dtype in which parameters are used."""
 
@@ -34,16 +34,15 @@ class Precision:
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``.
         stored: the format in which trained parameters rest and travel; they are decoded where functions use them. ``None``
             means no encoding. With a format the optimizer keeps a main copy.
-        update: the format in which updates travel from the optimizer to the parameters, under ``zero1``, ``zero2`` and
-            ``hfsdp``: along axes that shard optimizer state but not parameters. ``None`` means that updated parameters travel
-            themselves. With a format the optimizer keeps a main copy, and sends the difference between main copy and
-            parameters. All ranks add the decoded difference to their parameters. So parameters differ from main copies by the
-            error of one difference; errors do not accumulate. Along axes of one rank nothing is encoded. ``update`` and
-            ``stored`` exclude each other.
-        feedback: whether the error of a format of ``wire`` is added to the next gradient (error feedback). Each rank keeps the
+        update: the format in which updates travel from the optimizer to the parameters, along axes that shard optimizer state
+            but not parameters (``zero1``, ``zero2``, ``hfsdp``). ``None`` means that updated parameters travel themselves. With
+            a format the optimizer keeps a main copy, and sends the difference between main copy and parameters. All ranks add
+            the decoded difference to their parameters. So parameters differ from main copies by the error of one difference;
+            errors do not accumulate. ``update`` and ``stored`` exclude each other.
+        feedback: whether the encoding error of ``wire`` is added to the next gradient (error feedback). Each rank keeps its
             errors in ``TrainState.residuals``: for each axis with a format, one value in ``accumulate`` for each value that the
             rank encodes along the axis. If the first axis of a reduction has a format, residuals take 4 bytes a parameter on
-            each rank, under any strategy. Residuals do not travel. For functions; :func:`~fsharp.shard_module` refuses it.
+            each rank, under any strategy. For functions alone; :func:`~fsharp.shard_module` refuses feedback.
             Sources: Seide et al., 2014 (1-bit SGD); Karimireddy et al., arXiv 1901.09847.
         output: the dtype to which floating-point outputs of a module are cast; ``None`` means no cast. For
             :func:`~fsharp.shard_module` alone.
@@ -71,7 +70,7 @@ class Precision:
                 raise OptionError(f"Precision(): {name} is {getattr(self, name)!r}, expected True or False.")
         for name in ("stored", "update"):
             if not isinstance(form := getattr(self, name), Format | None):
-                one = " for all axes: an update that were encoded again for the next axis would be rounded twice"
+                one = " for all axes: an update that is encoded again for the next axis would be rounded twice"
                 by_axis = one * (name == "update" and isinstance(form, Mapping))
                 raise OptionError(f"Precision(): {name} is {form!r}, expected a Format{by_axis}.")
         if self.stored is not None and self.stored.seed is not None:
@@ -127,12 +126,12 @@ class Precision:
 
     @property
     def without_module_options(self) -> "Precision":
-        """This precision without ``output`` and ``cast_inputs``, which only modules have."""
+        """Return this precision without ``output`` and ``cast_inputs``, which are for modules."""
         return replace(self, output=None, cast_inputs=True)
 
 
 Precisions = Precision | Mapping[str, Precision]
-"""One precision, or precisions by pattern of key paths, the last that matches counting."""
+"""One precision, or precisions by pattern of key paths, of which the last match counts."""
 
 
 def check_precisions(where: str, precision: Precisions) -> None:
@@ -176,7 +175,7 @@ class Dtypes:
         return dict(self.wires).get(axis, self.wire)
 
     def collective_dtype_along(self, axis: str) -> torch.dtype:
-        """Return the dtype of gradients that a collective along an axis gets: a plain wire's, or ``accumulate`` to encode."""
+        """Return the dtype of gradients before a collective along an axis: a plain wire's, or ``accumulate`` to encode."""
         wire = self.wire_format_along(axis)
         return wire.dtype if wire.is_plain else self.accumulate
 
@@ -192,12 +191,12 @@ class Dtypes:
 
     @property
     def names(self) -> list[str]:
-        """Names of dtypes and formats; buffers share a collective only if these names are equal."""
+        """Names of dtypes and formats; only buffers with equal names share a collective."""
         return self._list_formats(lambda each: each.name)
 
     @property
     def texts_to_compare(self) -> list[str]:
-        """Names of dtypes and formats, with planes and blocks of the formats: ranks compare these texts."""
+        """Names of dtypes and formats with their planes and blocks, for ranks to compare."""
         return self._list_formats(str)
 
     def _list_formats(self, text: Callable[[Format], str]) -> list[str]:

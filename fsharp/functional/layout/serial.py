@@ -73,7 +73,7 @@ def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
 
 
 def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
-    """Return the unit that :func:`unit_to_json` was given, on its mesh; LayoutError for numbers that no plan has."""
+    """Return the unit in a dict of :func:`unit_to_json`, on ``mesh``; LayoutError for numbers that no plan has."""
     rules = {axis: AxisRule(*map(Placement, kinds)) for axis, kinds in data["strategy"].items()}
     leaves = tuple(
         Leaf(path, tuple(shape), dtype_named(dtype), _atom_from_json(atom), group, offset, tuple(tied) if tied else None)
@@ -89,7 +89,7 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
 
 
 def _check_unit(unit: UnitLayout) -> None:
-    """Raise an error if sizes or offsets of a unit are none that :func:`~fsharp.plan` can make."""
+    """Raise a LayoutError if :func:`~fsharp.plan` cannot make the sizes and offsets of a unit."""
     unit.strategy.check_mesh(unit.mesh)
     parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded_axes)
     if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):
@@ -104,7 +104,7 @@ def _dtypes_from_json(names: list[str]) -> Dtypes:
     stored = format_named(names[4]) if any(names[4:5]) else None
     by_axis, update = list[tuple[str, Format]](), None
     for each in names[5:]:
-        axis, is_wire, name = each.rpartition("=")  # which no name of a format has
+        axis, is_wire, name = each.rpartition("=")  # no name of a format has "="
         if is_wire:
             by_axis.append((axis, format_named(name)))
         elif each != FEEDBACK:
@@ -127,15 +127,15 @@ def name_of_class(kind: type) -> str:
 
 
 def class_named(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
-    """Return a class of a module that this process has imported; LayoutError for another module, or another kind of object."""
+    """Return a class by its name; LayoutError if its module is not imported, or the object is of another kind."""
     module, _, path = name.partition(":")
-    if module not in sys.modules:  # importing a module that a text names would run its code
+    if module not in sys.modules:  # an import would run the module's code
         raise LayoutError(f"{name!r}: import the module {module!r} first.")
     found: Any = sys.modules[module]
     for part in path.split("."):
         found = getattr(found, part)
     if not is_kind(found):
-        raise LayoutError(f"{name!r} is not a class of the kind that is expected there.")
+        raise LayoutError(f"{name!r} is not a class of the expected kind.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Sharded: the pytree node that stands where a unit's subtree stood, and trees of such nodes."""
+"""Sharded: the pytree node in place of a unit's subtree, and trees of such nodes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ PlaceName = str | Place
 
 
 class ShardedContext(NamedTuple):
-    """The static, hashable part of a :class:`Sharded`: all but its buffers, as described there.
+    """The static, hashable part of a :class:`Sharded`: all but its buffers.
 
     ``ledger`` is compared by identity. ``tree_name`` does not count in comparisons, as all TreeNames are equal.
     """
@@ -34,7 +34,7 @@ class ShardedContext(NamedTuple):
 
 
 class LazyBuffers:
-    """Base class of buffers that an engine may not have filled yet. Reading such buffers waits until they are filled."""
+    """Base class of buffers that an engine may not have filled yet. A read of such buffers waits until they are filled."""
 
     raw: tuple[Any, ...]
     """The tensors, possibly not filled yet: to compare identities, not to read values."""
@@ -62,13 +62,13 @@ class Sharded:
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.
         is_gathered: whether :func:`~fsharp.gather` to ``"full"`` made the buffers. Each rank then computes with its copies
             alone, so a gradient with respect to the buffers is this rank's summand.
-        ledger: a record of :func:`~fsharp.value_and_grad` of where gradients of the buffers go.
+        ledger: the record of :func:`~fsharp.value_and_grad` that collects gradients of the buffers; None outside of a loss.
         scale: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
-        tree_name: which tree the buffers belong to, for labels of collectives.
+        tree_name: name of the tree to which the buffers belong, for labels of collectives.
 
     Attributes:
         raw_buffers: the buffers, possibly not filled yet: to compare identities, not to read values.
-        lazy: the buffers that a Scheduler may not have filled yet; None if all were filled when the node was made.
+        lazy: the :class:`LazyBuffers` from which the node was made; None for plain tensors.
         is_donated: whether the memory was donated; functions refuse a donated node.
         rank: rank that holds the buffers, for a node in a state dict; None elsewhere.
     """
@@ -111,7 +111,7 @@ class Sharded:
         return None, {name: getattr(self, name) for name in self.__slots__} | {
             "raw_buffers": self.buffers,
             "lazy": None,
-            "tree_name": UNNAMED,  # numbers are those of one process
+            "tree_name": UNNAMED,  # the numbers of names count within one process
         }
 
     @property
@@ -123,7 +123,7 @@ class Sharded:
         """Return the buffers with one number for each element: parameters that a format has encoded are decoded.
 
         Args:
-            rank: rank that holds the buffers; for full parameters any rank will do.
+            rank: rank that holds the buffers; any rank for full parameters.
             main: decode to the dtype of main copies, so that encoding the values again gives the same bytes.
         """
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
@@ -138,9 +138,9 @@ class Sharded:
         return self.unit.has_formats and any(self.unit.groups[g].is_encoded(b) for g, b in rows)
 
     def with_aliases(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
-        """Return a node of ``buffers``, new tensors that share the memory of this node's buffers, and of ``ledger``.
+        """Return a node with ``ledger`` and ``buffers``, new tensors that share the memory of this node's buffers.
 
-        Reading the new node's buffers waits until this node's buffers are filled.
+        A read of the new buffers waits until this node's buffers are filled.
         """
         held = buffers if self.lazy is None else self.lazy.with_aliases(buffers)
         return self.with_buffers(held, ledger=ledger)
@@ -224,7 +224,7 @@ class Sharded:
         views = {}
         for group, buffer in zip(self.groups, self.decoded_buffers(), strict=True):
             leaves = self.unit.leaves_of_group(group)
-            # One split with the gaps in it: its backward is one concatenation, where narrow() would make a buffer a leaf.
+            # One split, padding included: its backward is one concatenation. narrow() would make a full buffer for each leaf.
             sizes, end = [], 0
             for leaf in leaves:
                 sizes += [leaf.offset - end, leaf.numel]
@@ -274,7 +274,7 @@ def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
 
 
 _EVERYWHERE: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-"""optree's global namespace, so that libraries which know nothing of this one (TorchOpt) see through the nodes."""
+"""optree's global namespace, so that other libraries, such as TorchOpt, flatten the nodes."""
 LEAFLESS: set[type] = set()
 """Frozen dataclasses of plain values that are pytree nodes without leaves."""
 
@@ -313,16 +313,16 @@ def check_not_encoded(where: str, nodes: Sequence[Sharded]) -> None:
         if node.unit.has_formats and node.is_encoded:
             raise TreeError(
                 f"{where}: parameters of unit {node.unit.display_name} are stored in a format, and not as values. Pass main "
-                'copies (state.main), or what gather() brings to "full".'
+                'copies (state.main), or the result of gather() to "full".'
             )
 
 
 _LENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Address of the first byte that another library takes for constant, and what lives as long as that library reads there."""
+"""Memory that another library treats as constant: by address, an object that lives as long as the library reads there."""
 
 
 class _LoanToken:
-    """An object that lives as long as one of the objects that use the same lent memory."""
+    """An object that lives as long as any user of the same lent memory."""
 
 
 def mark_lent(address: int, holder: Any) -> None:
@@ -331,14 +331,14 @@ def mark_lent(address: int, holder: Any) -> None:
 
 
 def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
-    """Raise a TreeError if buffers that are about to be written are lent to another library."""
+    """Raise a TreeError if buffers, which the caller is about to overwrite, are lent to another library."""
     if not _LENT:
         return
     for node in nodes:
         if any(buffer.numel() and buffer.data_ptr() in _LENT for buffer in node.buffers):
             raise TreeError(
                 f"{where}: arrays of JAX have the memory of unit {node.unit.display_name}, which JAX takes for constant. Leave "
-                "out donate=True, let go of those arrays, or convert a copy: optree.tree_map(torch.clone, tree)."
+                "out donate=True, delete these arrays, or convert a copy: optree.tree_map(torch.clone, tree)."
             )
 
 
@@ -350,7 +350,7 @@ def tree_nbytes(tree: Any) -> int:
 
 
 is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
-"""Whether a node of a tree is a :class:`Sharded`: as ``isinstance``, and asked of every node of every tree, without a frame."""
+"""Return whether a node of a tree is a :class:`Sharded`. As fast as ``isinstance``, as it is called for every node."""
 
 
 def units_of(tree: Any) -> list[Sharded]:
@@ -385,7 +385,7 @@ def donate_nodes(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
 
 
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return ``tree`` with ``fn(node, *others)`` in place of each :class:`Sharded`; ``others`` are its partners in ``rest``."""
+    """Return ``tree`` with ``fn(node, *others)`` in place of each :class:`Sharded`; ``others`` are those in ``rest``."""
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
     except Exception as error:

@@ -59,11 +59,11 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
 def build_shard(
     unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
 ) -> Sharded:
-    """Return a unit's buffers on one rank. Reads one leaf at a time, and only leaves of which the rank holds a part."""
+    """Return a unit's node for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part."""
     if unit.has_leaf_formats and not main:
         raise TreeError(
             f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
-            "copies with place='optim', and the state of them with init_state()."
+            "copies with place='optim', and a state from them with init_state()."
         )
     buffers = []
     for i, group in enumerate(unit.groups):
@@ -189,7 +189,7 @@ def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: 
 def boxes_covering_run(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of boxes that tile elements ``[first, last)`` of a flattened tensor, in order.
 
-    There are at most two a dim, less one.
+    There are at most ``2 * len(shape) - 1`` boxes.
 
     >>> list(boxes_covering_run((4, 3), 2, 10))
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]

@@ -11,7 +11,7 @@ from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 
 def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
-    """Return descriptions of units by field, one line for each leaf or unit: a message can show the lines that differ."""
+    """Return descriptions of units by field, one line for each leaf or unit, so that an error can show lines that differ."""
 
     def leaves(show: Callable[[UnitLayout, Leaf], object]) -> str:
         return "\n".join(f"{unit.path_in_tree(leaf)}: {show(unit, leaf)}" for unit in units for leaf in unit.leaves)

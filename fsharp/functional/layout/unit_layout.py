@@ -200,7 +200,7 @@ class UnitLayout:
         return self.gathered_part_size(group, place) + self.scales_size(group)
 
     def gathered_part_size(self, group: int, place: Place) -> int:
-        """Return the length of the part of this buffer that a gather sends: all but the scales of whole leaves."""
+        """Return the length of a stored buffer without the scales of whole leaves, which a gather does not send."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
@@ -227,7 +227,7 @@ class UnitLayout:
         return any(self.mesh.axis_size(axis) > 1 for axis in self.update_axes)
 
     def update_nbytes(self, group: int) -> int:
-        """Return the bytes of one rank's part of a group that travels when updated parameters are gathered."""
+        """Return the bytes of one rank's part of a group in the gather of updated parameters."""
         form = self.update_format(group)
         if form is None:
             return self.gather_nbytes(group, self.strategy.optim)
@@ -263,9 +263,9 @@ class UnitLayout:
     ) -> Iterator[tuple[int, LeafPart]]:
         """Yield the parts of leaves that ``rank`` holds in ``place``, for a group whose format encodes whole leaves.
 
-        A leaf that lies in several parts of the buffer is yielded several times. A leaf of which this rank holds nothing is
-        yielded once, as an empty part. Each part comes with the index of its first element in the buffer. ``stored`` is the
-        buffer without scales. ``values`` are what the buffer is to encode, one number for each element; None to decode.
+        Before each part is the index of its first element in the buffer. A leaf in several parts of the buffer is yielded
+        several times, and a leaf of which this rank holds nothing once, as an empty part. ``stored`` is the buffer without
+        scales. ``values`` are the values to encode, one for each element; None to decode.
         """
         form, capacity = self.groups[group].dtypes.stored_format, self.groups[group].capacity
         assert form.leaves is not None
@@ -289,12 +289,12 @@ class UnitLayout:
 
     @cached_property
     def tensor_classes(self) -> Mapping[int, EncodedTensorClass]:
-        """The classes of tensors that functions get, by group; only groups whose class is not torch.Tensor."""
+        """The tensor class that functions get, by group, for groups whose class is not torch.Tensor."""
         codecs = {i: group.dtypes.stored_format.leaves for i, group in enumerate(self.groups)}
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
     def whole_leaves(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
-        """Return, by path, each leaf of a group as a LeafPart with all its elements. The group's format encodes whole leaves.
+        """Return each leaf of a group as a LeafPart with all elements, by path. The group's format encodes whole leaves.
 
         ``planes`` has one 1-D tensor for each plane of the format, with the numbers of the full buffer. ``scales`` has the
         scales of all leaves of the group.
@@ -314,8 +314,7 @@ class UnitLayout:
     def decoded_buffer(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:
         """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
-        Decoded values have the dtype in which functions use them. With ``main`` they have the dtype of the main copy, in which
-        nothing is rounded.
+        Decoded values have the dtype in which functions use them, or with ``main`` the dtype of the main copy, unrounded.
 
         Raises:
             TreeError: the buffer has neither one number for each element nor what the format stores.
@@ -332,7 +331,7 @@ class UnitLayout:
             raise TreeError(
                 f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "
                 f"{dtypes.format.name!r} stores of them. Functions of values do not apply to stored parameters: map main "
-                'copies, or what gather() brings to "full".'
+                'copies, or the result of gather() to "full".'
             )
         return buffer
 
@@ -365,7 +364,7 @@ class UnitLayout:
 
     @api_boundary
     def build_subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Return the unit's subtree, made of stored leaves by unit and path.
+        """Return the unit's subtree, made of ``leaves`` by unit and path.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that ``leaves`` lacks.

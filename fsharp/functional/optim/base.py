@@ -1,9 +1,8 @@
 """Transform: an ``(init, update)`` pair of functions that get the Comm; and chains of pairs.
 
-:func:`~fsharp.update` takes any pair, so optimizers of other libraries work unchanged. They get a tree whose leaves are flat
-shards. For a rule that treats each element by itself this makes no difference; other rules are refused when their state is
-made. A :class:`Transform` also gets the Comm, so that it can compute norms over all ranks, and may update parameters by a fused
-kernel.
+:func:`~fsharp.update` takes any pair, so optimizers of other libraries work unchanged. Leaves of their trees are flat shards.
+For a rule that treats each element by itself this makes no difference; other rules are refused when their state is made. A
+:class:`Transform` also gets the Comm, to compute norms over all ranks, and may update parameters by a fused kernel.
 """
 
 import inspect
@@ -41,11 +40,10 @@ class Transform:
         apply: function ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)`` that returns new
             parameters, for optimizers with a fused kernel. With ``donate`` it may overwrite its arguments. None means that
             updates are added.
-        name: name of the transformation. :func:`~fsharp.update` refuses state of a transformation with another name. An empty
-            name takes any state.
-        extra: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss. :func:`~fsharp.update`
-            refuses others. None reads the names from the signatures; a signature with ``**extra`` takes any. A wrapper with
-            ``**extra`` passes the ``extra`` of its inner transformation.
+        name: name of the transformation. :func:`~fsharp.update` refuses state of another name; an empty name takes any state.
+        extra: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss; others are refused. None
+            reads the names from the signatures; a signature with ``**extra`` takes any name. A wrapper with ``**extra`` passes
+            the ``extra`` of its inner transformation.
     """
 
     init: Callable[..., Any]
@@ -68,7 +66,7 @@ class Transform:
 
 
 def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the extra arguments that functions use; None if a function takes any names."""
+    """Return the names of the extra arguments of some functions; None if one of them takes any name."""
     names = set[str]()
     for fn in functions:
         parameters = inspect.signature(fn).parameters.values()
@@ -79,13 +77,13 @@ def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None
 
 
 def known_extra_arguments(*transforms: Transform) -> frozenset[str] | None:
-    """Return the names of the extra arguments that some transformation uses; None if a transformation takes any names."""
+    """Return the names of the extra arguments of some transformations; None if one of them takes any name."""
     known = [tx.extra for tx in transforms if tx.extra is not None]
     return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 
 
 def check_extra_arguments(tx: Transform, extra: Mapping[str, Any]) -> None:
-    """Raise an error for extra arguments of an update that the transformation does not use, except for ``value``."""
+    """Raise an OptionError for an extra argument other than ``value`` that the transformation does not use."""
     known = frozenset(extra) if tx.extra is None else tx.extra | {"value"}
     if unknown := sorted(extra.keys() - known):
         facts = [("got", f"{unknown[0]}={extra[unknown[0]]!r:.60}"), ("expected", " or ".join(sorted(known)))]
@@ -94,7 +92,7 @@ def check_extra_arguments(tx: Transform, extra: Mapping[str, Any]) -> None:
 
 
 def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fn`` wrapped so that keywords which ``fn`` does not name are dropped."""
+    """Return a wrapper of ``fn`` that drops keywords without a parameter in ``fn``."""
     kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return fn
@@ -107,7 +105,7 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing_stored(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``init`` with a check: parameters stored in a format are an error."""
+    """Return a wrapper of ``init`` that raises a TreeError for parameters stored in a format."""
 
     @wraps(init)
     def call(params: Any, *args: Any, **keywords: Any) -> Any:
@@ -118,7 +116,7 @@ def _refusing_stored(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_transform(tx: Any) -> Transform:
-    """Return a Transform: the argument, or a wrapper of an ``(init, update)`` pair that tries the pair by :func:`try_pair`."""
+    """Return a Transform: the argument itself, or one made of an ``(init, update)`` pair, which :func:`try_pair` tries."""
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):
@@ -138,7 +136,7 @@ def as_transform(tx: Any) -> Transform:
         return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
 
     def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
-        named = update if hasattr(update, "__qualname__") else type(update)  # whose repr would have an address
+        named = update if hasattr(update, "__qualname__") else type(update)  # its repr would have an address
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         if comm is None:
             try_pair(where, init, tried, params)
@@ -157,7 +155,7 @@ def as_transform(tx: Any) -> Transform:
 
 
 class ByLeaf(NamedTuple):
-    """A list of one tensor for each leaf of the parameters, in the state of a pair, stored as a tree like the parameters."""
+    """A list in the state of a pair with a tensor for each leaf of the parameters, stored as a tree like the parameters."""
 
     leaves: Any
 
@@ -196,16 +194,16 @@ def apply_transform(
 
 
 Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
-"""A function of a transformation, gradients, state and parameters to updates or new parameters, and state."""
+"""A function from a transformation, gradients, state and parameters to updates (or new parameters) and state."""
 
 
 def update_and_apply_from(
     step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions ``update`` and ``apply`` of a wrapper of transformations, which both call one function, ``step``.
+    """Return the functions ``update`` and ``apply`` of a wrapper of transformations, made of one function ``step``.
 
-    ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the wrapped transformations. It returns updates and
-    a state if ``donate`` is None, and else new parameters and a state.
+    ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the wrapped transformations. It returns updates if
+    ``donate`` is None, else new parameters; and a state.
     """
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
@@ -241,7 +239,7 @@ def chain(*transforms: Any) -> Transform:
 
     def update(grads: Any, state: Any, params: Any, **how: Any) -> tuple[Any, Any]:
         new = []
-        for tx, old in zip(txs, state, strict=False):  # all of them, or all but the last
+        for tx, old in zip(txs, state, strict=False):  # all, or all but the last
             grads, s = tx.update(grads, old, params, **how)
             new.append(s)
         return grads, tuple(new)
@@ -281,7 +279,10 @@ def config_texts(**values: Any) -> dict[str, str]:
 def value_per_leaf(
     where: str, params: Any, rules: Callable[[list[str]], Mapping[str, Any]] | Any, default: Any = None
 ) -> dict[str, Any]:
-    """Return a value for each leaf in the groups of ``params``, from a function of all paths, or by :func:`value_by_path`."""
+    """Return a value by path for each leaf in the groups of ``params``, as :func:`value_by_path` does.
+
+    With ``default``, ``rules`` is a function from all paths to values by path; other leaves get the default.
+    """
     paths = [s.unit.path_in_tree(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of_group(g)]
     if default is not None:
         return dict.fromkeys(paths, default) | dict(rules(paths))
@@ -289,7 +290,7 @@ def value_per_leaf(
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
-    """Raise an error for the first gradient whose unit, place, groups, sizes or dtypes differ from the parameters'."""
+    """Raise a TreeError for the first gradient whose unit, place, groups, sizes or dtypes differ from the parameters'."""
     (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
     if structure != expected:
         raise TreeError(
@@ -326,7 +327,7 @@ def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_reduced(where: str, grads: Sharded) -> None:
-    """Raise an error if ``grads`` are gradients of gathered parameters, which are not summed over ranks yet."""
+    """Raise a TreeError if ``grads`` are gradients of gathered parameters, which are not summed over ranks yet."""
     if grads.is_gathered:
         raise TreeError(
             f"{where}: the gradient of unit {grads.unit.display_name} is this rank's summand, as it is with respect to "

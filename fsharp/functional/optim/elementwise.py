@@ -1,9 +1,9 @@
 """Adam, AdamW, SGD and Lion on flat buffers: fused kernels where torch has them, hyper-parameters per path.
 
 [Note: whole vectors]
-torch's fused CPU kernels treat the last elements of a tensor, those that do not fill a SIMD vector, with scalar code
-that may round differently. Where a buffer ends depends on how it is sharded, so each kernel here is given whole vectors
-only: the remainders go through a padded scratch tensor. An element's update then depends on nothing but the element.
+torch's fused CPU kernels compute the last elements of a tensor, which do not fill a SIMD vector, by scalar code that may round
+differently. The end of a buffer depends on the sharding. So kernels here get whole vectors alone: remainders are copied to a
+padded scratch tensor. Then an element's update depends on the element alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ PerPath = float | Mapping[str, float] | Callable[[str], float]
 """A number; numbers by path pattern, of which the last match counts; or a function from a leaf's path to a number."""
 
 _shape_of = attrgetter("shape")
-_VECTOR_NBYTES = 128  # two of the widest SIMD registers, which torch's loops take at once; a multiple of all narrower ones
+_VECTOR_NBYTES = 128  # torch's loops take two of the widest SIMD registers at once
 
 
 class AdamState(NamedTuple):
@@ -191,7 +191,7 @@ def sgd(
                         x.copy_(y)
                 return
             p, g, *m = lists
-            if momentum == 0:  # the kernel then takes no momentum buffer, as the momentum would equal the gradient
+            if momentum == 0:  # no momentum buffer for the kernel: the momentum is the gradient
                 for x, y, w in zip(*m, g, p, strict=True):
                     x.copy_(y + w * decay)
             torch._fused_sgd_(
@@ -268,10 +268,10 @@ def _in_place_transform(
     lr_scale: PerPath = 1.0,
     rate: Callable[[Any], Any] | None = None,
 ) -> Transform:
-    """Return a transform from a step that changes parameters in place.
+    """Return a transformation made of a step that changes parameters in place.
 
-    ``update`` runs the step on parameters that are zero, as a difference of parameters would lose digits. Weight decay is added
-    to the update, times the learning ``rate``; without a rate it is added to the gradients.
+    ``update`` runs the step on parameters of zeros, as a difference of parameters would lose digits. Weight decay times the
+    learning ``rate`` is added to the update; without a rate weight decay is added to the gradients.
     """
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
@@ -317,8 +317,8 @@ def _each_run(
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` once for each pair of hyper-parameters, on the runs of buffers with this pair.
 
-    ``trees`` are parameters, gradients and state; all but the second are written in place. Raises TreeError if their buffers do
-    not correspond: torch's fused kernels would read and write beyond them.
+    ``trees`` are parameters, gradients and state; all but the second are overwritten. Raises TreeError if sizes of buffers
+    differ: torch's fused kernels would read and write beyond them.
     """
     of_trees = [units_of(tree) for tree in trees]
     expected, *others = (
@@ -355,7 +355,7 @@ def _each_run(
 
 
 def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    """Return rows ``((scale, decay), start, stop)`` that tile a buffer; padding goes with the leaf before it."""
+    """Return rows ``((scale, decay), start, stop)`` that tile a buffer; padding belongs to the run before it."""
     starts: list[tuple[tuple[float, float], int]] = []
     for span in node.unit.leaf_spans(group, node.place, rank):
         path = node.unit.path_in_tree(span.leaf)
@@ -367,7 +367,7 @@ def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[s
 
 
 def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
-    """Run an in-place kernel on whole SIMD vectors alone, where tensors are on a CPU; see [Note: whole vectors]."""
+    """Run an in-place kernel, on a CPU on whole SIMD vectors alone; see [Note: whole vectors]."""
     vector = _VECTOR_NBYTES // lists[0][0].itemsize
     rests = [x.numel() % vector for x in lists[0]]
     if lists[0][0].device.type != "cpu" or not any(rests):

@@ -30,9 +30,8 @@ class CheckedState(NamedTuple):
 def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
     """Wrap an ``(init, update)`` pair, and compare its first updates of shards with its updates of whole leaves.
 
-    ``init_state`` tries a pair of another library on small tensors. This trial does not see how the pair treats large tensors.
-    In the first ``steps`` updates the wrapper also gathers whole leaves, gradients and state, updates them, and compares the
-    results.
+    ``init_state`` tries a pair of another library on small tensors, which does not tell how the pair treats large ones. The
+    wrapper also gathers whole parameters, gradients and state in the first ``steps`` updates, and compares the two updates.
 
     >>> import torch, fsharp as fs
     >>> def init(params):
@@ -47,13 +46,13 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
 
     Raises:
         OptionError: ``inner`` is a Transform, or ``steps`` is no int.
-        TreeError: in an update, on all ranks: the two results differ. The message names the leaf.
+        TreeError: in an update, on all ranks: the two updates or states differ. The message names the leaf.
 
     Cost: in the first ``steps`` updates each rank gathers and holds whole gradients, parameters and state. Later updates cost
     nothing extra.
     """
     if isinstance(inner, Transform):
-        raise OptionError("check_elementwise(): inner is a Transform, which knows of ranks: pass (init, update) pairs alone.")
+        raise OptionError("check_elementwise(): inner is a Transform, which gets the Comm: pass (init, update) pairs alone.")
     tx, where = as_transform(inner), "check_elementwise()"
 
     def init(params: Any, /, *, comm: Comm | None = None) -> CheckedState:
@@ -91,9 +90,9 @@ def _compare(where: str, expected: Any, found: Any) -> None:
 
 
 def _tree_of_whole_trained_leaves(tree: Any, comm: Comm) -> Any:
-    """Return a tree of whole leaves of a tree of shards, without leaves that are frozen or tied to another leaf.
+    """Return a tree of shards as a tree of whole leaves, without leaves that are frozen or tied to another leaf.
 
-    A 0-D buffer is returned for each leaf. Cost: a gather of all buffers, and their memory.
+    If a buffer is one number (0-D), each leaf of its group is this number. Cost: a gather of all buffers, and their memory.
     """
 
     def subtree(node: Sharded) -> Any:

@@ -30,25 +30,24 @@ class InjectHyperparamsState(NamedTuple):
 
 @options_checked
 def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Iterable[str] = ()) -> Callable[..., Transform]:
-    """Return a factory of optimizers whose hyper-parameters are numbers in the state, which you can read and set between steps.
+    """Return a factory of optimizers with hyper-parameters in the state, as numbers to read and set between steps.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.inject_hyperparams(fs.optim.adamw)(learning_rate=3e-4, weight_decay=0.1)
 
-    Arguments that are numbers can be set between steps. Arguments that are functions are schedules: each update calls them with
-    the number of updates so far, and overwrites their numbers in the state, as optax does. Other arguments are passed to the
-    factory.
+    A number can be set between steps. A function is a schedule: each update calls it with the number of updates so far, and
+    overwrites its number in the state, as in optax. Any other argument is passed to the factory.
 
     Args:
         inner_factory: function with named arguments that returns an ``(init, update)`` pair, such as ``fs.optim.adamw``.
-        static_args: names of arguments that are passed to the factory although they are numbers or functions, such as a
-            ``weight_decay`` that is a function of the path.
+        static_args: names of numbers or functions to pass to the factory as they are, such as a ``weight_decay`` that is a
+            function of the path.
 
     Returns:
         A function with the arguments of ``inner_factory``. It returns a transformation with :class:`InjectHyperparamsState`.
 
     Raises:
-        TreeError: the factory lacks an argument of ``static_args``, or has arguments without names. In ``update``: a
+        TreeError: the factory lacks an argument of ``static_args``, or takes an argument without a name. In ``update``: a
             hyper-parameter is missing, unknown or no number.
         AgreementError: in ``update``, on all ranks: a hyper-parameter has different numbers on different ranks.
 

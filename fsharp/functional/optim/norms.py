@@ -70,7 +70,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
 
 
 def _values(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
-    """Yield the values of each buffer: of decoded parameters those of leaves, as formats may decode padding as any number."""
+    """Yield the values of each buffer; of decoded parameters without padding, which formats may decode as any number."""
     for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
         if values is buffer and not (node.is_gathered and node.unit.has_formats):
             yield values
@@ -85,7 +85,7 @@ def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
 
 
 def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
-    """Return the norm by integer addition, which is associative: order and grouping of the summands leave no trace."""
+    """Return the norm by addition of integers, whose result does not depend on order and grouping."""
     most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
         for buffer in buffers:
@@ -140,7 +140,7 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
 
     def update(grads: Any, state: ClipState, params: Any, *, comm: Comm) -> tuple[Any, ClipState]:
         norm = _float64_norm(grads, comm, deterministic)  # float64: the norm of finite gradients is finite
-        factor = torch.clamp(max_norm / norm, max=1.0)  # stays so: in half precision it might be zero
+        factor = torch.clamp(max_norm / norm, max=1.0)  # stays float64: in half precision it might be zero
         return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_dtype(grads)))
 
     return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]}, name="clip_by_global_norm")

@@ -52,7 +52,7 @@ def partition(
     """
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
     config = {label: dict(tx.config) for label, tx in txs.items()}
-    kind = "partition" if param_labels is None else "partition by param_labels"  # with state for all leaves
+    kind = "partition" if param_labels is None else "partition by param_labels"  # the second has state for all leaves
     name = wrapper_name(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
     extra = known_extra_arguments(*txs.values())
     if param_labels is not None:
@@ -163,7 +163,7 @@ def masked(inner: Any, mask: Any) -> Transform:
 
 
 def _selected_or_zero(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
-    """Return ``yes`` in leaves whose flag is set, else ``no`` or zero."""
+    """Return a tree with the leaves of ``yes`` whose flag is set; other leaves are those of ``no``, or zeros for None."""
 
     def one(chosen_: Sharded, other: Sharded) -> Sharded:
         out = chosen_.replace([b.clone() for b in chosen_.buffers])

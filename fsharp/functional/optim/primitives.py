@@ -1,7 +1,7 @@
 """Small transformations to chain, with the names of optax.
 
-Each operation here rounds once, so an element's bits depend on the element alone. Kernels that round otherwise at the end of a
-tensor are under [Note: whole vectors] in ``elementwise``.
+Each operation here rounds once, so an element's bits depend on the element alone. For kernels that may round differently at the
+end of a tensor see [Note: whole vectors] in ``elementwise``.
 """
 
 from collections.abc import Callable

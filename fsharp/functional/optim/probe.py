@@ -1,9 +1,8 @@
-"""Find out, by a trial, whether a pair of another library gives equal updates for flat shards and for the user's tree.
+"""A trial whether a pair of another library makes equal updates of flat shards and of the user's tree.
 
-A pair sees flat buffers, which join leaves and are cut between ranks. The updates are right if the rule treats each element by
-itself. A rule that uses other elements, such as a norm, would silently compute something else. So a pair is run on a small tree
-of the user's structure, and on the same elements in flat buffers, cut if ranks have them cut. If the updates are equal, the
-pair is accepted.
+Flat buffers join leaves, and are cut between ranks. A rule that treats each element by itself is right. A rule that uses
+other elements, such as a norm, would silently compute something else. So a pair is run on a small tree of the user's structure,
+and on the same elements in flat buffers, which are cut if ranks have cuts. If the updates are equal, the pair is accepted.
 """
 
 import math
@@ -23,15 +22,15 @@ _SCALES = (1.0, 1e-3, 1e3, 1e6, math.nan)
 Init = Callable[[Any], Any]
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 Vectors = list[torch.Tensor]
-"""For each group of each unit the elements of its leaves, one leaf after another."""
+"""One tensor for each group of each unit, with the elements of its leaves."""
 
 
 def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
-    """Run a pair on small tensors, and raise an error if its updates depend on how ``params`` join and cut leaves.
+    """Run a pair on small tensors, and return a fingerprint of its updates for ranks to compare.
 
-    Only structure, layout, dtypes and device of ``params`` are read. Returns a fingerprint of the updates, for ranks to
-    compare: the sum of their magnitudes, in four digits. Raises TreeError for updates that differ, that change from run to
-    run, or that cannot be computed; ``where`` is the pair, for messages.
+    The fingerprint is the sum of magnitudes, in four digits. Of ``params`` only structure, layout, dtypes and device are read.
+    ``where`` is the pair, for messages. Raises TreeError if updates depend on how ``params`` join and cut leaves, change from
+    run to run, or cannot be computed.
 
     Cost: about ten updates of a tree whose dims are at most 3. Torch's global random generators are left as they were.
     """
@@ -87,7 +86,7 @@ class _Trial:
     """A trial of a pair: some updates of a small tree with the structure of a tree of shards.
 
     Attributes:
-        pieces: number of pieces into which flat buffers are cut, as between ranks; one if buffers are replicated.
+        pieces: range over the pieces into which flat buffers are cut, as between ranks; one if buffers are replicated.
         cuda_devices: CUDA devices of the buffers.
     """
 
@@ -120,7 +119,7 @@ class _Trial:
     def run(self, init: Init, update: Update, piece: int | None = None, num_steps: int | None = None) -> list[Vectors]:
         """Return the updates of each step: of whole leaves, or of a piece of the flat buffers.
 
-        If only the last step raises an error, return the updates of the steps before it: an error at a NaN is not silent.
+        If only the last step raises an error, the earlier updates are returned: a pair may refuse a NaN.
         """
         params = self._tree(self._start, piece)
         state, result = init(params), list[Vectors]()
@@ -131,7 +130,7 @@ class _Trial:
                 if num_steps is None and len(result) == len(_SCALES) - 1:
                     break
                 raise
-            updates = optree.tree_map(lambda p, u: torch.zeros_like(p) + u, params, updates)  # they may be broadcast
+            updates = optree.tree_map(lambda p, u: torch.zeros_like(p) + u, params, updates)  # updates may be broadcast
             params = optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
             result.append(self._vectors(updates, piece))
         return result
@@ -139,7 +138,7 @@ class _Trial:
     def first_differing_path(
         self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None
     ) -> str | None:
-        """Return the path of a leaf whose updates differ in ``found``; None if no leaf differs."""
+        """Return the path of the first leaf with other updates in ``found`` than in ``expected``; None if there is none."""
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
@@ -154,7 +153,7 @@ class _Trial:
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
     def _tree(self, vectors: Vectors, piece: int | None) -> Any:
-        """Return the elements as a tree like the user's, or as a tree of shards with padding."""
+        """Return a tree like the user's (``piece`` is None), or a tree of shards with padding."""
         if piece is not None:
             flat = (
                 torch.cat([part := self._part(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])
@@ -180,6 +179,6 @@ class _Trial:
 
 
 def are_close(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return for each element whether ``x`` and ``y`` are equal but for rounding, relative to the largest element of ``x``."""
+    """Return, for each element, whether ``x`` and ``y`` are equal up to rounding of the largest element of ``x``."""
     largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
     return torch.isclose(x, y, rtol=0.0, atol=math.sqrt(torch.finfo(x.dtype).eps) * largest, equal_nan=True)

@@ -65,7 +65,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
         if all_finite(grads, comm=comm):
             out, new = run(grads, state.inner_state)
             return out, ApplyIfFiniteState(0, True, state.total_notfinite, new)
-        agree("apply_if_finite()", {"notfinite_count": str(state.notfinite_count)}, comm)  # it decides what comes next
+        agree("apply_if_finite()", {"notfinite_count": str(state.notfinite_count)}, comm)  # the count decides whether to skip
         count = state.notfinite_count + 1
         out, new = run(grads, state.inner_state) if count > max_consecutive_errors else rest(state.inner_state)
         return out, ApplyIfFiniteState(count, False, state.total_notfinite + 1, new)
@@ -161,8 +161,8 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
     return _conditional("MultiSteps", tx, init, step, config)
 
 
-_Run = Callable[[Any, Any], tuple[Any, Any]]  # of gradients and the inner state: the inner update, and the new inner state
-_Rest = Callable[[Any], tuple[Any, Any]]  # of the inner state: the update that changes nothing, and the same state
+_Run = Callable[[Any, Any], tuple[Any, Any]]  # (gradients, inner state) -> inner update, new inner state
+_Rest = Callable[[Any], tuple[Any, Any]]  # (inner state) -> update that changes nothing, same state
 
 
 def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
@@ -174,7 +174,7 @@ def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any
                 return optree.tree_map(torch.zeros_like, params), same
             if donate:
                 return params, same
-            # A new state shares no memory with an old one that somebody may donate.
+            # A new state shares no memory with the old state, which may be donated later.
             both: Any = (params, same)
             return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, both)
 

@@ -26,9 +26,9 @@ def move_state_tree(
 ) -> list[Sharded]:
     """Return a state tree's nodes in a new layout, in order of the layout's units.
 
-    A rank outside of the new mesh gets nodes without buffers. ``old`` has a list of this rank's old buffers for each node; the
-    lists are empty on a rank outside of the old mesh. A rank sends at most ``limit`` bytes to another rank at a time. With
-    ``donate`` buffers are removed from ``old`` as soon as all of their leaves have moved.
+    A rank outside of the new mesh gets nodes without buffers. ``old`` has this rank's old buffers for each node; on a rank
+    outside of the old mesh its lists are empty. A rank sends at most ``limit`` bytes to another rank at a time. With ``donate``
+    buffers are removed from ``old`` once all of their leaves have moved.
 
     Cost: see :func:`~fsharp.reshard`.
     """
@@ -39,7 +39,7 @@ def move_state_tree(
         return [] if source == target else cut_into_rounds(_pieces_between(state_tree, unit, ranks, source, target), limit)
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
-    # A rank has to take part in as many collectives as others need.
+    # All ranks take part in as many rounds as the rank with the most rounds needs.
     most = torch.tensor([max(map(len, each)) for each in incoming], device=comm.device)
     most = max_over_ranks(most, comm, label=f"reshard {state_tree}")
     left = Counter(position.node for position in state_tree.position_by_path.values())
@@ -59,7 +59,7 @@ def move_state_tree(
             dtypes = [state_tree.dtype_in(unit, group) for group in state_tree.groups_in(unit)]
             sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
             named = f"reshard {state_tree} {unit.name or '(root)'} {k}"
-            # No name for the bytes: those of one round would live until those of the next are there.
+            # A name for the bytes would keep the bytes of one round alive during the next.
             _unpack(comm.all_to_all(_pack_pieces(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
         if donate:
             moved = Counter(
@@ -83,7 +83,7 @@ def move_state_tree(
 
 
 def _pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> list[MovedPiece]:
-    """Return the pieces of ``unit`` that rank ``target`` of the Comm takes from rank ``source``, which may be ``target``."""
+    """Return the pieces of ``unit`` that move from rank ``source`` to rank ``target`` of the Comm, or stay on one rank."""
     if source not in ranks.old or target not in ranks.new:
         return []
     return list(pieces_between(state_tree, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
@@ -100,7 +100,7 @@ def _target(new: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
 def _pack_pieces(
     send: Sequence[Sequence[MovedPiece]], old: list[list[torch.Tensor]], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> torch.Tensor:
-    """Pack the pieces for all ranks into one buffer of bytes, in order of rank, with at most one more piece in memory."""
+    """Return the pieces for all ranks as one buffer of bytes, in order of rank. Memory: the buffer and one piece."""
     x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
     end = 0
     for each in send:

@@ -24,7 +24,7 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 
 
 def outline_to_bytes(tree: Any) -> bytes:
-    """Return the outline of a tree: the length of a JSON text, the text, and the elements of tensors outside of buffers.
+    """Return the outline of a tree: the length of a JSON text, the text, and the elements of tensors outside of Sharded.
 
     The tree is made of dict, OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers,
     strings and booleans as leaves. Raises TreeError for another container or leaf; names its path and type.
@@ -53,7 +53,7 @@ def outline_to_bytes(tree: Any) -> bytes:
             name = {"kind": kind.__name__} if kind in _LISTS.values() else {"namedtuple": name_of_class(kind)}
             return {**name, "parts": [encoded(value, (*path, str(i))) for i, value in enumerate(node)]}
         raise TreeError(
-            f"reshard(): ranks that join cannot be told of {_at(path)}, {kind.__module__}.{kind.__qualname__}: expected "
+            f"reshard(): {_at(path)} cannot be sent to ranks that join: {kind.__module__}.{kind.__qualname__}, expected "
             "Sharded, tensors, numbers and strings in dict, OrderedDict, list, tuple or namedtuple."
         )
 
@@ -63,7 +63,7 @@ def outline_to_bytes(tree: Any) -> bytes:
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
-    """Return the tree that :func:`outline_to_bytes` was given. Buffers are on the meta device, other tensors on ``device``.
+    """Return the tree of an outline. Buffers are on the meta device, other tensors on ``device``.
 
     Raises TreeError for a namedtuple of a module that this rank has not imported, and for bytes that are no outline.
     """

@@ -1,7 +1,7 @@
 """Pieces: runs of elements that move from a buffer of one rank to a buffer of another. Integers only.
 
-In any place of any layout a rank holds one run of each flattened leaf. So the elements that one rank needs from another are the
-intersection of two runs. Both ranks compute these intersections, in the same order.
+In any layout a rank holds one run of each flattened leaf. So the elements that one rank needs from another are the intersection
+of two runs. Both ranks compute these intersections, in the same order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 @dataclass(frozen=True)
 class RankMap:
-    """The old and the new mesh, and the ranks of the Comm by rank in each of them."""
+    """The old and the new mesh; and for each rank of a mesh its rank in the Comm, as ``old`` and ``new``."""
 
     old_mesh: Mesh
     new_mesh: Mesh
@@ -26,8 +26,8 @@ class RankMap:
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
         """Return whether ``target``, a rank of the new mesh, takes values in ``place`` from ``source``, a rank of the old mesh.
 
-        Several old ranks may have the same values. The target takes them from one of these: itself, if it is one, and otherwise
-        a rank that depends on its number, so that new ranks do not all take from one rank.
+        If several old ranks have the values, the target takes them from itself, or from a rank that depends on its number, so
+        that new ranks do not all take from one rank.
         """
         mesh, rank = self.old_mesh, self.new[target]
         near = self.old.index(rank) if rank in self.old else target % mesh.size
@@ -59,7 +59,7 @@ class MovedPiece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the piece on the wire."""
+        """Bytes that the piece takes in a message."""
         return self.numel * self.itemsize
 
 
@@ -85,7 +85,7 @@ def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, sour
 
 
 def cut_into_rounds(todo: Iterable[MovedPiece], limit: int) -> list[list[MovedPiece]]:
-    """Return rounds of pieces in order. Pieces are cut so that a round has at most ``limit`` bytes."""
+    """Return the pieces as rounds, in order. Pieces are cut so that a round has at most ``limit`` bytes."""
     rounds: list[list[MovedPiece]] = []
     left = 0
     for piece in todo:

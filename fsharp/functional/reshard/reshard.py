@@ -41,7 +41,7 @@ def reshard(
     donate: bool = False,
     buffer_nbytes: int = 64 << 20,
 ) -> Any:
-    """Move a tree of shards, or a whole training state, to another layout: other strategy, units, mesh or ranks.
+    """Move a tree of shards, or a training state, to another layout: other strategy, units, mesh or ranks.
 
     Call this function between two steps. No checkpoint is written.
 
@@ -54,19 +54,19 @@ def reshard(
     Each rank receives the elements that it lacks under the new layout, and no others.
 
     Args:
-        tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other leaves are kept. Ranks
-            outside of the old mesh pass None. The ranks that pass a tree are the ranks of the old mesh, in rising order.
-        layout: the new layout, from :func:`~fsharp.plan` for a tree with equal leaves. All ranks pass it.
+        tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other leaves are kept. The ranks
+            that pass a tree form the old mesh, in rising order; all other ranks pass None.
+        layout: the new layout, from :func:`~fsharp.plan` for a tree with equal leaves; the same on all ranks.
         comm: a Comm with all ranks of the old and the new mesh, on one of these meshes or on a third one.
         ranks: the ranks of ``comm`` that form the new mesh, in rising order; None means the first ones.
-        place: ``"params"`` or ``"optim"``: target place of trees outside of a TrainState. In a TrainState parameters go to
-            ``"params"``, main copies and optimizer state to ``"optim"``; residuals of gradients begin from zeros.
-        cast: cast trees outside of a TrainState that go to ``"params"`` to the ``compute`` dtype of ``layout``. If False,
+        place: ``"params"`` or ``"optim"``: where trees outside of a TrainState rest afterwards. In a TrainState parameters rest
+            as ``"params"``, main copies and optimizer state as ``"optim"``; residuals of gradients become zeros.
+        cast: with ``place="params"``, cast trees outside of a TrainState to the ``compute`` dtype of ``layout``. If False,
             buffers keep their dtype, and a layout with another ``compute`` dtype is an error.
         donate: release old buffers unit by unit. ``tree`` cannot be used afterwards, and is lost if an error occurs while data
             move.
-        buffer_nbytes: most bytes in use at once beside old and new shards. A rank sends at most
-            ``buffer_nbytes // (2 * n - 1)`` bytes to another rank at a time, for the ``n`` ranks of ``comm``.
+        buffer_nbytes: most bytes in use at once beside old and new shards. In messages to each of ``n - 1`` other ranks are at
+            most ``buffer_nbytes // (2 * n - 1)`` bytes at a time.
 
     Returns:
         The tree with a :class:`~fsharp.Sharded` for each unit of ``layout``; None on ranks outside of the new mesh. Buffers are
@@ -78,11 +78,11 @@ def reshard(
         LayoutError: the layout lacks leaves of the tree, or has them with another shape, dtype, tie, label or varying axis; the
             message names all such leaves. An option is out of range.
         MeshError: the ranks do not fit the meshes.
-        AgreementError: ranks differ, or another rank failed. All ranks raise, before any buffer is sent.
+        AgreementError: ranks have different arguments, or another rank failed. All ranks raise, before any buffer is sent.
 
     Cost: the bytes of :func:`reshard_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each unit
-    and tree. Memory: old and new shards, and ``buffer_nbytes``. With ``donate`` an old unit's shards are released once they
-    have moved, and a new unit's are made when its move begins. Time on the host grows with the number of leaves times ranks.
+    and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` an old unit is released once it has moved. Time
+    on the host grows with the number of leaves times ranks.
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in all_gather_bytes(b"\0" if tree is None else b"\1", comm)]
@@ -149,11 +149,7 @@ def _with_residuals(tree: Any, residuals: Any) -> Any:
 
 
 def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
-    """Return the new nodes of a state tree of parameters as the new layout stores them.
-
-    Parameters are encoded if the new layout has a format for them. If only the old layout had one, they are cast to the compute
-    dtype.
-    """
+    """Return new nodes of parameters as the new layout stores them: encoded if it has a format, else in the compute dtype."""
 
     def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]
@@ -240,7 +236,7 @@ def _check_all(
 
 
 def _facts_text(state_tree: StateTree) -> str:
-    """Return the facts of a state tree, besides its units, that ranks compare."""
+    """Return a text about a state tree, besides its units, for ranks to compare."""
     return "\n".join(
         f"{state_tree} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"
         for node in state_tree.nodes

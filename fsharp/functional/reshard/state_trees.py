@@ -36,13 +36,13 @@ class LeafPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class StateTree:
-    """A subtree of a state with one value for each parameter, as :class:`~fsharp.Sharded` nodes: parameters, or a moment.
+    """A subtree of a state with one value for each parameter, such as the parameters themselves, or a moment.
 
     Attributes:
         path: path of the state tree in the state.
         name: the path with names of fields, for messages.
-        kind: name of the place that the state tree gets in the new layout.
-        nodes: nodes of the state tree in the old layout, in tree order.
+        kind: where the state tree rests in the new layout: ``"params"`` or ``"optim"``.
+        nodes: the :class:`~fsharp.Sharded` nodes in the old layout, in tree order.
         is_cast: whether buffers are cast to the compute dtype of the new layout.
     """
 
@@ -79,7 +79,7 @@ class StateTree:
         """Return the dtype of the state tree's buffer for a group of ``unit``, a unit of the new layout."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
-            return dtypes.compute if dtypes.format is None else dtypes.main  # from which it is encoded
+            return dtypes.compute if dtypes.format is None else dtypes.main  # to encode from
         return self.source_dtype(unit.path_in_tree(unit.leaves_of_group(group)[0]))
 
     def source_dtype(self, path: str) -> torch.dtype:
@@ -94,9 +94,8 @@ class StateTree:
 def find_state_trees(tree: Any, kind: Kind, *, cast: bool = False) -> list[StateTree]:
     """Return the state trees of a tree, in tree order.
 
-    ``kind`` is the place in the new layout of nodes outside of a :class:`~fsharp.TrainState`. ``cast`` says whether these nodes
-    are cast to the compute dtype of the new layout. Raises TreeError if there is no node, or one that is not at the path of its
-    unit.
+    ``kind`` is the place in the new layout of nodes outside of a :class:`~fsharp.TrainState`; ``cast``, whether these nodes are
+    cast to the new compute dtype. Raises TreeError if there is no node, or a node is not at the path of its unit.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, Kind, bool]] = {}
@@ -109,7 +108,7 @@ def find_state_trees(tree: Any, kind: Kind, *, cast: bool = False) -> list[State
             unit = tuple(node.name.split(".")) if node.name else ()
             root = roots[path] = path[: len(path) - len(unit)]
             if root + unit != path:
-                raise _misplaced_error("a unit is not where a tree of parameters has it.", path, node)
+                raise _misplaced_error("a unit is not at its path in a tree of parameters.", path, node)
             above: list[Any] = [*accessor][: len(root)]
             name = ".".join(str(getattr(key, "field", None) or key.entry) for key in above) or "tree"
             rests, is_cast = kind, cast
@@ -120,7 +119,7 @@ def find_state_trees(tree: Any, kind: Kind, *, cast: bool = False) -> list[State
             facts[root] = name, rests, is_cast
     for path, own in roots.items():
         if any(path[:n] in found and path[:n] != own for n in range(len(path) + 1)):
-            raise _misplaced_error("something else is in a tree of parameters.", path)
+            raise _misplaced_error("a tree of parameters has a unit of another tree in it.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
     return [StateTree(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
@@ -187,7 +186,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
         raise TreeError(problem("reshard()", "a unit was donated (donate=True).", facts, "Use the returned state."))
     if node.place.partial_axes or node.is_gathered or node.ledger is not None:
         what = "a unit does not rest: each rank has values of its own."
-        remedy = "Call it between two steps; sums of gradients are for reduce_scatter() first."
+        remedy = "Call reshard() between two steps; reduce_scatter() partial sums of gradients first."
         raise TreeError(problem("reshard()", what, facts, remedy))
     for group, buffer in zip(node.groups, node.raw_buffers, strict=True):
         size = node.unit.local_size(group, node.place)
@@ -195,12 +194,12 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
             got = f"{dtype_name(buffer.dtype)}{list(buffer.shape)}" if isinstance(buffer, torch.Tensor) else repr(buffer)[:60]
             leaves = ", ".join(node.unit.path_in_tree(leaf) for leaf in node.unit.leaves_of_group(group)[:4])
             facts += [("leaves", leaves), ("got", got), ("expected", f"[{size}], one number for each element")]
-            remedy = "What is not elementwise belongs outside of the Sharded nodes, where it is kept as it is."
+            remedy = "Keep values that are not elementwise outside of Sharded nodes: reshard() leaves them unchanged."
             raise TreeError(problem("reshard()", "a buffer has not one number for each element.", facts, remedy))
 
 
 def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the facts of each leaf that must be equal in the old and the new layout."""
+    """Yield each leaf's path and the facts that have to be equal in the old and the new layout."""
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
         facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"
@@ -209,7 +208,7 @@ def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, 
             group = unit.groups[leaf.group]
             if not state_tree.is_cast:
                 facts["compute dtype"] = dtype_name(group.dtypes.compute)
-                facts["format"] = group.dtypes.stored_format.name  # with one that is not plain there is a main copy
+                facts["format"] = group.dtypes.stored_format.name  # a format that is not plain has a main copy
             if state_tree.kind == "optim":
                 facts |= {"trained": group.trainable, "label": group.label}
                 facts |= {"main dtype": dtype_name(group.dtypes.main), "sum's dtype": dtype_name(group.dtypes.accumulate)}

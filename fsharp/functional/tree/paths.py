@@ -25,7 +25,7 @@ def join_path(entries: Iterable[Any]) -> str:
 
 
 def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
-    """Return paths, leaves and structure of ``tree``. Refuse keys that are empty, contain a dot or look alike."""
+    """Return paths, leaves and structure of ``tree``. Raises TreeError for a key that is empty or has a dot, or equal paths."""
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
     for path in paths:
         for entry in path:
@@ -104,7 +104,7 @@ def prefixes_with_parents(paths: Iterable[str]) -> dict[str, str | None]:
     for path in paths:
         for each in self_and_ancestors(path):
             if each in around:
-                break  # and so are the prefixes of this one
+                break  # with its prefixes
             around[each] = each.rpartition(".")[0] if each else None
     return around
 

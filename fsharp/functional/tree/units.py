@@ -27,9 +27,9 @@ class UnitPartition(NamedTuple):
 def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> dict[str, str]:
     """Return the unit of every leaf path.
 
-    A subtree that a pattern matches is a unit. So is each of the largest subtrees that contain no such match: what is
-    left over keeps the shape the user gave it. Without patterns the whole tree is one unit, named ``""``. Raises PatternError
-    for a pattern that matches nothing, and for two matches one inside the other or in the same place.
+    A subtree that a pattern matches is a unit. So is each of the largest subtrees without a match. Without patterns the whole
+    tree is one unit, named ``""``. Raises PatternError for a pattern that matches nothing, and for two patterns that match one
+    subtree, or subtrees of which one contains the other.
 
     >>> unit_names(["embed.w", "layers.0.w", "layers.1.w", "norm"], "layers.*")
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
