@@ -41,9 +41,9 @@ def _end_uncompiled(token: Token[Any]) -> None:
 
 
 def uncompiled(function: F) -> F:
-    """Mark a function so that torch.compile does not compile it: a graph ends before each call, and another begins after it.
+    """Return a function that torch.compile does not compile: a graph ends before each call, and another begins after it.
 
-    An error of the function names an argument of the wrong type, if there is one, and shows the user's frames alone.
+    The function is a boundary of tracebacks. If it fails with an argument of the wrong type, the error names the argument.
     """
 
     @functools.wraps(function)

@@ -30,9 +30,9 @@ _AROUND = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 
 def api_boundary(target: F) -> F:
-    """Make a function, a generator function or a class a boundary of tracebacks: its errors pass :func:`hide_frames`.
+    """Return a function whose errors show no frames of this library: a boundary of tracebacks (:func:`hide_frames`).
 
-    Of a class only ``__init__`` becomes a boundary.
+    ``target`` may also be a generator function; or a class, whose ``__init__`` becomes a boundary.
     """
     function: Any = target
     if isinstance(target, type):
@@ -61,7 +61,7 @@ def api_boundary(target: F) -> F:
 def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
     """Return ``contextmanager(function)`` whose enter and exit are boundaries of tracebacks.
 
-    Tracebacks of their errors are without this library's frames. Errors of the ``with`` block keep all frames.
+    Errors of the ``with`` block itself keep all frames.
     """
     make = contextmanager(function)
 
@@ -73,8 +73,6 @@ def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractConte
 
 
 class _BoundaryContext(AbstractContextManager[T], ContextDecorator, Generic[T]):
-    """A context manager whose enter and exit are boundaries of tracebacks."""
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
@@ -102,7 +100,7 @@ def call_hook(hook: Callable[..., T], *args: Any) -> T:
 def hide_frames(error: Exception) -> None:
     """Remove frames of this library from the traceback of an error and of its causes. A note says how to see all frames.
 
-    Call it in an ``except`` block that raises the error again. Nested boundaries have the same result as the outermost alone.
+    Call this function in an ``except`` block that raises the error again. Nested boundaries give the result of the outermost.
     """
     if _hide(error) and HINT not in getattr(error, "__notes__", ()):
         with suppress(Exception):  # some errors cannot be written to
@@ -120,7 +118,7 @@ def traceback_text(error: BaseException) -> str:
 
 
 def _hide(error: Exception) -> bool:
-    """Remove frames from the tracebacks of an error and its causes. Return whether any frame was removed."""
+    """Remove frames of this library from tracebacks of an error and its causes; return whether a frame was removed."""
     if os.environ.get("FSHARP_TRACEBACK") == "full":
         return False
     found, all_errors = False, _with_causes(error)

@@ -489,7 +489,7 @@ def test_residuals_that_are_missing_or_of_another_layout_are_refused():
         _, grads, residuals = grad_fn(state.params, batch, comm=comm, residuals=state.residuals)
         with pytest.raises(TreeError, match=r"reduce_scatter\(\): gradients of unit .* Pass residuals=state.residuals"):
             fs.reduce_scatter(grads, comm=comm)
-        with pytest.raises(TreeError, match="residuals under a torch.func transform"):
+        with pytest.raises(TreeError, match=r"residuals under a torch\.func transform"):
             torch.func.vmap(lambda x: fs.reduce_scatter(grads, comm=comm, residuals=residuals) and x)(torch.ones(2))
         return True
 

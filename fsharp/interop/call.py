@@ -37,19 +37,19 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
         A function of the same pytrees of tensors. It returns the pytree of ``fn``, in new memory. It can be the function of a
-        unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be, by cloudpickle also
-        with closures, and is compiled again in the process that loads it.
+        unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be, and is compiled again
+        in the process that loads it.
 
     Raises:
-        TreeError: when called, for a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer
-            that does not fit into 32 bits; an argument that is an array, a random key or of a class that optree does not know;
-            a result that is no array or number; a tensor without memory of its own, such as a DTensor; or a process forked from
-            a process that had used JAX, in which XLA would wait for ever.
+        TreeError: when called. An argument has a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), is an
+            integer of more than 32 bits, an array or a random key, is of a class unknown to optree, or is a tensor without
+            memory of its own, such as a DTensor. A result is no array or number. Or the process was forked from one that had
+            used JAX: XLA would wait without end.
 
     Cost: one copy of each argument whose address is no multiple of 64 bytes (most leaves of a unit, which are views of a
-    buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own. Autograd keeps the arguments, so
-    a unit's parameters are released and gathered again as with a torch function. With ``jax.checkpoint`` in ``fn`` fewer
-    residuals are kept. Higher derivatives compute the function again.
+    buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own, fewer with ``jax.checkpoint`` in
+    ``fn``. Autograd keeps the arguments, so a unit's parameters are released after the forward, as with a torch function.
+    Higher derivatives compute the function again.
     """
     return _TensorFunction(fn)
 
@@ -155,9 +155,9 @@ class _VjpResiduals:
     """The arrays that the function ``vjp`` from ``jax.vjp`` keeps for the backward: leaves of a pytree.
 
     Attributes:
-        arrays: the leaves that are not arguments of the call; None in place of a leaf that autograd keeps as a tensor.
+        arrays: the leaves; None in place of a leaf that is an argument of the call, which autograd keeps as a tensor.
         vjp: the tree structure of ``vjp``.
-        numbers: for each leaf of ``vjp`` the index of the argument that the leaf is; None if the leaf is no argument.
+        numbers: for each leaf the index of the argument that it is; None if it is no argument.
     """
 
     arrays: list[Any]

@@ -185,7 +185,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 def unflatten(tree: Any) -> Any:
     """Return the user's tree, with leaves sliced out of global flat arrays. For use in ``jax.jit``; differentiable.
 
-    ``tree`` is a pytree of :class:`~fsharp.Sharded` with all groups of their units, and with the units that store tied leaves.
+    ``tree`` is a pytree of whole :class:`~fsharp.Sharded` units. If leaves are tied to a unit, ``tree`` has this unit as well.
     XLA moves the data that a computation needs.
     """
     views = {(node.name, path): leaf for node in units_of(tree) for path, leaf in _views(node).items()}

@@ -216,7 +216,7 @@ class CompiledTransformation:
         return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
 
     def _run_in_rounds(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
-        """Return the results of ``init`` or ``step``, run again after each round of reductions, until none is pending."""
+        """Return the results of ``init`` or ``step``: run it, make its pending reductions, and repeat until none is pending."""
         known: dict[Key, Any] = {}
         device = next((x.device for arrays in flats for x in arrays if x.size), None)
         while True:

@@ -85,7 +85,7 @@ class TensorBoardLogger:
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add each value to the writer."""
+        """Add each number to the writer as a scalar, and each other value as text."""
         for name, value in _flat(plain_values(_without_tables(values))):
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
