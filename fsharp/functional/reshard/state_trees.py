@@ -119,7 +119,7 @@ def find_state_trees(tree: Any, kind: Kind, *, cast: bool = False) -> list[State
             facts[root] = name, rests, is_cast
     for path, own in roots.items():
         if any(path[:n] in found and path[:n] != own for n in range(len(path) + 1)):
-            raise _misplaced_error("a tree of parameters has a unit of another tree in it.", path)
+            raise _misplaced_error("a tree of parameters has another leaf in it.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
     return [StateTree(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
