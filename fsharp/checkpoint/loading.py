@@ -73,9 +73,9 @@ def load(
     Args:
         where: a checkpoint, or its path; the root of several checkpoints, to load the newest undamaged one; or a file or folder
             of another library. Under a root, damaged checkpoints are renamed to end in ``.damaged``, with a warning for each.
-            Other libraries: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index), a
-            file of safetensors, or a file of ``torch.save`` with tensors, numbers and texts in dicts, lists and tuples. Keys
-            are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
+            Other libraries: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index), or a
+            file of safetensors or ``torch.save``. The file of ``torch.save`` has tensors, numbers and texts in dicts, lists and
+            tuples; keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
         like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
             device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
             optimizer of torch has to make a step before (a ShardedOptimizer need not).

@@ -123,9 +123,9 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 class _Handle(torch.autograd.Function):
     """An autograd function that returns a handle (see :class:`SinkLedger`). Its backward is ``deliver``.
 
-    ``deliver`` gets the gradient of the handle, reduces it over ranks, and returns the gradient of the sink. Without handles a
-    gradient would have the dtype and place of the parameter. So a gradient of a bfloat16 parameter could not be summed in
-    float32, and under ZeRO-2 no full gradient would be reduced before all full gradients exist.
+    ``deliver`` gets the gradient of the handle, reduces it over ranks, and returns the gradient of the sink. Without handles
+    gradients would have the dtype and place of parameters. So gradients of bfloat16 parameters could not be summed in float32.
+    Under ZeRO-2 all full gradients would exist before the first is reduced.
     """
 
     @staticmethod

@@ -56,8 +56,8 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
     Links are followed, as the cache of the Hub is made of links. There are no digests, so damage to tensors is not seen. Raises
-    CheckpointError if a file or a tensor of the index is missing, two files have one tensor, a header is damaged, or a file has
-    other objects than tensors, numbers and texts. Cost: reads the header of each file.
+    CheckpointError if a file or a tensor of the index is missing, two files have one tensor, or a header is damaged. A file
+    with other objects than tensors, numbers and texts is an error as well. Cost: reads the header of each file.
     """
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]

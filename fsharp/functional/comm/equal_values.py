@@ -82,8 +82,8 @@ def _differing_ranks(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -
 def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
-    Bytes are summed over ranks as integers, and all ranks but one add zero. With ``varying`` axes a rank gets the tensor of the
-    rank that has its own coordinates along these axes, and the coordinates of ``source`` along all others.
+    Bytes are summed over ranks as integers, and all ranks but one add zero. Along ``varying`` axes the source has the
+    coordinates of the rank that receives.
 
     Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
     """

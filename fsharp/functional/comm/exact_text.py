@@ -17,9 +17,9 @@ _SHOWN = 8
 def exact_text(value: Any) -> str:
     """Return the text of a setting. Texts are equal if and only if settings are equal in every bit.
 
-    The text has the elements of an array of at most 8 elements, the digest of a larger array, and the repr of any other object.
-    Addresses of functions are left out, as they differ between processes. Arrays are found in dictionaries, sequences, sets,
-    dataclasses and ``functools.partial``.
+    An array of at most 8 elements is written out, a larger one by its digest, and any other object by its repr. Addresses of
+    functions are left out, as they differ between processes. Arrays are found in dictionaries, sequences, sets, dataclasses and
+    ``functools.partial``.
 
     Cost: one pass over the bytes of arrays.
     """

@@ -493,8 +493,8 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def destroy() -> None:
     """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
 
-    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError` with the last
-    step of this rank, and with its traceback after an error. At exit the interpreter does the same.
+    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError` with its last
+    step, and after an error with its traceback. At exit the interpreter does the same.
 
     Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave: for at most 30 seconds,
     or the job's time limit if that is shorter.

@@ -5,8 +5,8 @@ So the sum of all sent values and the last residual is the sum of all gradients.
 that leaves out the unit, the rank sends zeros and keeps ``e``. Each axis whose wire is a format has residuals of its own, for
 the values that a rank encodes along this axis.
 
-Gradients and residuals are sums over a batch here; :func:`~fsharp.average` divides later. If the weight of batches differs from
-step to step, a residual counts in the next step as part of the sum over that step's batch.
+Gradients and residuals are sums over a batch here; :func:`~fsharp.average` divides later. So with batches
+of different weights, a residual counts in the next step as a part of that step's sum.
 
 Sources: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
 """
@@ -66,8 +66,8 @@ def own_residuals(
 ) -> ResidualsAndViews:
     """Return residuals of ``units`` for this call to overwrite: ``residuals`` with ``donate``, else a copy; and views of them.
 
-    Raises TreeError if residuals are missing or belong to other units, if ``step`` is no integer of at least 0, or if ``step``
-    is missing and a format rounds stochastically.
+    Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is no integer of at least
+    0, or is missing and a format rounds stochastically.
     """
     units = [unit for unit in units if residual_sizes(unit) or has_stochastic_wire(unit)]
     if step is not None and (type(step) is not int or step < 0):

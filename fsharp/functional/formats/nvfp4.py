@@ -5,7 +5,7 @@ consecutive elements of a leaf, or fewer at its end; leaves begin at multiples o
 of tensors. For 16 values 9 bytes travel.
 
 NVIDIA's scale of a tensor is its largest magnitude over 6 * 448. Here the scale is a power of two of that size, and scales of
-blocks are not subnormal, so that encoding decoded values gives the same bytes. Readers of NVFP4 can read these planes.
+blocks are not subnormal. So encoding decoded values gives the same bytes. Readers of NVFP4 can read these planes.
 """
 
 from collections.abc import Sequence
@@ -100,8 +100,8 @@ nvfp4 = register_format(
 )
 """NVIDIA's NVFP4: numbers of 4 bits with a scale for each block of 16 values and for each tensor. For parameters.
 
-It takes 9 bytes for 16 values; scales of tensors do not travel. The error is at most 1/5 of the value, 1/22 of the largest
-magnitude of its block, or 1/356,000 of the largest magnitude of the tensor, whichever is largest. A block with an infinity or
+It takes 9 bytes for 16 values; scales of tensors do not travel. The error is at most the largest of: 1/5 of the value,
+1/22 of the largest magnitude of its block, 1/356,000 of the largest magnitude of the tensor. A block with an infinity or
 NaN has NaN as its scale: infinities and NaN are kept, finite values become zero. For gradients use
 :data:`~fsharp.formats.mxfp4`.
 """

@@ -1,8 +1,8 @@
 """stochastic: a format that rounds each value up or down at random, so that the expected decoded value is the value.
 
 [Note: random numbers]
-Each value has a random number of its own. It depends on the seed, on the kind of value (gradient or update), on the number of
-the step, on the path of the leaf in the user's tree, and on the index of the element in the whole leaf. It does not depend on
+Each value has a random number of its own. It depends on the seed, on the kind of value (gradient or update), and on the number
+of the step. It also depends on the path of the leaf, and on the index of the element in the whole leaf. It does not depend on
 mesh, strategy, rank or path of execution. So runs with the same blocks have equal bits, and a resumed run has the bits of an
 uninterrupted one. All ranks and all microbatches of a step round their summands of a gradient by the same random numbers: each
 summand is unbiased by itself. A gradient that is encoded again, for the next axis, gets new numbers.

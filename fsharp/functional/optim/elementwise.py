@@ -1,9 +1,9 @@
 """Adam, AdamW, SGD and Lion on flat buffers: fused kernels where torch has them, hyper-parameters per path.
 
 [Note: whole vectors]
-torch's fused CPU kernels compute the last elements of a tensor, which do not fill a SIMD vector, by scalar code that may round
-differently. The end of a buffer depends on the sharding. So kernels here get whole vectors alone: remainders are copied to a
-padded scratch tensor. Then an element's update depends on the element alone.
+torch's fused CPU kernels compute the last elements of a tensor, which do not fill a SIMD vector, by scalar code. This code may
+round differently. The end of a buffer depends on the sharding. So kernels here get whole vectors alone: remainders are copied
+to a padded scratch tensor. Then an element's update depends on the element alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence

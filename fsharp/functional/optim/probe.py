@@ -2,7 +2,7 @@
 
 Flat buffers join leaves, and are cut between ranks. A rule that treats each element by itself is right. A rule that uses
 other elements, such as a norm, would silently compute something else. So a pair is run on a small tree of the user's structure,
-and on the same elements in flat buffers, which are cut if ranks have cuts. If the updates are equal, the pair is accepted.
+and on the same elements in flat buffers, cut as on ranks. If the updates are equal, the pair is accepted.
 """
 
 import math

@@ -26,8 +26,8 @@ class RankMap:
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
         """Return whether ``target``, a rank of the new mesh, takes values in ``place`` from ``source``, a rank of the old mesh.
 
-        If several old ranks have the values, the target takes them from itself, or from a rank that depends on its number, so
-        that new ranks do not all take from one rank.
+        If several old ranks have the values, the target takes them from itself if it is one of them. Else its number chooses
+        the source, so that new ranks do not all take from one rank.
         """
         mesh, rank = self.old_mesh, self.new[target]
         near = self.old.index(rank) if rank in self.old else target % mesh.size
