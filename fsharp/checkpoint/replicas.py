@@ -312,9 +312,9 @@ class Replicas(BackgroundSaver):
         """Return a tree like ``like`` with the values of the last save, under any strategy and number of ranks.
 
         All ranks have to call this method. Values come from memory of hosts. If the newest checkpoint under ``root`` was saved
-        later, or more than ``copies`` hosts have lost their memory, it is loaded, with a warning. In place
-        of a damaged copy another host's copy is read, or else the previous save. Damaged files and checkpoints are renamed to
-        end in ``.damaged``, with a warning for each.
+        later, or more than ``copies`` hosts have lost their memory, it is loaded, with a warning. In place of a damaged copy
+        another host's copy is read, or else the previous save. Damaged files and checkpoints are renamed to end in
+        ``.damaged``, with a warning for each.
 
         Args:
             like: a tree with names, shapes, dtypes and places, as for :func:`~fsharp.checkpoint.load`.
