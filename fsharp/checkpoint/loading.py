@@ -262,7 +262,6 @@ def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _Ch
 
 
 def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]) -> None:
-    """Raise an error if parameters are loaded without their main copies, as the next update would undo the loading."""
     for name in sorted(left):
         parameter = f"params.{name.removeprefix('main.')}"
         if name.startswith("main.") and parameter in wanted and parameter not in left:

@@ -78,8 +78,6 @@ class RefreshNbytes(NamedTuple):
 
 
 class _OnDisk(NamedTuple):
-    """A checkpoint on disk, and the time of its save."""
-
     path: str
     step: int
     created: float
@@ -378,7 +376,6 @@ class Replicas(BackgroundSaver):
             raise
 
     def _set_aside(self, on_disk: Mapping[str, str], copies: Mapping[Copy, str], used: str) -> None:
-        """Rename damaged checkpoints on disk, and damaged copies on hosts, with a warning for each."""
         set_aside_damaged(on_disk, used, self._comm)
         for (save, first, file), text in copies.items():
             if first == self._comm.rank:

@@ -154,7 +154,6 @@ class _BlockDigests:
         self._done, self._rest = bytearray(), bytearray()
 
     def update(self, view: memoryview) -> None:
-        """Add bytes."""
         begin = min(-len(self._rest) % BLOCK_NBYTES, len(view))
         self._rest += view[:begin]
         if len(self._rest) == BLOCK_NBYTES:

@@ -93,7 +93,6 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype have equal bytes."""
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (x, y)))
 
 

@@ -101,7 +101,6 @@ def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
 
 
 def _check_ties(nodes: Sequence[Sharded]) -> None:
-    """Raise a TreeError if a tied leaf belongs to a unit that was passed twice, for example from two trees."""
     for name in {name for node in nodes for name in node.unit.tied_units}:
         if len({tuple(map(id, node.raw_buffers)) for node in nodes if node.name == name}) > 1:
             raise TreeError(
@@ -111,7 +110,6 @@ def _check_ties(nodes: Sequence[Sharded]) -> None:
 
 
 def _check_classes(units: Any) -> None:
-    """Raise a TreeError if leaves have a tensor class of their own, which a blocking gather would decode to plain tensors."""
     for node in units_of(units):
         if node.unit.tensor_classes:
             raise TreeError(

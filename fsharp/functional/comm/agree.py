@@ -127,7 +127,6 @@ def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
 
 
 def _shortened(text: str, first: int) -> str:
-    """Return as much of a text, from character ``first`` on, as fits an error message."""
     shown = text[first:]
     return "..." * (first > 0) + (shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "...")
 

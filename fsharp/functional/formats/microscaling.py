@@ -149,7 +149,6 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round each number, by its random number, to the integer below or above."""
     return (numbers + noise).floor_()
 
 

@@ -177,7 +177,6 @@ def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precis
 
 
 def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
-    """Raise a LayoutError if ``update=`` is given beside ``stored=``, or for parameters that do not travel after an update."""
     for unit in units:
         for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
             if dtypes.update is None:

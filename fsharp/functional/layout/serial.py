@@ -89,7 +89,6 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
 
 
 def _check_unit(unit: UnitLayout) -> None:
-    """Raise a LayoutError if :func:`~fsharp.plan` cannot make the sizes and offsets of a unit."""
     unit.strategy.check_mesh(unit.mesh)
     parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded_axes)
     if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):

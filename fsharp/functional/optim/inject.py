@@ -116,7 +116,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_python_number(name: str, value: Any) -> Any:
-    """Return a Python number from a number, or from a tensor or array with one element."""
     plain = value.item() if hasattr(value, "item") else value
     if not _is_number(plain):
         raise TreeError(f"inject_hyperparams(): hyperparams[{name!r}] is {value!r}, expected a number.")

@@ -45,7 +45,6 @@ def _dtype(tree: Any) -> torch.dtype:
 
 
 def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
-    """Return the norm in float64, in which squares of elements do not overflow."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     with reporting_format_errors(comm, "global_norm()"):
         for node in units_of(tree):
