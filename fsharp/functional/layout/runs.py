@@ -13,7 +13,7 @@ class EncodedRun(NamedTuple):
 
     Attributes:
         axis: the axis.
-        number: how often these elements have been encoded before, along other axes.
+        number: number of earlier encodings of these elements, along other axes.
         start: index of the first element in the whole buffer of the group.
         size: number of elements.
     """
@@ -27,7 +27,7 @@ class EncodedRun(NamedTuple):
 def encoded_runs(unit: UnitLayout, group: int, rank: int, way: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
     """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions.
 
-    ``way`` has the places between which the gradient is reduced. None: from its summands to the optimizer's place.
+    ``way`` are the places from and to which the gradient is reduced. None: from its summands to the optimizer's place.
     """
     (source, target), number = way or (unit.strategy.full.dual, unit.strategy.optim), 0
     dtypes = unit.groups[group].dtypes
@@ -44,10 +44,7 @@ def encoded_runs(unit: UnitLayout, group: int, rank: int, way: tuple[Place, Plac
 
 @lru_cache(maxsize=1 << 12)
 def residual_sizes(unit: UnitLayout) -> Mapping[int, Mapping[str, int]]:
-    """Return by group and axis how many values of a gradient a rank encodes with feedback, in order of the reductions.
-
-    Groups without feedback are left out.
-    """
+    """Return the number of values that a rank encodes with feedback, by group with feedback and axis in reduction order."""
     found = {}
     for g in unit.trainable_groups:
         runs = encoded_runs(unit, g, 0)
@@ -73,8 +70,8 @@ def padding_of_sums(unit: UnitLayout, group: int, axis: str, rank: int, way: tup
 def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[slice]:
     """Return the padding in a run of a group's buffer, as slices of the run.
 
-    Decoded gradients and differences are set to zero there, as norms and later steps count padding. Formats that mix the
-    values of a block, such as :func:`~fsharp.formats.hadamard`, decode the zeros of padding as other numbers.
+    Callers set decoded padding to zero, as norms count it: a format that mixes the values of a block, such as
+    :func:`~fsharp.formats.hadamard`, decodes zeros of padding as other numbers.
     """
     found, end = [], 0
     for leaf in unit.leaves_of_group(group):
@@ -88,7 +85,7 @@ def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[
 def leaves_in_run(unit: UnitLayout, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
     """Yield, for each leaf in a run of a group's buffer: begin and end in the run, path, and index of its first element.
 
-    Along axes on which the unit varies all ranks' leaves are one, as in checkpoints.
+    If the unit varies along axes, the index counts in the concatenation of all ranks' leaves, as in checkpoints.
     """
     before = unit.mesh.index_along(unit.varying_axes, rank)
     for leaf in unit.leaves_of_group(group):
