@@ -78,7 +78,7 @@ def test_layouts_are_values_and_json_keeps_them(case):
         ),
         (
             lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "os:PathLike", "children": []}),
-            "'os:PathLike' is not a class of the kind that is expected",
+            "'os:PathLike' is not a class of the expected kind",
         ),
         (lambda d: d["units"][0].update(spec={"kind": "set", "children": []}), "'set' is no kind of container"),
         (lambda d: d.update(mesh=[["dp", 0]]), "axis 'dp' has size 0"),
