@@ -156,7 +156,9 @@ def test_what_would_go_wrong_is_refused_by_name():
         model.layers[1].weight.requires_grad_(False)
 
     comm = fs.SingleComm()
-    with pytest.raises(fs.errors.OptionError, match=r"parameter 'layers\.1\.weight': it is frozen under DelayedScaling, and its"):
+    with pytest.raises(
+        fs.errors.OptionError, match=r"parameter 'layers\.1\.weight': it is frozen under DelayedScaling, and its"
+    ):
         shard(replace(CASE, prepare=freeze), RECIPE, comm, fs.zero3("dp"))
 
     class Holder(torch.nn.Module):
