@@ -12,7 +12,7 @@ import torch
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
-from fsharp.stateful.schedule.ops import GATHER, Phase, Stream, buffer_nbytes, kinds_where
+from fsharp.stateful.schedule.ops import SPREAD, Phase, Stream, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_nbytes_by_axis
 
@@ -103,13 +103,17 @@ def calibrate(
     }
 
 
-def own_part_nbytes(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes of a rank's own part, which the host copies into the arena when it issues the gather of a unit."""
-    return max(facts.gathered - sum(call.nbytes for call in facts.gather), 0) if op.spec is GATHER else 0
+def issued_nbytes(op: Op, facts: UnitFacts) -> int:
+    """Return the bytes with which the issue of a collective grows: those that are sent.
+
+    A gather copies the rank's own part into the arena, and a reduction posts a message for each chunk. A gather of updated
+    parameters copies nothing.
+    """
+    return 0 if op.spec is SPREAD else sum(call.nbytes for call in op.spec.collectives(facts))
 
 
 def _fit_issues(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, float]:
-    """Return the seconds of the issue of a collective, and the bandwidth of the copies in it.
+    """Return the seconds of the issue of a collective, and the bytes per second by which it grows.
 
     ``issuing``: seconds in each step of the stretches in which these collectives were issued, by their first ops. Errors count
     relative to the seconds.
@@ -119,7 +123,7 @@ def _fit_issues(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[f
     facts, runs = schedule.program.facts, {run[0]: run for run in issue_positions(schedule.ops)}
     rows, target = [], []
     for issued, seconds in issuing.items():
-        nbytes = sum(own_part_nbytes(schedule.ops[i], facts[schedule.ops[i].unit]) for op in issued for i in runs[op])
+        nbytes = sum(issued_nbytes(schedule.ops[i], facts[schedule.ops[i].unit]) for op in issued for i in runs[op])
         weight = math.sqrt(len(seconds)) / max(median(seconds), 1e-6)
         rows.append([weight * len(issued), weight * nbytes])
         target.append(weight * median(seconds))

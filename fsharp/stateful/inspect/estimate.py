@@ -23,7 +23,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, moved_nbytes, own_part_nbytes
+from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, issued_nbytes, moved_nbytes
 from fsharp.stateful.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.stateful.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
@@ -69,8 +69,8 @@ class Hardware:
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
         host_share: the host's share, from 0 to 1, of the core for which it contends. While both work, the host has
             ``1 - contention * (1 - host_share)`` of its speed, and collectives have ``1 - contention * host_share`` of theirs.
-        issue_s: seconds of a synchronous host to issue one collective, without the copy of this rank's own part.
-        issue_bandwidth: bytes per second of a synchronous host that copies this rank's own part at the issue of a gather.
+        issue_s: seconds of a synchronous host to issue one collective of few bytes.
+        issue_bandwidth: sent bytes per second by which an issue takes longer: the host copies its own part, or posts messages.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -356,8 +356,8 @@ class _Simulation:
                 else {}
             )
             latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
-            copied_s = sum(own_part_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
-            self.issues.append((run, _seconds(ops, facts, hardware, times), latency_s, hardware.issue_s + copied_s))
+            longer_s = sum(issued_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
+            self.issues.append((run, _seconds(ops, facts, hardware, times), latency_s, hardware.issue_s + longer_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
