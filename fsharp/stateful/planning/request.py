@@ -145,7 +145,11 @@ class Request:
     def _meshes(self) -> tuple[Mesh, ...]:
         if self.mesh is None and self.comm is None:
             raise ScheduleError("tune(): pass mesh=, a mesh or a number of ranks; or comm=.")
-        return meshes_of(self.comm.mesh if self.mesh is None and self.comm is not None else self.mesh)  # type: ignore[arg-type]
+        meshes = meshes_of(self.comm.mesh if self.mesh is None and self.comm is not None else self.mesh)  # type: ignore[arg-type]
+        if isinstance(self.mesh, int) and isinstance(self.hardware, Hardware) and isinstance(self.hardware.bandwidth, Mapping):
+            axes = {key if isinstance(key, str) else key[1] for key in self.hardware.bandwidth}
+            meshes = tuple(each for each in meshes if axes.issuperset(each.names)) or meshes
+        return meshes
 
     def _check_trial(self, model: Model, *, has_trial: bool) -> None:
         """Raise an error if arguments of a trial contradict each other."""

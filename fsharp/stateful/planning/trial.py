@@ -26,9 +26,11 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
-from fsharp.stateful.planning.plan_step import Use
+from fsharp.stateful.planning.plan_step import ROOT, Use
 
 _ROUNDS = 3
+_READS = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
+_HOLDS = "If the arguments are objects that hold tensors, such as a cache, turn them off, or leave out device=."
 
 
 @dataclass(eq=False)
@@ -181,7 +183,7 @@ def trial_of_loss(loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch:
     part = split_batch(given, microbatches)[0] if microbatches > 1 else given
     recorder = _Recorder(_tensors(part))
     params = shard_for(on_meta(tree), layout, 0)
-    with _explained(), recorder.recording():
+    with _explained("on meta tensors", _READS), recorder.recording():
         recorder.hold(loss_fn(params, part, _TrialEngine(layout.mesh, recorder)))
     return recorder.calls
 
@@ -228,7 +230,7 @@ def trial_of_module(module: nn.Module, layout: Layout, owners: Mapping[str, Sequ
             each.register_forward_pre_hook(partial(enter, (*ties, *names)), with_kwargs=True)
             each.register_forward_hook(leave)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
-    with _explained(), recorder.recording():
+    with _explained("on meta tensors", _READS), recorder.recording():
         recorder.hold(skeleton(*args, **kwargs))
     for call in (inner for outer in recorder.calls for inner in outer.walk()):
         call.run.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
@@ -246,7 +248,8 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
     for call in (each for outer in calls for each in outer.walk() if not each.inner):
         kinds.setdefault(_kind(call), []).append(call)
     for alike in kinds.values():
-        found = [_measured(alike[0], device) for _ in range(_ROUNDS + 1)][1:]
+        with _explained(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS):
+            found = [_measured(alike[0], device) for _ in range(_ROUNDS + 1)][1:]
         for call in alike:
             call.set_measured(median(row[0] for row in found), median(row[1] for row in found), found[0][2])
     return len(kinds)
@@ -314,15 +317,14 @@ def _trained(node: Sharded, ties: Sequence[Sharded]) -> Any:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Turn an error of the user's code on meta tensors into a ScheduleError with a remedy."""
+def _explained(where: str, remedy: str) -> Iterator[None]:
+    """Turn an error of the user's code in a trial into a ScheduleError with a remedy."""
     try:
         yield
     except FsharpError:
         raise
     except Exception as error:
-        what = f"the trial on meta tensors failed: {type(error).__name__}: {error}"
-        remedy = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
+        what = f"the trial {where} failed: {type(error).__name__}: {error}"
         raise ScheduleError(problem("tune()", what, remedy=remedy)) from error
 
 

@@ -81,7 +81,8 @@ def tune(
             mapping of keyword arguments, or one argument. For ``loss_fn``: the batch, which is split into microbatches. A
             number is the number of tokens of a rank in a microbatch.
         mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for an axis ``dp``, and for each pair
-            of axes ``outer`` and ``inner`` that fits hosts of 8 ranks. None takes the mesh of ``comm``.
+            of axes ``outer`` and ``inner`` that fits hosts of 8 ranks, as far as a :class:`~fsharp.inspect.Hardware` has
+            their bandwidths. None takes the mesh of ``comm``.
         strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
             ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a

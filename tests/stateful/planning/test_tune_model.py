@@ -18,7 +18,7 @@ from fsharp.stateful.planning.space import meshes_of
 from fsharp.stateful.planning.tune import POLICIES
 from fsharp.testing import processes
 from tests.gpt_like import block, cross_entropy, embed, head, make_batches, make_params, plain_logits
-from tests.scheduling import DP
+from tests.scheduling import DP, HYBRID
 
 SLOW = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e6, latency=1e-4, update_s=1e-3)
 
@@ -260,6 +260,47 @@ class ListOfParameters(nn.Module):
 def test_parameters_of_a_list_are_no_units_of_a_module():
     found = fs.tune(ListOfParameters(), "H100", budget=1e9, batch=torch.ones(2, 4), mesh=8)
     assert found.made_by["units"] is None
+
+
+def test_a_number_of_ranks_stands_for_the_axes_that_the_hardware_has():
+    known = replace(SLOW, bandwidth={"dp": 1e6})
+    assert fs.tune(make_params(), known, budget=1e9, batch=8, mesh=4).layout.mesh == fs.Mesh({"dp": 4})
+    with pytest.raises(ScheduleError, match=r"no bandwidth for axis '(outer|inner)'"):
+        fs.tune(make_params(), known, budget=1e9, batch=8, mesh=HYBRID)
+
+
+class Holder:
+    def __init__(self, x):
+        self.x = x
+
+
+class Holding(nn.Module):
+    """Passes its parts an object that holds a tensor of the trial on meta."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Held() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, Holder(x))
+        return x
+
+
+class Held(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x, holder):
+        return holder.x @ self.weight + x
+
+
+def test_a_unit_that_cannot_be_measured_is_named():
+    found = fs.tune(Holding(), SLOW, budget=1e9, batch=torch.ones(2, 4), mesh=DP)
+    assert found.activations == "estimated by a trial on meta tensors"
+    with pytest.raises(ScheduleError, match=r"the trial of unit 'layers.0' on cpu failed: .*\nIf the arguments are objects"):
+        fs.tune(Holding(), SLOW, budget=1e9, batch=torch.ones(2, 4), mesh=DP, device="cpu")
 
 
 def recomputing(params, batch, comm):
