@@ -251,18 +251,16 @@ class ScheduledEngine(Engine):
             return state
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
         self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)
-        (main, opt), moves = self._offload.move_state(state, self._staying_trees(params, state[0]), to_host=False)
+        (main, opt), moves = self._offload.move_state(state, (params, state[0]) if self.main_stays else params, to_host=False)
         self.current_step().fetch_state(moves)
         return main, opt
-
-    def _staying_trees(self, params: Any, main: Any) -> Any:
-        return (params, main) if self.main_stays else params
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Begin to gather updated parameters, and to copy state to host memory. Return both; a read of them waits."""
         step, lanes, rank = self.current_step(), self.lanes, self.rank
-        update_gathers, nodes = [], []
-        for old, fresh in zip(units_of(params), units_of(new), strict=True):
+        update_gathers: list[UpdateGather] = []
+
+        def begin(old: Sharded, fresh: Sharded) -> Sharded:
             unit = self.unit_of(old)
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
@@ -271,13 +269,14 @@ class ScheduledEngine(Engine):
             if not donate:
                 unit.drop_references()
             self.record_replaced(old, unit, node)
-            nodes.append(node)
             update_gathers.append(update_gather)
-        position = iter(nodes)
-        resting = map_units(lambda _: next(position), params)
+            return node
+
+        resting = map_units(begin, params, new)
         moves: Mapping[str, HostCopies] = {}
         if self._offload is not None:
-            state, moves = self._offload.move_state(state, self._staying_trees(resting, state[0]), to_host=True)
+            staying = (resting, state[0]) if self.main_stays else resting
+            state, moves = self._offload.move_state(state, staying, to_host=True)
             self._offload = None
         step.gather_updates(update_gathers, moves)
         self.num_updates += 1

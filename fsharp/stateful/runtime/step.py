@@ -79,10 +79,9 @@ class Step:
                 return
         event = Event(*found)
         self.events.append(event)
-        self.leave_schedule(event)
-        assert self.eager is not None
+        eager = self.leave_schedule(event)
         has_pending = unit is not None and self.uses.pending.get(unit.key, 0) > 0
-        self._run(self.eager.ops_at_event(at, event, unit, copy, units, has_pending=has_pending))
+        self._run(eager.ops_at_event(at, event, unit, copy, units, has_pending=has_pending))
 
     def _run(self, bounds: Iterable[BoundOp]) -> None:
         """Run ops of the source ``EagerOps`` and their followers, each before the next one is emitted."""
@@ -91,16 +90,17 @@ class Step:
             self.executor.run_op(bound)
             del bound  # releases memory for the next op
 
-    def leave_schedule(self, event: Event | None = None) -> None:
-        """Leave the schedule, if the step follows one: finish the work under way, and continue with ``EagerOps``."""
+    def leave_schedule(self, event: Event | None = None) -> EagerOps:
+        """Leave the schedule, if the step follows one, and finish the work under way. Return the source of all later ops."""
         if self.eager is not None:
-            return
+            return self.eager
         assert self.schedule is not None
         after = f"the end after {self.events[-1]}" if self.events else "an end"
         self.executor.finish_reductions()
         self.schedule.leave_schedule(self.uses.any_in_buffer)
         left_at = after if event is None else str(event)
         self.eager = EagerOps(self.executor, is_in_use=self.uses.any_in_buffer, left=self.schedule, left_at=left_at)
+        return self.eager
 
     def begin_use(self, node: Sharded, unit: UnitState) -> UnitUse:
         """Begin a use of a unit, gather the unit, and return the use with its leaves."""
@@ -316,9 +316,7 @@ class Step:
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
         self._event("update", units=units)
         if self.executor.spreading or self.executor.moves:  # of units that are not in the schedule
-            self.leave_schedule()
-            assert self.eager is not None
-            self._run(self.eager.ops_after_update(units))
+            self._run(self.leave_schedule().ops_after_update(units))
 
     def end_step(self) -> None:
         """End the step after its function has returned, and wait for reductions under way."""

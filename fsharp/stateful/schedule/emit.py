@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from fsharp.stateful.schedule.costs import Bundles, bucket_limit_nbytes, group_into_bundles
 from fsharp.stateful.schedule.emit_gradients import GradientOps, microbatches_before_reduce
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
-from fsharp.stateful.schedule.ops import FINISH, GATHER, REDUCE, SPREAD, OpSpec
+from fsharp.stateful.schedule.ops import FINISH, GATHER, REDUCE, SPREAD, OpSpec, Phase
 from fsharp.stateful.schedule.policy import FINISHES, SchedulePolicy
 from fsharp.stateful.schedule.program import Program, count_gradients
 from fsharp.stateful.schedule.schedule import coalescing_key
@@ -51,12 +51,12 @@ def emit_ops(
     casts, last = count_gradients(program.events), microbatches_before_reduce(program.events)
     gradients.begin_microbatch(casts[0], is_last=0 in last)
     for i, event in enumerate(program.events):
+        phase: Phase = "forward" if event.kind.startswith("forward") else "backward"
+        if event.kind not in ("backward_end", "microbatch_end", "update"):
+            parameters.emit_moves(i, phase)
         match event.kind:
             case "forward" | "backward":
-                parameters.emit_moves(i, event.kind)
-                parameters.emit_use(event, i)
-            case "forward_end":
-                parameters.emit_moves(i, "forward")
+                parameters.emit_use(event, phase, i)
             case "backward_end":
                 parameters.emit_releases(i, "backward")  # first, so that the gradient may take the parameters' memory
                 gradients.emit_cast(event, i)
@@ -67,15 +67,11 @@ def emit_ops(
                 microbatch += 1
                 gradients.begin_microbatch(casts[microbatch], is_last=microbatch in last)
             case "reduce":
-                parameters.emit_moves(i, "backward")
                 gradients.end_gradients(i)
             case "fetch":
-                parameters.emit_moves(i, "backward")
                 parameters.emit_fetch(event.unit, i)
             case "update":
                 parameters.emit_update(i, is_last=i == len(program.events) - 1)
-            case "move":
-                parameters.emit_moves(i, "backward")
     return ops.ops
 
 

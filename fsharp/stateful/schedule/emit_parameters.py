@@ -54,10 +54,9 @@ class ParameterOps:
             ops = self._ops.add_bucket(GATHER, units, phase, i, after=dict.fromkeys(units, after))
             self._gathers |= zip(units, ops, strict=True)
 
-    def emit_use(self, event: Event, i: int) -> None:
+    def emit_use(self, event: Event, phase: Phase, i: int) -> None:
         """Emit the wait for the unit of an event, and the unit's compute op."""
         unit, facts = event.unit, self._ops.facts[event.unit]
-        phase: Phase = "forward" if event.kind == "forward" else "backward"
         if SETTLE.has_ops_for(facts) and self._carries and unit not in self._settled:
             self._emit_settles(unit, i)
         if WAIT.has_ops_for(facts) and unit not in self._ready:
