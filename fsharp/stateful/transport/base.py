@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort_groups
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.comm.worker_threads import CollectiveOutcome
-from fsharp.functional.formats.format import Carried, Facts, Format
+from fsharp.functional.formats.format import Facts, Format
 
 Kind = Literal["gather", "reduce"]
 
@@ -121,8 +121,7 @@ class Transport(ABC):
         Packed buffers are padded to a multiple of ``n`` elements, so as many bytes are sent as by a collective for each buffer.
 
         Returns:
-            A Work for each summand. Once it is done, ``x`` and ``scratch`` are free; its result is a second Work, which
-            completes ``out``.
+            A Work for each summand, which completes ``out``.
         """
         xs, outs = [each.x for each in summands], [each.required_out for each in summands]
         sizes = [-(-x.numel() // n) * n for x in xs]
@@ -137,7 +136,7 @@ class Transport(ABC):
         here, there = ([part[: len(x)] for x, part in zip(xs, each.split(sizes), strict=True)] for each in (packed, summed))
         _copy(here, xs)
         [work] = self.all_reduce_each([self._packed("all_reduce", axis, packed, summed)], axis, label)
-        return [self._after(work, lambda tail: self._after(tail, lambda _: _copy(outs, there)))] * len(xs)
+        return [self._after(work, lambda _: _copy(outs, there))] * len(xs)
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether to pack several buffers, each sent in ``n`` parts. All ranks return the same."""
@@ -173,8 +172,8 @@ class Transport(ABC):
     ) -> list[Work]:
         """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait decodes and adds the parts.
 
-        ``stored``: each buffer encoded by :func:`encode_parts`. ``out`` has room for a padded part; without ``out`` the sum
-        replaces the first part of ``x``. ``gaps``: for each buffer, runs of its sum that belong to no leaf, and are set to
+        ``stored``: each buffer encoded, with a row for each receiver. ``out`` has room for a padded part; without ``out`` the
+        sum replaces the first part of ``x``. ``gaps``: for each buffer, runs of its sum that belong to no leaf, and are set to
         zero. ``facts``: for each buffer, facts for errors of the format.
         """
         xs = [each.x for each in summands]
@@ -231,21 +230,6 @@ class Transport(ABC):
         """Return ``nbytes`` of memory on the device, of a kind that ``SchedulePolicy.arena_memory`` names, as bytes."""
         assert memory == "allocator", f"{type(self).__name__} has no {memory} memory"
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
-
-
-def encode_parts(x: torch.Tensor, n: int, wire: Format, carried: Carried, facts: Facts) -> torch.Tensor:
-    """Return a buffer encoded in ``n`` rows, one for each receiver, in whole blocks of ``wire``. The buffer's end is padded.
-
-    Args:
-        x: the buffer, 1-D.
-        n: the number of receivers.
-        wire: the format.
-        carried: encoding errors of earlier buffers, which are added to this buffer, and random numbers.
-        facts: facts about the buffer, for errors of the format.
-    """
-    part = wire.padded(len(x), n)
-    padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
-    return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
 
 def _each(work: Work, results: Iterable[Any]) -> list[Work]:

@@ -26,12 +26,12 @@ class BlockingTransport(Transport):
         x, out = summands[0].x, summands[0].required_out
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))
-            return [Work(result=Work())]
+            return [Work()]
         n = self.comm.mesh.axis_size(axis)
         padded = torch.nn.functional.pad(x, (0, -len(x) % n)).view(n, -1)
         summed = self.comm.reduce_scatter(padded, axis, dtype=out.dtype, label=label)
         out.copy_(self.comm.all_gather(summed, axis, label=label).view(-1)[: len(out)])
-        return [Work(result=Work())]
+        return [Work()]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts over the Comm."""

@@ -82,7 +82,8 @@ class GlooTransport(Transport):
         second = self._begin(label, "all_gather of sums", [x], axis)  # the main thread begins all calls, in one order
         sums = CollectiveOutcome(second.call)
         share = partial(self._exchange_parts, "share", [[results[mine]] * n], [results], mine, second, sums)
-        return [self._sum_over_ranks([parts], [results[mine]], mine, summands, first, share, sums)]
+        summed = self._sum_over_ranks([parts], [results[mine]], mine, summands, first, share, sums)
+        return [Work(lambda: summed.wait().wait())]
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts by messages, directly into ``out``."""

@@ -13,7 +13,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.runs import padding_of_sums
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_reduce_group
-from fsharp.stateful.transport.base import Summand, Transport, Work, encode_parts
+from fsharp.stateful.transport.base import Summand, Transport, Work
 from fsharp.stateful.units.full import Pieces
 
 
@@ -123,12 +123,17 @@ class AxisChain:
         return CodedBytes(*found)
 
     def encode(self, x: torch.Tensor, residuals: Mapping[str, Carried], stage: int = 0) -> torch.Tensor | None:
-        """Return a buffer encoded for a stage; None if the stage sends plain buffers. Residuals are overwritten."""
+        """Return a buffer encoded for a stage; None if the stage sends plain buffers. Residuals are overwritten.
+
+        The result has a row for each receiver, in whole blocks of the wire's format. The buffer's end is padded.
+        """
         if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
             return None
         _, axis, n = self.stages[stage]
-        facts = partial(self.unit.error_facts, self.group, axis)
-        return encode_parts(x, n, self.dtypes.wire_format_along(axis), residuals.get(axis, Carried()), facts)
+        wire, carried = self.dtypes.wire_format_along(axis), residuals.get(axis, Carried())
+        part, facts = wire.padded(len(x), n), partial(self.unit.error_facts, self.group, axis)
+        padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
+        return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
 
 def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
@@ -200,9 +205,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
             last = [transport.gather_padded(xs, [each.required_out for each in summands], axis, n, label)] * len(xs)
         if not is_last:
             for work in last:
-                rest = work.wait()
-                if isinstance(rest, Work):
-                    rest.wait()
+                work.wait()
             between = [(leg.memory[at + 1], leg.memory[at + 2]) for leg in legs]
             xs = [narrow.copy_(wide) if len(narrow) else wide for wide, narrow in between]
     return last

@@ -59,7 +59,6 @@ class GradientBuffer:
         self._place: RestingGradient | None = None
         self._is_open = False  # whether the memory at the place belongs to the gradient from now on in this step
         self._works: list[Work] = []
-        self._tails: list[Work] = []
         self._deferred: Callable[[], None] | None = None
         self.is_under_way = False
         self._residuals: Mapping[int, ByAxis] = {}
@@ -92,7 +91,6 @@ class GradientBuffer:
         self.phase, self.block = GradientPhase.NONE, None
         self.num_added = self.found = 0
         self._works.clear()
-        self._tails.clear()
 
     def open(self) -> None:
         """Let the gradient rest in the schedule's memory from now on in this step."""
@@ -131,7 +129,7 @@ class GradientBuffer:
     def abandon(self, refuse: Callable[[], None]) -> None:
         """Abandon work under way after an error. Later reads call ``refuse``. Memory stays reserved for late collectives."""
         self._deferred = refuse if self.is_under_way else None
-        self._works, self._tails, self.block = [], [], None
+        self._works, self.block = [], None
         self.rest = self._own
 
     def ignore(self, paths: Collection[str]) -> None:
@@ -305,12 +303,9 @@ class GradientBuffer:
         ]
 
     def end_final_reduction(self) -> None:
-        """Wait for the reductions of :meth:`finish` until their memory is free. :meth:`join` waits for their rest."""
+        """Wait for the reductions of :meth:`finish`: their memory is free afterwards."""
         for _ in self.route.finishes:
-            tail = self._works.pop(0).wait()
-            if isinstance(tail, Work):
-                self._tails.append(tail)
-                self.is_under_way = True
+            self._works.pop(0).wait()
         self._enter_phase(GradientPhase.FINISHED)
 
     def defer(self, end: Callable[[], None]) -> None:
@@ -323,7 +318,4 @@ class GradientBuffer:
         if self._deferred is not None:
             self._deferred()
             self._deferred = None
-        for tail in self._tails:
-            tail.wait()
-        self._tails.clear()
         self.is_under_way = False
