@@ -191,8 +191,8 @@ def tune(
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
         budget: most GB that one rank may use.
-        activations: GB that each unit keeps from its forward to its backward, in place of the estimate. Recomputation is then
-            not tried, as it is unknown what it would keep.
+        activations: GB that each unit keeps from its forward to its backward, in place of the estimate. Then each repeated
+            layer is a unit, and recomputation is not tried, as it is unknown what it would keep.
         microbatches: number of microbatches of a step.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         gpu: A100, H100, H200 or B200; H100 by default.

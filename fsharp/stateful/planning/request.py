@@ -170,15 +170,15 @@ class Request:
             raise ScheduleError(f"tune(): {what}")
 
     def _cuts(self, model: Model) -> Mapping[str, UnitPatterns]:
-        """Return the choices of units: only one if the seconds of units come from a Hardware."""
+        """Return the choices of units: only one if the seconds or the activations of units are given."""
         if isinstance(self.units, Mapping):
             return self.units
         if self.units is not None:
             patterns = [self.units] if isinstance(self.units, str) else list(self.units)
             return {", ".join(patterns): patterns}
         found = units_to_try(model, has_own_calls=self.loss_fn is not None)
-        is_for_all = not isinstance(self.hardware, Hardware) or self.device is not None
-        return found if is_for_all else dict(list(found.items())[:1])
+        is_derived = not isinstance(self.hardware, Hardware) or self.device is not None
+        return found if is_derived and self.activations is None else dict(list(found.items())[:1])
 
     def _trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> list[UnitCall]:
         if model.module is None:

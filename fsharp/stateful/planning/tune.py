@@ -86,8 +86,8 @@ def tune(
         strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
             ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
-            unit. If the seconds of compute do not come from ``hardware``, each part of such a layer, and the whole tree as one
-            unit, are tried as well.
+            unit. If neither the seconds of compute come from ``hardware`` nor bytes from ``activations``, each part of such a
+            layer, and the whole tree as one unit, are tried as well.
         formats: precisions by name. By default only ``Precision()``, as other precisions change values.
         policies: policies by name.
         remat: patterns of units whose activations are recomputed, by name. By default no units and all units, if the bytes

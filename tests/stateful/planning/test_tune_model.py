@@ -376,6 +376,12 @@ def test_ranks_compare_arguments_and_share_measurements():
     assert first[2] == DP
 
 
+def test_bytes_of_a_unit_are_for_one_choice_of_units():
+    found = fs.tune(make_params(), "H100", budget=1e9, batch=8, mesh=DP, activations=1e6)
+    assert {x.layout for x in found.candidates} == {"ddp", "zero1", "zero2", "zero3"}
+    assert {x.memory["activations"] for x in found.candidates} == {4_000_000}
+
+
 def test_meshes_of_a_number_of_ranks():
     assert [dict(mesh.axes) for mesh in meshes_of(6)] == [{"dp": 6}, {"outer": 3, "inner": 2}]
     assert [dict(mesh.axes) for mesh in meshes_of(1)] == [{"dp": 1}]
