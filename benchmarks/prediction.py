@@ -50,7 +50,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             ALONE: c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy()),
             TOGETHER: c.sharded(TOGETHER, shape, comm, fs.zero3("dp"), policy),
         }
-        traces = {key: each.scheduled.trace() for key, each in found.items()}
+        traces = {key: each.scheduled.start_trace() for key, each in found.items()}
         rounds, _ = in_turns(found, shape, options, lambda text, n=name: say(f"{n}, {text}"))
         schedule = found[TOGETHER].scheduled.schedule
         if hardware is None:

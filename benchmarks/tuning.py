@@ -98,8 +98,8 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         alone = c.sharded(
             ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
         )
-        trace = alone.scheduled.trace()
-        traced = {key: found[key].scheduled.trace() for key in (TRACED, CODED)} if fitted is None else {}
+        trace = alone.scheduled.start_trace()
+        traced = {key: found[key].scheduled.start_trace() for key in (TRACED, CODED)} if fitted is None else {}
         as_long = replace(
             options, rounds=max(options.rounds * 4 // (2 + comm.mesh.size), 2)
         )  # with more processes fewer rounds

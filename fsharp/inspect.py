@@ -9,7 +9,7 @@
     print(fs.inspect.sharding(layout)["layers.0.w"])
     fs.inspect.draw_sharding(layout, "sharding.png")
 
-    trace = step.trace()  # step is a scheduled function; now run some steps
+    trace = step.start_trace()  # step is a scheduled function; now run some steps
     hardware = fs.inspect.Hardware.fit(trace, schedule)
     predicted = fs.inspect.predict(other_schedule, hardware)
     hardware = fs.inspect.measure(comm, compute=seconds_of_units)  # speeds of links from a small model, in seconds

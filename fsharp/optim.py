@@ -10,7 +10,7 @@ from fsharp.functional.optim.elementwise import adam as adam
 from fsharp.functional.optim.elementwise import adamw as adamw
 from fsharp.functional.optim.elementwise import lion as lion
 from fsharp.functional.optim.elementwise import sgd as sgd
-from fsharp.functional.optim.elementwise_check import check_elementwise as check_elementwise
+from fsharp.functional.optim.elementwise_check import with_elementwise_check as with_elementwise_check
 from fsharp.functional.optim.ema import ema as ema
 from fsharp.functional.optim.ema import with_ema as with_ema
 from fsharp.functional.optim.inject import inject_hyperparams as inject_hyperparams

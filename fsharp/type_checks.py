@@ -76,7 +76,7 @@ def _hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
     return {name: (fits_annotation(hint), hint) for name, hint in get_type_hints(of).items() if name != "return"}
 
 
-def wrong_field(row: Any) -> str:
+def describe_wrong_field(row: Any) -> str:
     """Return a message about the first field of a dataclass or NamedTuple that does not fit its annotation; "" if all fit."""
     kind: Any = type(row)
     for name, (fit, hint) in _hints(kind).items():
@@ -91,7 +91,7 @@ def check_fields(row: Any) -> None:
     Raises:
         OptionError: names the first field that does not fit, its value, and what was expected.
     """
-    if why := wrong_field(row):
+    if why := describe_wrong_field(row):
         raise OptionError(f"{type(row).__name__}(): {why}.")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.testing import DebugPolicy, check_races, processes, simulate
+from fsharp.testing import DebugPolicy, checking_races, processes, simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import (
     STRATEGIES,
@@ -144,7 +144,7 @@ def test_schedules_are_free_of_races(name, strategy, donate):
         scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
         state = make_state(comm, how, precision=ROUNDING[name])
         step = scheduler(fs.train_step(loss_fn, make_tx(), donate=donate))
-        with check_races(scheduler) as report:
+        with checking_races(scheduler) as report:
             for batch in my_batches(comm, 4):
                 state, _ = step(state, batch)
         assert report.num_ops

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, TreeError
 from fsharp.functional.formats.format import Format, Plane, format_named, plain, register_format
-from fsharp.testing import DebugPolicy, check_races, simulate
+from fsharp.testing import DebugPolicy, checking_races, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import (
     STRATEGIES,
@@ -127,11 +127,11 @@ def test_schedules_are_drawn_estimated_traced_and_free_of_races(stored, strategy
         state = make_state(scheduler.comm, getattr(fs, strategy)("dp"), precision=precision)
         step = scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
         batches = my_batches(scheduler.comm, 5)
-        with check_races(scheduler) as report:
+        with checking_races(scheduler) as report:
             for batch in batches[:4]:
                 state, _ = step(state, batch)
         assert report.num_ops
-        trace = step.trace()
+        trace = step.start_trace()
         step(state, batches[4])
         fs.inspect.draw(step.schedule, str(tmp_path / "schedule.png"))
         assert trace.steps

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import FsharpError
-from fsharp.testing import DebugPolicy, RaceError, check_races, simulate
+from fsharp.testing import DebugPolicy, RaceError, checking_races, simulate
 
 DIM, ROUNDS = 3, 3
 POLICY = DebugPolicy(poison=True)
@@ -550,7 +550,7 @@ class Module(Plain):
 
     def run(self) -> list[torch.Tensor]:
         """Everything that the program looks at."""
-        with check_races(self.model) if self.watched else nullcontext():
+        with checking_races(self.model) if self.watched else nullcontext():
             return super().run()
 
     def losses(self, statement: Forward) -> list[torch.Tensor]:
@@ -635,7 +635,7 @@ class Functions:
 
     def run(self) -> list[torch.Tensor]:
         """Everything that the program looks at."""
-        with check_races(self.scheduler) if self.watched and self.scheduler is not None else nullcontext():
+        with checking_races(self.scheduler) if self.watched and self.scheduler is not None else nullcontext():
             for _ in range(ROUNDS):
                 for part in self.parts:
                     part()

@@ -17,8 +17,8 @@ import xxhash
 
 from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
-from fsharp.checkpoint.reading import Need, Reader, check_file_size, verify_files
-from fsharp.checkpoint.shard_file import first_header_bytes
+from fsharp.checkpoint.reading import Need, Reader, check_file_size, describe_damaged_files
+from fsharp.checkpoint.shard_file import header_prefix
 from fsharp.checkpoint.storage import REMOVED, Storage, absolute_path, read_index_file, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
@@ -316,7 +316,7 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     found = open_checkpoint(path)
     if any(file.digest is None for file in found.manifest.files):
         raise CheckpointError(f"verify(): {found.path} has no digests to compare with: another library has written it.")
-    problems = verify_files(found.path, found.manifest)
+    problems = describe_damaged_files(found.path, found.manifest)
     if problems:
         raise CheckpointError("\n".join(problems[:20]) + complete_sibling_hint(found.path))
     return found
@@ -354,7 +354,7 @@ def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
         if name == NAME:
             skipped, start = 0, FIRST_BYTES
         elif _SHARD.fullmatch(name):
-            skipped, start = 8, first_header_bytes({"save_id": save_id})  # 8 bytes: the length of the header
+            skipped, start = 8, header_prefix({"save_id": save_id})  # 8 bytes: the length of the header
         else:
             return False
         try:

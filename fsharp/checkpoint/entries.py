@@ -143,7 +143,7 @@ class Contents:
 
 def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     """Return the contents of a tree that these ranks hold. Raises TreeError for a leaf that cannot be saved; names the leaf."""
-    found, parts, held = Contents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _HeldLeaf]]()
+    found, parts, held = Contents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
     for segments, entries, leaf in leaves_with_paths(tree):
         if is_sharded(leaf):
             _add_unit(where, found, segments, entries, leaf, comm)
@@ -303,7 +303,7 @@ def _add_unit(
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
     held, pieces = (
         dict(zip(node.groups, node.decoded_buffers(comm.rank, main=True), strict=True)),
-        _held_leaves(unit, node.place, comm.rank),
+        _leaf_pieces_by_path(unit, node.place, comm.rank),
     )
     sizes = {group: unit.local_size(group, node.place) for group in held}
     one_number = {group: is_group_scalar(buffer, unit, group, node.place) for group, buffer in held.items()}
@@ -326,9 +326,9 @@ def _add_unit(
 
 
 def _entry_of_part(
-    where: str, found: Contents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _HeldLeaf]]"
+    where: str, found: Contents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _PiecesOfLeaf]]"
 ) -> Entry:
-    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches :func:`_held_leaves`."""
+    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches :func:`_leaf_pieces_by_path`."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
         raise TreeError(
@@ -336,7 +336,7 @@ def _entry_of_part(
             f"{comm.mesh}. Pass the Comm of the module: comm=model.comm."
         )
     if (held := known.get((id(unit), place))) is None:
-        held = known[id(unit), place] = _held_leaves(unit, place, comm.rank)
+        held = known[id(unit), place] = _leaf_pieces_by_path(unit, place, comm.rank)
         found.layouts.append(f"unit {unit.display_name}: {_layout_text(unit, place)}")
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
@@ -360,8 +360,8 @@ def _layout_text(unit: UnitLayout, place: Place) -> str:
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
-class _HeldLeaf(NamedTuple):
-    """One leaf of a unit: its whole shape, the piece of each rank, and the range of this rank's piece in this rank's buffer."""
+class _PiecesOfLeaf(NamedTuple):
+    """The pieces of one leaf: its whole shape, the piece of each rank, and where this rank's piece is in this rank's buffer."""
 
     shape: tuple[int, ...]
     piece: Callable[[int], Piece]
@@ -370,12 +370,12 @@ class _HeldLeaf(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def _held_leaves(unit: UnitLayout, place: Place, rank: int) -> dict[str, _HeldLeaf]:
-    """Return a :class:`_HeldLeaf` for each leaf that a unit stores, by path."""
-    return {leaf.path: _held_of(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
+def _leaf_pieces_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str, _PiecesOfLeaf]:
+    """Return a :class:`_PiecesOfLeaf` for each leaf that a unit stores, by path."""
+    return {leaf.path: _pieces_of_leaf(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
 
 
-def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _HeldLeaf:
+def _pieces_of_leaf(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _PiecesOfLeaf:
     mesh = unit.mesh
     varying = [axis for axis in mesh.names if axis in place.varying_axes]
     copies = [axis for axis in mesh.names if axis not in place.sharded_axes and axis not in varying]
@@ -390,7 +390,7 @@ def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _HeldLeaf
     start = unit.local_start(leaf.group, place, rank)
     begin = 0 if not size else mine.first % max(leaf.numel, 1) + leaf.offset - start
     shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
-    return _HeldLeaf(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
+    return _PiecesOfLeaf(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,7 @@ def load_with_reader(
         names = stored_names(manifest, wanted, stored)
         left, tolerated = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
         if isinstance(like, TrainState):
-            _check_main_copies(found.path, left, wanted.entries)
+            _refuse_stale_main_copies(found.path, left, wanted.entries)
         if tolerated and comm.rank == 0:
             rows = first_error_rows(tolerated)
             _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(tolerated)} differences.", rows))
@@ -261,7 +261,7 @@ def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _Ch
     return _ChosenPath(str(said["path"]), bool(said["is_asked_for"]))
 
 
-def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]) -> None:
+def _refuse_stale_main_copies(path: str, left: Collection[str], wanted: Collection[str]) -> None:
     for name in sorted(left):
         parameter = f"params.{name.removeprefix('main.')}"
         if name.startswith("main.") and parameter in wanted and parameter not in left:

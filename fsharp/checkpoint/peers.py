@@ -62,7 +62,7 @@ class HeldSave:
     hosts: dict[int, dict[int, int]]
 
     @property
-    def missing_files(self) -> list[int]:
+    def missing_file_numbers(self) -> list[int]:
         """Numbers of the files that no host holds."""
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
@@ -285,20 +285,20 @@ def read_from_hosts(
             asked += _requests_to_fill(holder, record.name, record.nbytes - len(table), table)
         return asked
 
-    def ask_windows() -> list[ReadRequest]:
+    def ask_elements() -> list[ReadRequest]:
         asked = []
         for number, holder in away.items():
             record = manifest.files[number]
             with _damage_blamed_on(holder, record.name):
                 file = ShardFileReader(fetched, _file_path(folder, holder), record, number, manifest.save_id)
-                windows = file.windows(file.runs_of(manifest, parts[number]), PIECE_NBYTES)
-            for window in windows:
-                take = _damage_blamed_on(holder, record.name)(partial(file.fill_targets, window))
-                asked.append(ReadRequest(holder, record.name, window.start, window.nbytes, take))
+                reads = file.coalesced_reads(file.runs_of(manifest, parts[number]), PIECE_NBYTES)
+            for read in reads:
+                take = _damage_blamed_on(holder, record.name)(partial(file.fill_targets, read))
+                asked.append(ReadRequest(holder, record.name, read.start, read.nbytes, take))
         return asked
 
     fetch_from_hosts(folder, deferred.run(ask_heads) or [], comm, deferred)
-    fetch_from_hosts(folder, deferred.run(ask_windows) or [], comm, deferred)
+    fetch_from_hosts(folder, deferred.run(ask_elements) or [], comm, deferred)
     deferred.raise_()
     for number in parts.keys() & here.keys():
         with _damage_blamed_on(comm.rank, manifest.files[number].name):

@@ -43,7 +43,7 @@ class FileRun(NamedTuple):
     target: torch.Tensor
 
 
-class ReadWindow(NamedTuple):
+class CoalescedRead(NamedTuple):
     """A range of a file to read at once. ``parts`` are its runs; before each run, begin and end of the bytes to copy."""
 
     start: int
@@ -157,39 +157,39 @@ class ShardFileReader:
 
     def read(self, runs: Sequence[FileRun], buffer_nbytes: int) -> None:
         """Fill targets with runs of the file, which are in order of their first byte and do not overlap."""
-        windows = self.windows(runs, buffer_nbytes)
-        whole = torch.empty(max((window.nbytes for window in windows), default=0), dtype=torch.uint8, device="cpu")
-        for window in windows:
-            buffer = whole[: window.nbytes]
-            self._storage.read(self.path, window.start, bytes_of(buffer))
-            self.fill_targets(window, buffer)
+        reads = self.coalesced_reads(runs, buffer_nbytes)
+        whole = torch.empty(max((each.nbytes for each in reads), default=0), dtype=torch.uint8, device="cpu")
+        for each in reads:
+            buffer = whole[: each.nbytes]
+            self._storage.read(self.path, each.start, bytes_of(buffer))
+            self.fill_targets(each, buffer)
 
-    def windows(self, runs: Sequence[FileRun], buffer_nbytes: int) -> list[ReadWindow]:
-        """Return the windows to read for runs, which are in order of their first byte and do not overlap.
+    def coalesced_reads(self, runs: Sequence[FileRun], buffer_nbytes: int) -> list[CoalescedRead]:
+        """Return the reads for runs, which are in order of their first byte and do not overlap.
 
-        A window is made of whole blocks: one block, or as many as fit into ``buffer_nbytes``.
+        A read is of whole blocks: one block, or as many as fit into ``buffer_nbytes``.
         """
         block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
-        found, start, stop = list[ReadWindow](), 0, 0
+        found, start, stop = list[CoalescedRead](), 0, 0
         for run in runs:
             begin = run.begin
             while begin < run.end:
                 low = begin // block * block
                 if not found or block == 1 or not start <= low <= stop or begin >= start + most:
                     start = stop = low
-                    found.append(ReadWindow(self._data + start, 0, []))
+                    found.append(CoalescedRead(self._data + start, 0, []))
                 last = min(run.end, start + most)
                 found[-1].parts.append((begin, last, run))
                 stop, begin = max(stop, -(-last // block) * block), last
                 found[-1] = found[-1]._replace(nbytes=min(stop, self._end) - start)
         return found
 
-    def fill_targets(self, window: ReadWindow, buffer: torch.Tensor) -> None:
-        """Fill targets with the bytes of a window. Raises CheckpointError if the bytes are damaged."""
-        start = window.start - self._data
+    def fill_targets(self, read: CoalescedRead, buffer: torch.Tensor) -> None:
+        """Fill targets with the bytes of a read. Raises CheckpointError if the bytes are damaged."""
+        start = read.start - self._data
         if self._table and (wrong := self._damaged_blocks_in(start, bytes_of(buffer))):
             raise CheckpointError(self.damage_text(wrong))
-        for begin, stop, run in window.parts:
+        for begin, stop, run in read.parts:
             data = buffer[begin - start : stop - start]
             if data.storage_offset() % run.dtype.itemsize:
                 data = data.clone()  # in a file of another library elements may begin at any byte
@@ -234,8 +234,8 @@ def digest_table_nbytes(size: int) -> int:
     return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
 
 
-def verify_files(folder: str, manifest: Manifest) -> list[str]:
-    """Read all files of a checkpoint; return an error message for each that is damaged."""
+def describe_damaged_files(folder: str, manifest: Manifest) -> list[str]:
+    """Read all files of a checkpoint, and return an error message for each damaged file."""
     storage, problems = storage_of(folder), []
     chunks: list[list[tuple[str, Chunk]]] = [[] for _ in manifest.files]
     for name, tensor in manifest.tensors.items():

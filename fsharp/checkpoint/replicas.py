@@ -184,9 +184,9 @@ class Replicas(BackgroundSaver):
             self._claim.close()
 
     @api_boundary
-    def predict(self, tree: Any) -> RefreshNbytes:
+    def refresh_nbytes(self, tree: Any) -> RefreshNbytes:
         """Return the exact bytes that a refresh of a tree sends and keeps. Needs no other rank."""
-        return self._nbytes_of(contents_of("predict()", with_state_dicts(tree), self._comm))
+        return self._nbytes_of(contents_of("refresh_nbytes()", with_state_dicts(tree), self._comm))
 
     def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
         rank = self._comm.rank
@@ -224,8 +224,8 @@ class Replicas(BackgroundSaver):
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have different trees or values.
 
-        Cost: see :meth:`predict`. The call makes a copy, and one collective of 40 bytes for each axis. A thread does the rest,
-        in its own process groups, in pieces of 4 MiB.
+        Cost: see :meth:`refresh_nbytes`. The call makes a copy, and one collective of 40 bytes for each axis. A thread does the
+        rest, in its own process groups, in pieces of 4 MiB.
         """
 
         def check_open(contents: Contents) -> None:
@@ -391,13 +391,13 @@ class Replicas(BackgroundSaver):
         copies = copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
         held = sorted(saves, key=lambda save: save.created, reverse=True)
-        whole, disk = next((save for save in held if not save.missing_files), None), self._on_disk(on_disk)
+        whole, disk = next((save for save in held if not save.missing_file_numbers), None), self._on_disk(on_disk)
         found = disk if whole is None or (disk is not None and disk.created > whole.created) else whole
         since = -math.inf if found is None else found.created
         lost = [
-            (f"step {save.step}", f"files of ranks {save.missing_files[:8]} of {save.num_files} are on no host")
+            (f"step {save.step}", f"files of ranks {save.missing_file_numbers[:8]} of {save.num_files} are on no host")
             for save in held
-            if save.missing_files and save.created > since
+            if save.missing_file_numbers and save.created > since
         ]
         if lost and found is None:
             lost += [("damaged", text) for text in copies.values()]

@@ -107,7 +107,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
     return struct.pack("<Q", len(text)) + text
 
 
-def first_header_bytes(metadata: Mapping[str, str]) -> bytes:
+def header_prefix(metadata: Mapping[str, str]) -> bytes:
     """Return the first bytes, behind the length field, of a header whose metadata begins with ``metadata``."""
     return json.dumps({METADATA: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 

@@ -71,7 +71,7 @@ def forward(
     if isinstance(comm, Engine) and comm.can_run_forward(units):
         return comm.run_forward(fn, units, args, kwargs)
     refuse_proxy_tracing("forward()")
-    _check_classes(units)
+    _check_no_tensor_classes(units)
     first = torch._C._autograd._get_sequence_nr()
     gathered, owners = whole = gather(units, comm=comm)
     ties = (*owners, *units_of(gathered))
@@ -109,7 +109,7 @@ def _check_ties(nodes: Sequence[Sharded]) -> None:
             )
 
 
-def _check_classes(units: Any) -> None:
+def _check_no_tensor_classes(units: Any) -> None:
     for node in units_of(units):
         if node.unit.tensor_classes:
             raise TreeError(

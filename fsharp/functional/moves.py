@@ -39,7 +39,7 @@ from fsharp.functional.comm.collectives import (
     reduce_scatter_last,
 )
 from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm, reporting_format_errors
-from fsharp.functional.comm.residuals import ByAxis, PerRank, Views, own_residuals
+from fsharp.functional.comm.residuals import ByAxis, PerRank, Views, prepare_residuals
 from fsharp.functional.comm.tree_names import label_prefix
 from fsharp.functional.formats.format import Carried, Facts, plain
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
@@ -137,7 +137,7 @@ def _add_scales_or_decode(
         elif whole:
             found.append(unit.decode_stored(g, new, unit.scales_in(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
         else:
-            found.append(torch.cat([new, unit.scales_in(g, old)]) if unit.scales_size(g) else new)
+            found.append(torch.cat([new, unit.scales_in(g, old)]) if unit.scales_nbytes(g) else new)
     return found
 
 
@@ -182,7 +182,7 @@ def reduce_scatter(
     if residuals is not None and is_transformed():
         raise TreeError("reduce_scatter(): residuals under a torch.func transform: encoding errors are not differentiated.")
     units = [node.unit for node in nodes]
-    own, views = own_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
+    own, views = prepare_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
     moved = reduce_scatter_unchecked(tree, nodes, to, comm, views)
     return moved if own is None else (moved, own)
 

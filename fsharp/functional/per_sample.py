@@ -91,7 +91,7 @@ def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Com
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def one(*sample: Any) -> torch.Tensor:
-        ledger.begin_sample()
+        ledger.record_vmap_level()
         parts = [x.unsqueeze(0) if isinstance(x, torch.Tensor) else x for x in sample]
         return as_loss(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
 
@@ -125,8 +125,8 @@ class _SquareLedger(SinkLedger):
         super().__init__()
         self.squares, self.level = squares, 0
 
-    def begin_sample(self) -> None:
-        """Record the level of the vmap over samples. Called at the beginning of the function that vmap maps."""
+    def record_vmap_level(self) -> None:
+        """Record the level of the vmap over samples: to be called in the function that vmap maps, before it uses parameters."""
         self.level = _functorch.current_level()
 
     def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ _checks: ContextVar[bool] = ContextVar("checks", default=False)
 
 
 @api_context
-def check_remat() -> Iterator[None]:
+def checking_remat() -> Iterator[None]:
     """Check in this context that functions of ``forward(remat=)`` give the same bits when they are recomputed. For debugging.
 
     ``forward(remat=)`` then calls each function twice, and compares the results. The backward repeats random numbers of torch's

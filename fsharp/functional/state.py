@@ -12,7 +12,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import copy_tree_names, name_after_update, with_new_tree_name
+from fsharp.functional.comm.tree_names import copy_tree_names, name_updated_units, with_new_tree_name
 from fsharp.functional.layout.sharded import (
     Sharded,
     check_not_donated,
@@ -186,7 +186,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             new = encode_differences(new, resting, step=state.step, rank=comm.rank)
         sent = encode_at_rest(new, comm)
         fresh = units_of(sent)
-        name_after_update(fresh, before)
+        name_updated_units(fresh, before)
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:

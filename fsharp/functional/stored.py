@@ -115,7 +115,7 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
             [unit.groups[g].encode_values(b, partial(unit.error_facts, g)) if g in groups else b for g, b in rows]
         )
 
-    return _encode_chosen(one, tree, like, by_leaf=False)
+    return _map_encoded_groups(one, tree, like, by_leaf=False)
 
 
 def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
@@ -144,7 +144,7 @@ def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
 
     if not any(node.unit.has_leaf_formats for node in units_of(tree)):
         return tree
-    work = _encode_chosen(encoded, tree, like, by_leaf=True)
+    work = _map_encoded_groups(encoded, tree, like, by_leaf=True)
     for (form, axes), (label, parts, units) in jobs.items():
         about = [("units", first_few(units)), ("axes", first_few(axes))]
         with reporting_format_errors(comm, label):
@@ -156,8 +156,8 @@ def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     return map_units(back, tree, work)
 
 
-def _encode_chosen(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
-    """Return the tree with ``fn`` applied to the groups of each node that are to be encoded, by leaf or by block."""
+def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
+    """Call ``fn(node, groups)`` on each node, with the groups to encode by leaf or by block, and return the new tree."""
 
     def one(node: Any, other: Any = None) -> Any:
         if not is_sharded(node):

@@ -8,13 +8,13 @@ import torch
 
 from fsharp.errors import LossError
 from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
-from fsharp.functional.comm.residuals import PerRank, Views, own_residuals
+from fsharp.functional.comm.residuals import PerRank, Views, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.loss import Loss, as_loss, average, check_loss, short_description, split_batch
 from fsharp.functional.moves import reduce_scatter, units_on_mesh_of
-from fsharp.functional.optim.base import as_transform, settings_of
+from fsharp.functional.optim.base import as_transform, settings_text
 from fsharp.functional.release import is_plain_memory
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
@@ -50,7 +50,7 @@ def train_step(
             that share its memory.
     """
     tx = as_transform(tx)
-    settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_of(tx))})"
+    settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_text(tx))})"
 
     @uncompiled
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
@@ -120,7 +120,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
     ) -> Any:
         check_untransformed("value_and_grad()")
         units = [node.unit for node in units_on_mesh_of("value_and_grad()", params, comm)]
-        own, views = own_residuals("value_and_grad()", residuals, units, donate=donate, step=step, rank=comm.rank)
+        own, views = prepare_residuals("value_and_grad()", residuals, units, donate=donate, step=step, rank=comm.rank)
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []
         fn = _keeping_aux(loss_fn, aux, params) if has_aux else loss_fn

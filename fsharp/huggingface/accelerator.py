@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does."""
-        with self._without_sharded():
+        with self._hiding_sharded():
             folder = super().save_state(output_dir, safe_serialization, **options)
         tree, comm = self._sharded_tree_and_comm()
         if comm is not None:
@@ -122,7 +122,7 @@ class Accelerator(accelerate.Accelerator):
             if comm is not None:
                 load(os.path.join(folder, FOLDER), tree, comm=comm)
 
-        with self._without_sharded():
+        with self._hiding_sharded():
             handle = self.register_load_state_pre_hook(load_sharded)  # accelerate chooses the folder
             try:
                 super().load_state(input_dir, load_kwargs, **options)
@@ -136,7 +136,7 @@ class Accelerator(accelerate.Accelerator):
         return {"models": models, "optimizers": optimizers}, models[0].comm if models else None
 
     @contextmanager
-    def _without_sharded(self) -> Iterator[None]:
+    def _hiding_sharded(self) -> Iterator[None]:
         """Hide sharded modules and optimizers from accelerate in this context."""
         models, optimizers = self._models, self._optimizers
         self._models = [each for each in models if not isinstance(each, ShardedModule)]

@@ -327,7 +327,7 @@ class Run:
     def _steps(self) -> Iterator[int]:
         if self._phase == "new":
             raise RunError("Run.steps(): call resume(tree) first: it finds the step from which the run continues.")
-        self._record.begin_steps(self.step)
+        self._record.start_measuring(self.step)
         while self.step < self.total:
             self._phase = "in a step"
             yield self.step

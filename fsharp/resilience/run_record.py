@@ -92,8 +92,8 @@ class RunRecord:
         layout = _layout(tree)
         self.log(step, {"start": about} if layout is None else {"start": about, "layout": layout})
 
-    def begin_steps(self, step: int) -> None:
-        """Begin to measure steps."""
+    def start_measuring(self, step: int) -> None:
+        """Begin to measure throughput and the times of ranks, from this step on."""
         self._rate = step, time.perf_counter()
         if self.stragglers is not None:
             self.stragglers.start()

@@ -1,11 +1,11 @@
 """Tools to test sharded programs: all ranks in one process, random trees and layouts, and comparisons of strategies."""
 
-from fsharp.functional.remat import check_remat as check_remat
+from fsharp.functional.remat import checking_remat as checking_remat
 from fsharp.stateful.schedule.policy import DebugPolicy as DebugPolicy
 from fsharp.testing.equivalence import Tolerance as Tolerance
 from fsharp.testing.equivalence import assert_equivalent as assert_equivalent
 from fsharp.testing.processes import processes as processes
 from fsharp.testing.races import RaceError as RaceError
 from fsharp.testing.races import RaceReport as RaceReport
-from fsharp.testing.races import check_races as check_races
+from fsharp.testing.races import checking_races as checking_races
 from fsharp.testing.simulated_ranks import simulate as simulate

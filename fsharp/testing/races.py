@@ -1,4 +1,4 @@
-"""check_races: find data races between the streams of a schedule, on a host without streams."""
+"""checking_races: find data races between the streams of a schedule, on a host without streams."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -106,14 +106,14 @@ class VirtualLanes(Lanes):
         """Let no allocation reuse a tensor's memory before all ops so far on the current lane are finished."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
-    def current_work(self) -> tuple[str, object]:
+    def current_lane_and_work(self) -> tuple[str, object]:
         """Return the name of the current lane, and a description of the work on it."""
         return self.lane, self._during or self.here()
 
     @contextmanager
     def log_torch_ops(self) -> Iterator[None]:
         """Log all torch ops of this thread in this context."""
-        mode = AccessLoggingMode(self.log, self.current_work)
+        mode = AccessLoggingMode(self.log, self.current_lane_and_work)
         try:
             with mode:
                 yield
@@ -197,13 +197,13 @@ class RaceReport:
         if len(kinds) > _SHOWN:
             details.append(("also", f"{len(kinds) - _SHOWN} others"))
         what = f"two streams use the same memory without an order, {len(self.races)} times in {self.num_ops:,} ops."
-        lines = problem("check_races()", what, details).splitlines()
+        lines = problem("checking_races()", what, details).splitlines()
         return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
 @options_checked
 @api_context
-def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
+def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """Check in this context that steps would have no data races on a device with streams. Runs on a CPU.
 
     Gathers and reductions are issued on virtual streams. They run at once, so values do not change. The check records each op
@@ -213,14 +213,14 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     dispatcher, such as memory shared with numpy, nor other threads.
 
     >>> import torch, fsharp as fs
-    >>> from fsharp.testing import DebugPolicy, check_races
+    >>> from fsharp.testing import DebugPolicy, checking_races
     >>> mesh = fs.Mesh({"dp": 1})
     >>> scheduler = fs.Scheduler(fs.SingleComm(mesh), policy=DebugPolicy(sum_late=False, trivial_axes=True))
     >>> loss = lambda params, x, comm: fs.forward(torch.mul, params, x, comm=comm).sum()
     >>> step = scheduler(fs.train_step(loss, fs.optim.sgd(0.1)))
     >>> layout = fs.plan(torch.ones(8), mesh, fs.zero3("dp"))
     >>> state = fs.init_state(fs.optim.sgd(0.1), fs.shard(torch.ones(8), layout, scheduler, place="optim"), comm=scheduler)
-    >>> with check_races(scheduler) as report:
+    >>> with checking_races(scheduler) as report:
     ...     for _ in range(3):  # the first step records the schedule that the other steps follow
     ...         state, metrics = step(state, torch.ones(8))
     >>> report.races
@@ -229,7 +229,7 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     Args:
         engine: a scheduler on a CPU, or a module with such a scheduler. Its policy needs ``DebugPolicy(sum_late=False)``, as a
             device with streams has. On a mesh of one rank also pass ``trivial_axes=True``, so that collectives run, as copies.
-            On several ranks call ``check_races`` in each rank of :func:`~fsharp.testing.simulate`.
+            On several ranks call ``checking_races`` in each rank of :func:`~fsharp.testing.simulate`.
 
     Returns:
         The report, which also lists the waits, and the waits that could be left out.
@@ -244,8 +244,8 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """
     scheduler = _session(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check(scheduler)
-    lanes = VirtualLanes(describe=lambda key: _op(scheduler, key), here=lambda: _point_of_step(scheduler))
-    report = RaceReport(lanes, lambda span: _place(scheduler, span))
+    lanes = VirtualLanes(describe=lambda key: _op_text(scheduler, key), here=lambda: _point_of_step_text(scheduler))
+    report = RaceReport(lanes, lambda span: _place_text(scheduler, span))
     before = scheduler.lanes
     scheduler.use_lanes(lanes)
     try:
@@ -259,32 +259,33 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
 def _check(scheduler: Scheduler) -> None:
     if scheduler.device.type != "cpu":
         raise ScheduleError(
-            f"check_races(): the scheduler is on {scheduler.device}, expected a CPU, where streams are virtual."
+            f"checking_races(): the scheduler is on {scheduler.device}, expected a CPU, where streams are virtual."
         )
     if scheduler.transport.is_async:
         raise ScheduleError(
-            "check_races(): collectives run in threads of their own, whose accesses are not logged. Use a SingleComm with "
+            "checking_races(): collectives run in threads of their own, whose accesses are not logged. Use a SingleComm with "
             "DebugPolicy(trivial_axes=True), or ranks made by fsharp.testing.simulate()."
         )
     if scheduler.policy.sum_late is not False:
         raise ScheduleError(
-            "check_races(): the policy gives the schedule of a host without streams. Pass sum_late=False for the schedule of a "
-            "device with streams."
+            "checking_races(): the policy gives the schedule of a host without streams. Pass sum_late=False for the schedule "
+            "of a device with streams."
         )
     if scheduler.mesh.size == 1 and not scheduler.policy.trivial_axes:
         raise ScheduleError(
-            "check_races(): on one rank no collective runs, and nothing is checked: pass policy=DebugPolicy(trivial_axes=True)."
+            "checking_races(): on one rank no collective runs, and nothing is checked: pass "
+            "policy=DebugPolicy(trivial_axes=True)."
         )
 
 
-def _point_of_step(scheduler: Scheduler) -> str:
+def _point_of_step_text(scheduler: Scheduler) -> str:
     step = scheduler._now.step
     if step is None:
         return "outside of a step"
     return str(step.events[-1]) if step.events else "start of the step"
 
 
-def _op(scheduler: Scheduler, key: Key) -> str:
+def _op_text(scheduler: Scheduler, key: Key) -> str:
     number, i = key
     plan = scheduler.arena.tenant
     if plan is None or plan.number != number:
@@ -293,7 +294,7 @@ def _op(scheduler: Scheduler, key: Key) -> str:
     return f"{op.kind} of {op.unit!r} for {op.phase} (op {i})"
 
 
-def _place(scheduler: Scheduler, span: ByteSpan) -> str:
+def _place_text(scheduler: Scheduler, span: ByteSpan) -> str:
     """Return in words where bytes are; in the arena, also the units that have memory there."""
     first = scheduler.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first

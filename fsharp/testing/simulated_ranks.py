@@ -331,10 +331,10 @@ class _World:
             # The second limit is for a rank that waits while other ranks make progress.
             left = min(self._last_change + self.timeout, since + self.timeout * self.mesh.size) - time.monotonic()
             if left <= 0:
-                raise CommError(self._late(rank, time.monotonic() - since))
+                raise CommError(self._late_text(rank, time.monotonic() - since))
             self._has_turn[rank].wait(left)
 
-    def _late(self, rank: int, waited_s: float) -> str:
+    def _late_text(self, rank: int, waited_s: float) -> str:
         call = self._calls[rank]
         if call is None or call.done():
             return self._text(rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it.")
@@ -387,9 +387,9 @@ class _World:
         if self.mesh.size > _SHOWN:
             call = None if rank is None else self._calls[rank]
             shown = list(shown if call is None else call.group)[:_SHOWN]
-        return problem("simulate()", what, [(f"rank {r}", self._where(r)) for r in shown])
+        return problem("simulate()", what, [(f"rank {r}", self._waits_text(r)) for r in shown])
 
-    def _where(self, rank: int) -> str:
+    def _waits_text(self, rank: int) -> str:
         last, call, ended = self._last[rank], self._calls[rank], self._ended[rank]
         after = f", after {last}" if last is not None else ""
         if ended is not None:

@@ -166,7 +166,7 @@ def test_one_tensor_may_be_read_into_several_leaves(tmp_path):
 
 
 def test_tied_leaves_saved_by_us_are_read_into_ones_that_are_not(tmp_path):
-    """Two runs of a file that begin alike, the first of them the longer one: windows with digests."""
+    """Two runs of a file that begin alike, the first of them the longer one: coalesced reads with digests."""
     w, pad = torch.arange(30000.0), torch.ones(6000)
     tied = {"x": {"a": w}, "y": {"0": pad, "b": w}}
 

@@ -140,8 +140,10 @@ def test_bytes_are_those_that_were_predicted_and_no_more_are_restored(tmp_path):
         sizes = {name: os.path.getsize(f"{host(root, comm.rank)}/{folder}/{name}") for name in names if name != NAME}
         copied = sum(x.numel() * x.element_size() for x in replicas._staged)
         assert sorted(sizes) == sorted(f"rank-{(comm.rank - j) % 4:05d}.safetensors" for j in range(3))
-        assert replicas.predict(state) == fs.checkpoint.RefreshNbytes(sent["refresh()"] // 3, sum(sizes.values()), copied)
-        assert replicas.predict(state).sent == 2 * sizes[f"rank-{comm.rank:05d}.safetensors"]
+        assert replicas.refresh_nbytes(state) == fs.checkpoint.RefreshNbytes(
+            sent["refresh()"] // 3, sum(sizes.values()), copied
+        )
+        assert replicas.refresh_nbytes(state).sent == 2 * sizes[f"rank-{comm.rank:05d}.safetensors"]
         return sizes
 
     sizes = {name: size for each in processes(FOUR, partial(run, lost=False)) for name, size in each.items()}
@@ -463,7 +465,7 @@ def flip(path, at):
 def test_one_process_and_ranks_without_process_groups(tmp_path):
     comm = fs.SingleComm()
     with fs.checkpoint.Replicas(tmp_path, comm, copies=0) as replicas:
-        assert replicas.predict({"w": torch.ones(9)}).sent == 0
+        assert replicas.refresh_nbytes({"w": torch.ones(9)}).sent == 0
         for step in range(3):
             replicas.refresh({"w": torch.ones(9) * step}, step=step)
         with pytest.raises(CheckpointError, match=r"in use. Each run, and each host of it"):

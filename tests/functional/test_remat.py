@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.testing import check_remat, simulate
+from fsharp.testing import checking_remat, simulate
 from tests.gpt_like import block, embed, head, make_batches, make_params
 from tests.scheduling import every
 
@@ -203,7 +203,7 @@ def test_a_generator_in_a_closure_is_found(remat, scheduled):
     def step(params, batch, comm):
         return fs.value_and_grad(hidden_loss)(params, batch, comm=comm)
 
-    with check_remat(), pytest.raises(TreeError, match=r"(?s)computed twice.*float32\[.*Pass generators as arguments"):
+    with checking_remat(), pytest.raises(TreeError, match=r"(?s)computed twice.*float32\[.*Pass generators as arguments"):
         gradients(fs.SingleComm(), fs.zero3, step, scheduled=scheduled)
 
 
@@ -213,6 +213,6 @@ def test_checking_changes_no_bits():
         return value_and_grad(params, batch, comm, generator=torch.Generator().manual_seed(8), remat=True)
 
     plain, _ = gradients(fs.SingleComm(), fs.zero3, step)
-    with check_remat():
+    with checking_remat():
         found, _ = gradients(fs.SingleComm(), fs.zero3, step)
     assert all(map(torch.equal, found, plain))

@@ -58,7 +58,7 @@ def check_same_on_ranks(
     rows = []
     for i, path in enumerate(shared):
         found = [each[8 * i : 8 * i + 8] for each in everyone]
-        different = _differing_ranks(found, comm.mesh, varying.get(path, ()))
+        different = _differing_ranks_text(found, comm.mesh, varying.get(path, ()))
         if different is not None:
             rows.append((path, different))
     if rows:
@@ -67,7 +67,7 @@ def check_same_on_ranks(
         raise AgreementError(problem(where, what, [*rows[:_SHOWN], *more], remedy))
 
 
-def _differing_ranks(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
+def _differing_ranks_text(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
     """Return a text with the ranks whose digest is not that of the first rank in their group; None if there are none."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}

@@ -61,10 +61,10 @@ class ResidualsAndViews(NamedTuple):
     views: Views
 
 
-def own_residuals(
+def prepare_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
 ) -> ResidualsAndViews:
-    """Return residuals of ``units`` for this call to overwrite: ``residuals`` with ``donate``, else a copy; and views of them.
+    """Return residuals of ``units`` for this call to overwrite, and views of them. With ``donate`` they are no copy.
 
     Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is no integer of at least
     0, or is missing and a format rounds stochastically.

@@ -61,7 +61,7 @@ def with_new_tree_name(tree: Any, comm: Comm) -> Any:
     return tree
 
 
-def name_after_update(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
+def name_updated_units(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
     """Name the units ``new``, which an update has made of the corresponding units ``old``."""
     for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name.after_update()

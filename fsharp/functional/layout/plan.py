@@ -75,7 +75,7 @@ def plan(
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     paths, given, _ = flatten_with_paths(params)
-    leaves = [_tensor_like_leaf(path, leaf) for path, leaf in zip(paths, given)]
+    leaves = [_leaf_as_tensor(path, leaf) for path, leaf in zip(paths, given)]
     ties = find_ties(paths, leaves)
     unit_of = unit_names(paths, units)
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
@@ -254,7 +254,7 @@ def _specs_and_strategies(
     return specs, result
 
 
-def _tensor_like_leaf(path: str, leaf: Any) -> torch.Tensor:
+def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
     """Return a tensor with the shape and dtype of a leaf: the leaf itself, or a meta tensor for another library's array."""
     if not isinstance(leaf, torch.Tensor):
         dtype = getattr(torch, str(getattr(leaf, "dtype", None)), None)

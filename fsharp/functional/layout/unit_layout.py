@@ -197,7 +197,7 @@ class UnitLayout:
 
     def stored_size(self, group: int, place: Place) -> int:
         """Return the length of the buffer in which one rank stores a group's parameters in ``place``."""
-        return self.gathered_part_size(group, place) + self.scales_size(group)
+        return self.gathered_part_size(group, place) + self.scales_nbytes(group)
 
     def gathered_part_size(self, group: int, place: Place) -> int:
         """Return the length of a stored buffer without the scales of whole leaves, which a gather does not send."""
@@ -239,24 +239,24 @@ class UnitLayout:
         forms = [self.update_format(g) for g in self.trainable_groups]
         return any(form is not None and form.seed is not None for form in forms)
 
-    def scales_size(self, group: int) -> int:
-        """Return the bytes of the scales of whole leaves, at the end of a group's buffer; 0 if the format has none."""
-        return self._scales_sizes[group]
+    def scales_nbytes(self, group: int) -> int:
+        """Return the bytes of the scales of whole leaves, at the end of a group's buffer of bytes; 0 if there are none."""
+        return self._scales_nbytes[group]
 
     @cached_property
-    def _scales_sizes(self) -> tuple[int, ...]:
+    def _scales_nbytes(self) -> tuple[int, ...]:
         codecs = [group.dtypes.stored_format.leaves for group in self.groups]
         rows = zip(codecs, self._stored, strict=True)
         return tuple(0 if c is None else sum(aligned(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows)
 
     def sent_part(self, group: int, stored: torch.Tensor) -> torch.Tensor:
         """Return the part of a stored buffer that a gather sends."""
-        scales = self._scales_sizes[group]
+        scales = self._scales_nbytes[group]
         return stored[..., : stored.shape[-1] - scales] if scales else stored
 
     def scales_in(self, group: int, stored: torch.Tensor) -> torch.Tensor:
         """Return the scales of whole leaves in a stored buffer."""
-        return stored[stored.shape[-1] - self._scales_sizes[group] :]
+        return stored[stored.shape[-1] - self._scales_nbytes[group] :]
 
     def leaf_parts(
         self, group: int, place: Place, rank: int, stored: torch.Tensor, scales: torch.Tensor, values: torch.Tensor | None

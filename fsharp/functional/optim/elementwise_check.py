@@ -1,4 +1,4 @@
-"""check_elementwise: compare updates of shards with updates of whole leaves, for pairs of other libraries."""
+"""with_elementwise_check: compare updates of shards with updates of whole leaves, for pairs of other libraries."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from fsharp.type_checks import options_checked
 
 
 class CheckedState(NamedTuple):
-    """State of :func:`check_elementwise`.
+    """State of :func:`with_elementwise_check`.
 
     Attributes:
         num_checked: number of updates that were compared.
@@ -27,7 +27,7 @@ class CheckedState(NamedTuple):
 
 
 @options_checked
-def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
+def with_elementwise_check(inner: Any, *, steps: int = 1) -> Transform:
     """Wrap an ``(init, update)`` pair, and compare its first updates of shards with its updates of whole leaves.
 
     ``init_state`` tries a pair of another library on small tensors, which does not tell how the pair treats large ones. The
@@ -38,7 +38,7 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
     ...     return ()
     >>> def update(grads, state, params):
     ...     return fs.layouts.map_units(lambda g: g.replace([-0.1 * x for x in g.buffers]), grads), state
-    >>> tx = fs.optim.check_elementwise((init, update), steps=2)
+    >>> tx = fs.optim.with_elementwise_check((init, update), steps=2)
 
     Args:
         inner: the pair. A :class:`Transform` is an error, as it knows the ranks already.
@@ -52,8 +52,10 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
     nothing extra.
     """
     if isinstance(inner, Transform):
-        raise OptionError("check_elementwise(): inner is a Transform, which gets the Comm: pass (init, update) pairs alone.")
-    tx, where = as_transform(inner), "check_elementwise()"
+        raise OptionError(
+            "with_elementwise_check(): inner is a Transform, which gets the Comm: pass (init, update) pairs alone."
+        )
+    tx, where = as_transform(inner), "with_elementwise_check()"
 
     def init(params: Any, /, *, comm: Comm | None = None) -> CheckedState:
         return CheckedState(0, tx.init(params, comm=comm))
@@ -68,7 +70,7 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
         check_on_all_ranks(where, comm, lambda: _compare(where, expected, found))
         return updates, CheckedState(state.num_checked + 1, new)
 
-    name = wrapper_name("check_elementwise", tx.name)
+    name = wrapper_name("check_elementwise", tx.name)  # checkpoints have this name
     return Transform(init, update, {"steps": steps, **tx.config}, name=name, extra=tx.extra)
 
 

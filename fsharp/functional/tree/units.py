@@ -12,7 +12,7 @@ from fsharp.functional.tree.paths import (
     is_literal,
     matches,
     no_match_error,
-    prefixes_with_parents,
+    parent_by_prefix,
 )
 
 
@@ -35,7 +35,7 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
     """
     matched: dict[str, str] = {}
-    around = prefixes_with_parents(paths)
+    around = parent_by_prefix(paths)
     for pattern in as_patterns(patterns):
         is_path = is_literal(pattern) and pattern in around
         hits = [pattern] if is_path else [path for path in around if matches(pattern, path)]
@@ -49,7 +49,7 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
         above = around[hit]
         if above is not None and (outer := innermost_prefix(above, matched)) is not None:
             raise _overlap((matched[outer], outer), (matched[hit], hit))
-    split = set(prefixes_with_parents(matched).values())
+    split = set(parent_by_prefix(matched).values())
     units: dict[str, str] = {}
     for path in sorted(around, key=len):  # outer paths come before inner ones
         above = around[path]

@@ -14,7 +14,7 @@ from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, kinds_
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
 from fsharp.stateful.schedule.ops import SPREAD, Phase, Stream, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_nbytes_by_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
 
 _ROUNDS = 8
 Channel = tuple[str, str]
@@ -30,7 +30,7 @@ def calibrate(
     to 1, of their full speed that host and collectives keep. ``overlaps_latency``: whether the latency of a collective passes
     while earlier collectives are under way.
     """
-    steps = trace.by_step()
+    steps = trace.ended_steps()
     rows = [row for _, rows in steps for row in rows]
     check_rows("Hardware.fit()", schedule, rows)
     _check_kinds(schedule, rows)
@@ -39,7 +39,7 @@ def calibrate(
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
     updates: list[float] = []
-    first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
+    first = {i: run[0] for run in issue_group_ranges(schedule.ops) for i in run}
     issuing: dict[tuple[int, ...], list[float]] = {}
     casts: dict[int, list[float]] = {}
     for (start, stop), mine in steps:
@@ -85,7 +85,7 @@ def calibrate(
     cast_nbytes = sum(moved_nbytes([schedule.ops[op]], schedule.program.facts) for op in casts)
     codec_bandwidth = _codec_bandwidth(schedule, rows)
     facts = schedule.program.facts
-    for run in issue_positions(schedule.ops):
+    for run in issue_group_ranges(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
         if coded and run[0] in taken_alone:  # it decodes and encodes between two collectives, which took the rest of its time
             own_s = coded / codec_bandwidth
@@ -120,7 +120,7 @@ def _fit_issues(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[f
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
-    facts, runs = schedule.program.facts, {run[0]: run for run in issue_positions(schedule.ops)}
+    facts, runs = schedule.program.facts, {run[0]: run for run in issue_group_ranges(schedule.ops)}
     rows, target = [], []
     for issued, seconds in issuing.items():
         nbytes = sum(issued_nbytes(schedule.ops[i], facts[schedule.ops[i].unit]) for op in issued for i in runs[op])
@@ -133,13 +133,13 @@ def _fit_issues(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[f
     return {"issue_s": issue_s, "issue_bandwidth": 1 / byte_s if byte_s > 0 else math.inf}
 
 
-def host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
+def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
     """Return the part, from 0 to 1, of its full speed that the host keeps while collectives are under way.
 
     ``alone``: seconds ``(forward, backward)`` of each unit in a run that sends nothing. Only ops count that run together with
     collectives for more than half of their time; without such ops the result is 1/2.
     """
-    steps = trace.by_step()
+    steps = trace.ended_steps()
     flights = _collective_times(schedule, [row for _, rows in steps for row in rows])
     in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     rates = []
@@ -250,7 +250,7 @@ class _CollectiveTimes(NamedTuple):
 
 def _collective_times(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_CollectiveTimes]]:
     """Return the times of each collective in each step, by the collective's first op."""
-    first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
+    first = {i: run[0] for run in issue_group_ranges(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
     kinds_that_send = kinds_with_collectives()
     for index, kind, _, _, _, start, stop, step in rows:
@@ -290,7 +290,7 @@ def _fit_points(
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Channel, int], ...], int], list[float]] = {}
-    for run in issue_positions(ops):
+    for run in issue_group_ranges(ops):
         sent = sent_nbytes_by_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if not sent or run[0] not in taken:
             continue

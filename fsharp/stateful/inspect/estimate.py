@@ -23,14 +23,14 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.stateful.inspect.calibrate import Channel, calibrate, host_share, issued_nbytes, moved_nbytes
+from fsharp.stateful.inspect.calibrate import Channel, calibrate, fit_host_share, issued_nbytes, moved_nbytes
 from fsharp.stateful.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.stateful.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions, sent_nbytes_by_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -222,7 +222,7 @@ class Hardware:
         own = {} if alone is None else {"compute": alone.compute_times(), "update_s": alone.update_time()}
         host = cls(compute=(0.0, 0.0), bandwidth=math.inf, synchronous_host=synchronous_host, contention=contention)
         if alone is not None and contention:
-            host = replace(host, host_share=host_share(trace, schedule, alone.compute_times()))
+            host = replace(host, host_share=fit_host_share(trace, schedule, alone.compute_times()))
         host_speed, sending_speed = host.speeds
         found = calibrate(
             trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=synchronous_host
@@ -348,7 +348,7 @@ class _Simulation:
         times = compute_times(hardware, entered)
         facts = schedule.program.facts
         self.issues = []
-        for run in issue_positions(self.ops):
+        for run in issue_group_ranges(self.ops):
             ops = [self.ops[i] for i in run]
             sent = (
                 sent_nbytes_by_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))

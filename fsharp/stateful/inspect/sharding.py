@@ -113,8 +113,8 @@ class LeafSharding:
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
 
     @property
-    def _holding_ranks(self) -> torch.Tensor:
-        """Which ranks hold some of the leaf, bool[ranks]."""
+    def _holding_mask(self) -> torch.Tensor:
+        """For each rank whether it holds some of the leaf, bool[ranks]."""
         part = _part_of_each_rank(self.mesh, self.place)
         return (part >= self._parts.start) & (part < self._parts.stop)
 
@@ -145,8 +145,8 @@ class LeafSharding:
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
-        elif not self._holding_ranks.all():
-            yield f"nothing of it on {_ranks_text(~self._holding_ranks)}"
+        elif not self._holding_mask.all():
+            yield f"nothing of it on {_ranks_text(~self._holding_mask)}"
 
     def __str__(self) -> str:
         parts = _part_of_each_rank(self.mesh, self.place)
@@ -211,7 +211,7 @@ class TreeSharding:
                 rows.append((name, "", "", "", ""))
             else:
                 spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._difference_by_axis.values()), "None")
-                holds = leaf._holding_ranks.tensor_split(cells)
+                holds = leaf._holding_mask.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
                 rows.append((name, _shape_text(leaf.leaf), spec, leaf._share_text, shown))
         room = _COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])

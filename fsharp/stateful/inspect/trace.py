@@ -74,7 +74,7 @@ class Trace:
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.
         """
-        steps = self.by_step()
+        steps = self.ended_steps()
         if step is None:
             most = max(len(rows) for _, rows in steps)  # the last step's last gathers may be under way
             durations = {i: stop - start for i, ((start, stop), rows) in enumerate(steps) if len(rows) == most}
@@ -90,7 +90,7 @@ class Trace:
         """Return median seconds ``(forward, backward)`` of each unit, without nested units, for ``Hardware(compute=...)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
         computing = kinds_where(lambda spec: spec.cost == "compute")
-        for _, rows in self.by_step():
+        for _, rows in self.ended_steps():
             own: dict[int, list[TimeSpan]] = {}
             for span in self_times(rows):
                 if span.kind in computing:
@@ -102,11 +102,11 @@ class Trace:
     def update_time(self) -> float:
         """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; or 0."""
         updates = kinds_where(lambda spec: spec.cost == "update")
-        return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.by_step())
+        return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.ended_steps())
 
     @api_boundary
-    def by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
-        """Return a list of ``((start, stop), rows)`` for each step that has ended.
+    def ended_steps(self) -> list[tuple[tuple[float, float], list[Row]]]:
+        """Return ``((start, stop), rows)`` for each step that has ended, in order.
 
         Without :meth:`begin_step` all rows are one step.
 

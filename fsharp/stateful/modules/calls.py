@@ -19,7 +19,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import independent_clone
-from fsharp.functional.tree.paths import innermost_prefix, prefixes_with_parents
+from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
@@ -212,7 +212,7 @@ class ModuleCallState:
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
-        has_inner = set(prefixes_with_parents(by_path).values())
+        has_inner = set(parent_by_prefix(by_path).values())
         self.owners = {
             path: GatheredModule(
                 units=names,

@@ -142,7 +142,7 @@ class ShardedModule(nn.Module):
 
     @property
     def step(self) -> Scheduled:
-        """The scheduled training step, for ``model.step.schedule`` and ``model.step.trace()``."""
+        """The scheduled training step, for ``model.step.schedule`` and ``model.step.start_trace()``."""
         return _session(self).step.scheduled
 
     @api_context
@@ -158,7 +158,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
         if write and session.is_averaged:
             raise ScheduleError("unsharded(write=True): inside of averaged(), whose end would discard the writes.")
-        _warn_of_rounding("unsharded()", session.parameters.values())
+        _warn_of_rounded_frozen("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
         session.state.propagate_writes()
         parts = gather_whole_tensors(session.parameters.values(), session.scheduler.comm_with_history)
@@ -167,7 +167,7 @@ class ShardedModule(nn.Module):
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
         session.is_unsharded = True
         try:
-            with session.parameters_replaced(parameters):
+            with session.replacing_parameters(parameters):
                 yield
                 _refuse_hooks(parameters)
                 written = dict(full)
@@ -298,7 +298,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
-        _warn_of_rounding("full_parameters()", chosen)
+        _warn_of_rounded_frozen("full_parameters()", chosen)
         session.state.propagate_writes()
         for part, value in gather_whole_tensors(chosen, session.scheduler.comm_with_history):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
@@ -319,7 +319,7 @@ def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _warn_of_rounding(where: str, parameters: Iterable[ShardedParameter]) -> None:
+def _warn_of_rounded_frozen(where: str, parameters: Iterable[ShardedParameter]) -> None:
     """Warn if frozen parameters rest in a lower dtype than they had, as their exact values are lost."""
     kept = [p for p in parameters if not p.is_trained]
     if rounded := [p for p in kept if torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype]:

@@ -8,7 +8,7 @@ import torch
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelledComm
-from fsharp.functional.comm.residuals import own_residuals
+from fsharp.functional.comm.residuals import prepare_residuals
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import buffers_on_device, gather
 from fsharp.functional.state import TrainState
@@ -71,10 +71,10 @@ class ModuleState:
             for tensors in self.train_state.residuals.value.values():
                 torch._foreach_zero_(tensors)
 
-    def add_write_settings(self, account: Callable[[str], None]) -> None:
-        """Call ``account`` if parameters were written since the last step, with text in which ranks have to agree."""
+    def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
+        """Call ``add_settings`` if parameters were written since the last step, with text in which ranks have to agree."""
         if self.is_written:
-            account("parameters written in place=True")
+            add_settings("parameters written in place=True")
             self.is_written = False
 
     def adopt_state(self, state: TrainState) -> None:
@@ -96,7 +96,7 @@ class ModuleState:
                 "residuals. Assign state._replace(residuals=model.train_state.residuals), which keeps the module's residuals."
             )
         units = [node.unit for node in units_of(state.params)]
-        own_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
+        prepare_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps the optimizer's state
         self.train_state = state if has_own else state._replace(opt=None)
         self.generation += 1

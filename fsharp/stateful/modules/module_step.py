@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import LossError, ScheduleError
-from fsharp.functional.comm.residuals import Views, own_residuals
+from fsharp.functional.comm.residuals import Views, prepare_residuals
 from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.sinks import SinkLedger, with_sinks
@@ -70,7 +70,7 @@ class ModuleStep:
         self.reopen_scheduler()
         self.propagate_writes()
         if self.run is None:
-            self.state.add_write_settings(self.scheduler.add_settings)
+            self.state.add_writes_to_settings(self.scheduler.add_settings)
             self.means.release_all()
             self.updated_by = None
             self.run = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
@@ -86,7 +86,7 @@ class ModuleStep:
         state = self.state.train_state
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
-        _, self._carried = own_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
+        _, self._carried = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
         self._units = self.scheduler.begin_gradients(state.params)
 
     def propagate_writes(self) -> None:
@@ -184,7 +184,7 @@ class ModuleStep:
         run = self.run
         assert run is not None
         self.state.were_copies_written()
-        self.state.add_write_settings(self.scheduler.add_settings)
+        self.state.add_writes_to_settings(self.scheduler.add_settings)
         self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._guarded():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)

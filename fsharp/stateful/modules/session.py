@@ -252,9 +252,9 @@ class Session:
                 raise RuntimeError(f"{_GRAD}: input {name} was not used. Set allow_unused=True if this is what you want.")
         return tuple(result)
 
-    def parameters_replaced(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def replacing_parameters(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context in which the tensors ``by_path`` replace all parameters."""
-        return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
+        return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_of(by_path))
 
     def adopt_state(self, state: TrainState) -> None:
         """Train ``state`` from now on, which has the same layout. Raise an error while a step is under way."""
@@ -285,10 +285,10 @@ class Session:
                         data.detach(), about, requires_grad=each is not frozen
                     )
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}
-        for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
+        for entries, owned in zip(self.calls.entries.values(), self._leaf_values_of(self.parameters), strict=True):
             entries.swap_in(owned)
 
-    def _leaf_values_by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
+    def _leaf_values_of(self, by_path: Mapping[str, T]) -> list[list[T]]:
         """Return for each unit the values of its leaves, given by path. Tied leaves share a value."""
         return [[by_path[path] for path in entries.stored] for entries in self.calls.entries.values()]
 

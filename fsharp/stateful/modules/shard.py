@@ -23,7 +23,7 @@ from fsharp.functional.layout.precision import Precision, Precisions, check_prec
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, prefixes_with_parents
+from fsharp.functional.tree.paths import Patterns, parent_by_prefix
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.initial.initial import initial_parameters
 from fsharp.stateful.modules.module import ShardedModule
@@ -32,7 +32,7 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
 from fsharp.stateful.modules.session import Session, subclass_to_gather
 from fsharp.stateful.modules.te_gradients import check_gradients
-from fsharp.stateful.modules.te_scales import keep_scales_as_text, without_history
+from fsharp.stateful.modules.te_scales import keep_scales_as_text, keeping_histories
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, patch_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept_parameters
@@ -143,7 +143,7 @@ def shard_module(
         groups = module_groups(module, units or ())
         entries = methods_by_module(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-        around = set(prefixes_with_parents(chosen).values())
+        around = set(parent_by_prefix(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
@@ -153,7 +153,7 @@ def shard_module(
     tree, layout, specs, chosen, groups, entries, casts = check_on_all_ranks("shard_module()", comm, planned)
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
     start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
-    with without_history(layout) if sync_from is None else nullcontext():  # histories already contain the module's own values
+    with keeping_histories(layout) if sync_from is None else nullcontext():  # histories already contain the module's own values
         state = init_state(_NOTHING, start, comm=comm, donate=True)
     del tree, start
     policy = policy or SchedulePolicy()

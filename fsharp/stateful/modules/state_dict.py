@@ -71,7 +71,7 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         for path, parameter in session.parameters.items():
             awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_LoadPlaceholder)
             awaiting[path].__dict__.update({**parameter.attributes, "given": []})
-        with session.parameters_replaced(awaiting), copied_buffers(module) as buffers:
+        with session.replacing_parameters(awaiting), copied_buffers(module) as buffers:
             try:
                 result = load()
             except RuntimeError as error:  # torch lists all wrong names and shapes

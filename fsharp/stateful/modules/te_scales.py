@@ -32,7 +32,7 @@ def keep_scales_as_text(module: nn.Module) -> None:
 
 
 @contextmanager
-def without_history(layout: Layout) -> Iterator[None]:
+def keeping_histories(layout: Layout) -> Iterator[None]:
     """Keep casts of a layout's weights out of the histories of delayed scaling, in this context."""
     formats = [group.dtypes.stored_format for unit in layout.units for group in unit.groups]
     with ExitStack() as stack:

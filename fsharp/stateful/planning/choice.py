@@ -124,10 +124,10 @@ def judged(candidates: Sequence[Candidate], budget: float) -> tuple[Candidate, .
     """Return candidates, those that fit first, by their seconds and then by their memory. Each has the reason why it lost."""
     ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
     best = ranked[0]
-    return replace(best, lost=""), *(replace(x, lost=_lost(x, best, budget)) for x in ranked[1:])
+    return replace(best, lost=""), *(replace(x, lost=_why_lost(x, best, budget)) for x in ranked[1:])
 
 
-def _lost(candidate: Candidate, best: Candidate, budget: float) -> str:
+def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
     if candidate.peak_nbytes > budget:
         return f"{nbytes_text(candidate.peak_nbytes)}, and the budget is {nbytes_text(budget)}"
     if candidate.is_bound and candidate.step_s <= best.step_s:
@@ -334,7 +334,7 @@ class Choice:
 def _compared(candidate: Candidate, first: Candidate, budget: float) -> str:
     if candidate.peak_nbytes <= budget and candidate.step_s < first.step_s:
         return f"{1 - candidate.step_s / first.step_s:.1%} faster{', at most' * candidate.is_bound}"
-    return _lost(candidate, first, budget)
+    return _why_lost(candidate, first, budget)
 
 
 def _use(row: Any) -> Use:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.runtime.compiled import BoundSchedule, first_mismatch
+from fsharp.stateful.runtime.compiled import BoundSchedule, describe_first_mismatch
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Scheduled
@@ -38,7 +38,7 @@ class Arena:
         bound = scheduled.programs.bound.get(id(schedule))
         if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.is_bound_to(units)):
             bound = None
-            why = first_mismatch(schedule, units, self._policy)
+            why = describe_first_mismatch(schedule, units, self._policy)
             if why and scheduled.programs.pinned is not None:
                 raise ScheduleError(
                     f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "

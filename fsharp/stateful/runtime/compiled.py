@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.emit_gradients import microbatches_before_reduce
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
-from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_positions
+from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_group_ranges
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
@@ -66,7 +66,7 @@ class BoundSchedule:
     def _bind_buckets(self) -> Iterator[BoundOp]:
         """Yield the first op of each bucket, bound together with the other ops of the bucket."""
         ops = self.schedule.ops
-        runs = issue_positions(ops)
+        runs = issue_group_ranges(ops)
         leader = [run[0] for run in runs for _ in run]
         blocks: dict[str, OutgoingBlock] = {}
         pieces: dict[str, list[list[torch.Tensor]]] = {}
@@ -132,7 +132,7 @@ class BoundSchedule:
                     self.stranded[unit.key] = self._opens[unit.key]
 
 
-def first_mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
+def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
     """Return text about the first fact in a schedule that does not hold for ``units``; empty if the units can follow it.
 
     A block may be larger than necessary, as in steps without a schedule, and gradients may rest in the arena under any policy.

@@ -58,7 +58,7 @@ class CapturedStep:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
                 if optree.tree_leaves(state.main):
-                    state = state._replace(params=_copied_params(state.params, held))
+                    state = state._replace(params=_copy_into_held(state.params, held))
         finally:
             scheduler.lanes.drop_all_events()
         self._metrics: Metrics = metrics
@@ -87,7 +87,7 @@ class CapturedStep:
         return self._metrics
 
 
-def _copied_params(made: Any, held: list[Any]) -> Any:
+def _copy_into_held(made: Any, held: list[Any]) -> Any:
     """Return the parameters ``made`` in the memory ``held``, to which parameters in other memory are copied."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():

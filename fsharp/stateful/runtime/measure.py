@@ -87,7 +87,7 @@ def _trace_of_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
     x = torch.ones(64, max(_WIDTHS), device=comm.device)
     for _ in range(_WARMUP):
         state, _ = step(state, x)
-    trace = step.trace()
+    trace = step.start_trace()
     for _ in range(steps):
         state, _ = step(state, x)
     assert step.schedule is not None

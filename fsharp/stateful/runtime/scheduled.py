@@ -214,8 +214,8 @@ class Scheduled:
         verify(schedule)
         setup_calls.run(lambda: self.programs.pin_schedule(schedule))
 
-    def trace(self) -> Trace:
-        """Return a trace that measures every later step that follows the schedule."""
+    def start_trace(self) -> Trace:
+        """Begin to measure steps that follow the schedule, and return the trace that collects them."""
         trace = Trace()
         self.recorder = Recorder(trace, self.scheduler.device, self.scheduler.executor.waited_s)
         return trace

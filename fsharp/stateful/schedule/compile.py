@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.emit import BundlesByKind, emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import FINISHES, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.residency import uses_by_backward
+from fsharp.stateful.schedule.residency import uses_in_backward_order
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
 from fsharp.type_checks import options_checked
@@ -35,7 +35,7 @@ def compile_schedule(program: Program, policy: SchedulePolicy = SchedulePolicy()
     tried, finishes = policy, FINISHES
     sum_late = not has_streams if policy.sum_late is None else policy.sum_late
     while True:
-        ops, arena, bound = _with_room(program, tried, finishes, sum_late=sum_late)
+        ops, arena, bound = _emit_and_place(program, tried, finishes, sum_late=sum_late)
         if policy.memory_budget is None or arena <= policy.memory_budget:
             return Schedule(program, tried, tuple(ops), arena, bound)
         if tried.bucket_nbytes != 0 or tried.together:
@@ -54,13 +54,13 @@ Placed = tuple[list[Op], int, int]
 """Ops with addresses, bytes of the arena, and the most bytes that are live at one op."""
 
 
-def _with_room(program: Program, policy: SchedulePolicy, finishes: int, *, sum_late: bool) -> Placed:
+def _emit_and_place(program: Program, policy: SchedulePolicy, finishes: int, *, sum_late: bool) -> Placed:
     """Return placed ops. Units stay resident from forward to backward as far as ``policy.release`` allows.
 
     ``finishes``: number of reductions to the optimizer's place that may be under way. ``sum_late``: see ``policy.sum_late``.
     """
     buckets = BundlesByKind(program, policy)
-    first, *later = uses_by_backward(program, buckets.gathers)
+    first, *later = uses_in_backward_order(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []
     emit = partial(emit_ops, program, policy, buckets, finishes=finishes, sum_late=sum_late)
     unplaced = emit(kept)

@@ -67,7 +67,7 @@ def emit_ops(
                 microbatch += 1
                 gradients.begin_microbatch(casts[microbatch], is_last=microbatch in last)
             case "reduce":
-                gradients.end_gradients(i)
+                gradients.end_all_reductions(i)
             case "fetch":
                 parameters.emit_fetch(event.unit, i)
             case "update":

@@ -72,9 +72,9 @@ class GradientOps:
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions(i)
         for unit in [unit for unit, is_waiting in self._unfinished.items() if is_waiting]:
-            self._mark_ready(unit, i)
+            self._finish_when_bundle_ready(unit, i)
 
-    def end_gradients(self, i: int) -> None:
+    def end_all_reductions(self, i: int) -> None:
         """Add the results of all reductions that are under way."""
         while self._under_way:
             self._end_oldest_reductions(i)
@@ -92,9 +92,9 @@ class GradientOps:
         if ACCUMULATE.has_ops_for(facts):
             opens = self._open_resting_gradient(unit)
             self._fed[unit] = self._ops.add_with_followers(ACCUMULATE, unit, "backward", i, after=(casts[unit],), opens=opens)
-        self._mark_ready(unit, i)
+        self._finish_when_bundle_ready(unit, i)
 
-    def _mark_ready(self, unit: str, i: int) -> None:
+    def _finish_when_bundle_ready(self, unit: str, i: int) -> None:
         """Record that a unit's gradient can go to the optimizer's place. Reduce a bundle once all of its units are ready."""
         if not self._unfinished.get(unit):
             return
@@ -163,7 +163,7 @@ class GradientOps:
     def _finish_sums(self, sums: Sequence[UnplacedOp]) -> None:
         for op in sums:
             if op.spec is ACCUMULATE:
-                self._mark_ready(op.unit, op.at)
+                self._finish_when_bundle_ready(op.unit, op.at)
 
 
 def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:

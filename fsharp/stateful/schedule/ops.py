@@ -42,7 +42,7 @@ from typing import Literal, get_args
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.program import ABOUT_NO_UNIT, EventKind, UnitFacts
-from fsharp.type_checks import wrong_field
+from fsharp.type_checks import describe_wrong_field
 
 Stream = Literal["compute", "gather", "reduce", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
@@ -241,7 +241,7 @@ def kinds_where(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[s
     return tuple(dict.fromkeys(spec.kind for spec in OPS.values() if chosen(spec)))
 
 
-def expected_phases(kind: str) -> str:
+def expected_phases_text(kind: str) -> str:
     """Return text for an error: the phases in which a kind has ops, or the advice to declare the kind."""
     phases = [phase for each, phase in OPS if each == kind]
     return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare_op()` the OpSpec of {kind!r} first"
@@ -253,7 +253,7 @@ def declare_op(spec: OpSpec) -> None:
     Raises:
         ScheduleError: a field has an impossible value, or the kind has a record for one of these phases already.
     """
-    if why := wrong_field(spec) or _unknown_name(spec):
+    if why := describe_wrong_field(spec) or _describe_unknown_name(spec):
         raise ScheduleError(f"declare_op(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
     for phase in spec.phases:
         if (spec.kind, phase) in OPS:
@@ -262,7 +262,7 @@ def declare_op(spec: OpSpec) -> None:
     OPS.update({(spec.kind, phase): spec for phase in spec.phases})
 
 
-def _unknown_name(spec: OpSpec) -> str:
+def _describe_unknown_name(spec: OpSpec) -> str:
     """Return text about the first field that is empty but required, or has an unknown name; empty if all fields are right."""
     for field in ("kind", "phases"):
         if not getattr(spec, field):

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import wrong_field
+from fsharp.type_checks import describe_wrong_field
 
 EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "fetch", "update"]
 ABOUT_NO_UNIT: tuple[EventKind, ...] = ("microbatch_end", "reduce", "move", "update")
@@ -67,11 +67,6 @@ class UnitFacts:
     finish_recoded: int = 0
     finish_decoded: int = 0
     update_coded: int = 0
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """All collectives of the unit, of all kinds of moves."""
-        return self.gather + self.reduce + self.finish + self.update_gather
 
 
 class Event(NamedTuple):
@@ -129,8 +124,9 @@ class Program:
         return hash(self.events)  # fast. Programs with equal events and other units differ when they are compared.
 
     def __post_init__(self) -> None:
-        for row in (self, *self.units, *self.events, *(call for unit in self.units for call in unit.calls)):
-            if why := wrong_field(row):
+        calls = [call for u in self.units for call in (*u.gather, *u.reduce, *u.finish, *u.update_gather)]
+        for row in (self, *self.units, *self.events, *calls):
+            if why := describe_wrong_field(row):
                 raise ScheduleError(f"Program(): a {type(row).__name__}'s {why}.")
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):

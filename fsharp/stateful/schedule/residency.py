@@ -139,7 +139,7 @@ def bundles_before_step(program: Program, policy: SchedulePolicy, bundles: Bundl
     return tuple(order)[: max(policy.prefetch, 1)]
 
 
-def uses_by_backward(program: Program, bundles: Bundles) -> list[list[int]]:
+def uses_in_backward_order(program: Program, bundles: Bundles) -> list[list[int]]:
     """Return for each microbatch the uses of gathered units whose backward is in it, in order of the backwards."""
     result: list[list[int]] = [[]]
     for event in program.events:

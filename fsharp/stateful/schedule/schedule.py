@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.text import IN_NOTEBOOKS
-from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases, kinds_where
+from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases_text, kinds_where
 from fsharp.stateful.schedule.policy import DebugPolicy, SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import wrong_field
+from fsharp.type_checks import describe_wrong_field
 
 VECTOR_NBYTES = 64
 """Alignment of addresses, in bytes. Kernels load vectors of this width, and may round the last elements differently."""
@@ -84,7 +84,7 @@ class Op:
         """The record of the op's kind and phase."""
         spec = OPS.get((self.kind, self.phase))
         if spec is None:
-            raise ScheduleError(f"{self}: has phase {self.phase!r}, expected {expected_phases(self.kind)}.")
+            raise ScheduleError(f"{self}: has phase {self.phase!r}, expected {expected_phases_text(self.kind)}.")
         return spec
 
     def __str__(self) -> str:
@@ -113,12 +113,12 @@ class Schedule:
     bound: int
 
     def __post_init__(self) -> None:
-        if why := wrong_field(self):
+        if why := describe_wrong_field(self):
             raise ScheduleError(f"Schedule(): {why}.")
         known = kinds_where()
         for i, op in enumerate(self.ops):
             for row in (op, op.memory, op.opens):
-                if row is not None and (why := wrong_field(row)):
+                if row is not None and (why := describe_wrong_field(row)):
                     raise ScheduleError(f"Schedule(): op {i}: {why}.")
             if op.kind not in known:
                 what = f"kind is {op.kind!r}, expected {' or '.join(map(repr, known))}"
@@ -187,7 +187,7 @@ class Schedule:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error
 
 
-def issue_positions(ops: Sequence[Op]) -> list[range]:
+def issue_group_ranges(ops: Sequence[Op]) -> list[range]:
     """Return the positions of ops in groups that are issued as one: the ops of a bucket, or an op that is in no bucket."""
     found: list[range] = []
     for i, op in enumerate(ops):
@@ -200,7 +200,7 @@ def issue_positions(ops: Sequence[Op]) -> list[range]:
 
 def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
     """Return ops in groups that are issued as one: the ops of a bucket, or an op that is in no bucket."""
-    return [tuple(ops[i] for i in run) for run in issue_positions(ops)]
+    return [tuple(ops[i] for i in run) for run in issue_group_ranges(ops)]
 
 
 class BufferLifetime(NamedTuple):

@@ -125,7 +125,10 @@ class GlooTransport(Transport):
         then: Callable[[], Any] = lambda: None,
         second: CollectiveOutcome | None = None,
     ) -> Work:
-        """Sum this rank's part of each row over ranks, into the row's ``out``. Then call ``then``, which begins ``second``."""
+        """Sum this rank's part of each row over ranks, into the row's ``out``.
+
+        ``then`` is called at the end, and may begin the second half of the collective, whose outcome is ``second``.
+        """
         n = len(rows[0])
         partners = list(_exchange_rounds(mine, n))
         pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]

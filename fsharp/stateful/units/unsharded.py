@@ -107,7 +107,7 @@ class UnshardedBuffer:
         self.is_encoded = self._layout.has_formats
         moves: list[Move] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
-            if self._layout.scales_size(group):
+            if self._layout.scales_nbytes(group):
                 self._layout.scales_in(group, full.stored[group]).copy_(self._layout.scales_in(group, x.detach()))
                 x = self._layout.sent_part(group, x)
             if x.numel():

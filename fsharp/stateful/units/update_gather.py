@@ -59,7 +59,7 @@ class UpdateGather:
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
-            if old.unit.scales_size(group):
+            if old.unit.scales_nbytes(group):
                 old.unit.scales_in(group, buffer).copy_(old.unit.scales_in(group, part))
             room = old.unit.sent_part(group, buffer.detach())
             if room.numel():

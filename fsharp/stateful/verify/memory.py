@@ -157,7 +157,7 @@ class MemoryCheck(Check):
                     raise self.unordered_error(i, op, "may fill memory still in use by", j)
 
 
-class LimitsCheck(Check):
+class PolicyLimitsCheck(Check):
     """Check the policy's limits of resident units and of reductions under way. The units of a bucket count as one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:

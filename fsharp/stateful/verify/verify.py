@@ -7,13 +7,13 @@ So a wrong schedule, edited by a person or written by a compiler with a bug, is 
 from collections.abc import Mapping, Sequence
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases
+from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases_text
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, coalescing_key, issue_groups
 from fsharp.stateful.verify.check import UNDO, Check, HappensBefore, op_error
 from fsharp.stateful.verify.derived import DerivedCheck
 from fsharp.stateful.verify.gradients import GradientCheck
-from fsharp.stateful.verify.memory import LimitsCheck, MemoryCheck, OffloadedStateCheck
+from fsharp.stateful.verify.memory import MemoryCheck, OffloadedStateCheck, PolicyLimitsCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
 from fsharp.type_checks import options_checked
 
@@ -35,7 +35,7 @@ def verify(schedule: Schedule) -> None:
     """
     _check_form(schedule)
     order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
-    for kind in (ParameterCheck, GradientCheck, DerivedCheck, OffloadedStateCheck, MemoryCheck, LimitsCheck):
+    for kind in (ParameterCheck, GradientCheck, DerivedCheck, OffloadedStateCheck, MemoryCheck, PolicyLimitsCheck):
         check: Check = kind(schedule, order)
         for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
             check.check_op(i, op, spec)
@@ -91,7 +91,7 @@ def _check_form(schedule: Schedule) -> None:
     for i, op in enumerate(schedule.ops):
         spec = OPS.get((op.kind, op.phase))
         if spec is None:
-            raise op_error(i, op, f"has phase {op.phase!r}.", expected_phases(op.kind))
+            raise op_error(i, op, f"has phase {op.phase!r}.", expected_phases_text(op.kind))
         if op.unit not in facts or (spec.has_unit and not op.unit):
             raise op_error(i, op, "the program has no such unit.", f"one of {sorted(facts)[1:]}")
         if op.stream != spec.stream:

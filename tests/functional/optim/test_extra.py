@@ -22,7 +22,7 @@ AROUND = {
     "apply_if_finite": lambda tx: fs.optim.apply_if_finite(tx, 3),
     "MultiSteps": lambda tx: fs.optim.MultiSteps(tx, 1),
     "inject_hyperparams": lambda tx: fs.optim.inject_hyperparams(lambda rate: fs.optim.chain(fs.optim.scale(rate), tx))(1.0),
-    "check_elementwise": lambda tx: fs.optim.check_elementwise(PAIR),
+    "with_elementwise_check": lambda tx: fs.optim.with_elementwise_check(PAIR),
 }
 
 

@@ -201,7 +201,7 @@ def test_first_updates_are_compared_with_those_of_whole_leaves(fn):
     tree = {"head": {"w": torch.ones(8, 6)}, "layers": [{"w": torch.ones(5, 3), "tied": torch.ones(3)}]}
 
     def rank_fn(comm):
-        checked, plain = fs.optim.check_elementwise((momentum, update), steps=2), (momentum, update)
+        checked, plain = fs.optim.with_elementwise_check((momentum, update), steps=2), (momentum, update)
         found = []
         for tx in (checked, plain):
             layout, state = begin(comm, tx, tree=tree, frozen=["layers.*.tied"])
@@ -220,7 +220,7 @@ def test_first_updates_are_compared_with_those_of_whole_leaves(fn):
 
     for found in simulate(DP3, rank_fn):
         if fn is by_norm_if_large:
-            assert "check_elementwise(): the update of whole leaves is not that of shards" in found
+            assert "with_elementwise_check(): the update of whole leaves is not that of shards" in found
             assert "head/w" in found
         else:
             assert found == ""
@@ -228,6 +228,6 @@ def test_first_updates_are_compared_with_those_of_whole_leaves(fn):
 
 def test_what_knows_of_ranks_is_not_compared():
     with pytest.raises(OptionError, match=r"inner is a Transform"):
-        fs.optim.check_elementwise(fs.optim.adamw(1e-3))
+        fs.optim.with_elementwise_check(fs.optim.adamw(1e-3))
     with pytest.raises(OptionError, match=r"steps is '1', expected an int"):
-        fs.optim.check_elementwise((momentum, made_late), steps="1")
+        fs.optim.with_elementwise_check((momentum, made_late), steps="1")

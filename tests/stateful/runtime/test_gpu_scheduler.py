@@ -101,7 +101,7 @@ def test_the_trace_of_a_gpu_is_by_its_events(comm):
     data = batches(6)
     for batch in data[:3]:
         state, _ = scheduled(state, batch)
-    trace = scheduled.trace()
+    trace = scheduled.start_trace()
     for batch in data[3:]:
         state, _ = scheduled(state, batch)
     timeline = trace.timeline(scheduled.schedule)

@@ -17,7 +17,7 @@ from fsharp.functional.moves import buffers_on_device
 from fsharp.stateful.runtime.graphs import _check
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.host import HostBuffers, Offload
-from fsharp.testing import DebugPolicy, RaceError, check_races, processes, simulate
+from fsharp.testing import DebugPolicy, RaceError, checking_races, processes, simulate
 from fsharp.testing.ordering import RecordStream, Wait, replay
 from tests import modules
 from tests.gpt_like import loss_fn
@@ -435,7 +435,7 @@ def test_who_looks_at_what_is_on_its_way_waits():
         scheduler = fs.Scheduler(comm, policy=DebugPolicy(offload=True, sum_late=False, trivial_axes=True))
         tx = fs.optim.adamw(1e-2)
         call, state = scheduler(fs.train_step(loss_fn, tx, donate=True)), make_state(comm, fs.zero3("dp"), tx=tx)
-        with check_races(scheduler) as report:
+        with checking_races(scheduler) as report:
             for batch in my_batches(comm, 3):
                 state, _ = call(state, batch)
                 read(state)

@@ -157,7 +157,7 @@ def test_what_is_measured_is_fitted():
         data = my_batches(comm, 6)
         for batch in data[:3]:
             state, _ = call(state, batch)
-        trace = call.trace()
+        trace = call.start_trace()
         for batch in data[3:]:
             state, _ = call(state, batch)
         timeline = trace.timeline(call.schedule)

@@ -8,7 +8,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
-from fsharp.testing import DebugPolicy, RaceError, RaceReport, check_races, simulate
+from fsharp.testing import DebugPolicy, RaceError, RaceReport, checking_races, simulate
 from fsharp.testing.ordering import Access, replay
 from fsharp.testing.races import VirtualLanes
 from tests import scheduling
@@ -27,7 +27,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True, **policy))
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
     step = scheduler(fs.train_step(loss, tx, microbatches=microbatches, donate=donate))
-    with check_races(scheduler) as report:
+    with checking_races(scheduler) as report:
         for batch in my_batches(comm, steps):
             state, _ = step(state, batch)
     assert step.num_unscheduled_calls == 1
@@ -44,7 +44,7 @@ def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, **
         Net(3), mesh=comm, strategy=strategy, units="layers.*", precision=PRECISIONS[precision], policy=policy
     )
     optimizer = fs.ShardedOptimizer(model.parameters(), *([tx] if tx else [torch.optim.AdamW]), **({} if tx else {"lr": 1e-2}))
-    with check_races(model) as report:
+    with checking_races(model) as report:
         for batch in my_batches(comm, steps):
             parts = list(zip(batch["x"].chunk(microbatches), batch["y"].chunk(microbatches), strict=True))
             with model.accumulate():
@@ -160,7 +160,7 @@ def test_gradients_that_are_looked_at_need_the_join_at_the_end_of_the_pass():
             return loss
 
         step = scheduler(step)
-        with check_races(scheduler) as report:
+        with checking_races(scheduler) as report:
             for batch in my_batches(comm, 4):
                 step(state, batch)
         at = "compute joins all of reduce at microbatch_end"
@@ -233,7 +233,7 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
         return work
 
     scheduler.transport.gather_each = late
-    with pytest.raises(RaceError, match="two streams use the same memory") as caught, check_races(scheduler):
+    with pytest.raises(RaceError, match="two streams use the same memory") as caught, checking_races(scheduler):
         train_with(scheduler, loss_fn)
     text = str(caught.value)
     assert "aten.mul_.Tensor on reduce" in text
@@ -253,7 +253,7 @@ def test_memory_freed_in_a_step_under_a_running_stream_is_reported():
         del activation
         return fs.Loss(total, weight)
 
-    with pytest.raises(RaceError, match=r"freed for +compute, which allocates") as caught, check_races(scheduler):
+    with pytest.raises(RaceError, match=r"freed for +compute, which allocates") as caught, checking_races(scheduler):
         train_with(scheduler, watched)
     assert {(race.first.op, race.first.lane) for race in caught.value.report.races if race.second is None} == {
         ("aten.sum", "reduce")
@@ -295,11 +295,11 @@ def test_a_scheduler_that_would_not_follow_the_schedule_of_a_device_is_refused()
         ({"sum_late": True}, "sum_late=False"),
         ({"trivial_axes": False}, "trivial_axes=True"),
     ]:
-        with pytest.raises(ScheduleError, match=what), check_races(scheduler_on_streams(**options)):
+        with pytest.raises(ScheduleError, match=what), checking_races(scheduler_on_streams(**options)):
             pass
     with (
         pytest.raises(ScheduleError, match="on meta, expected a CPU"),
-        check_races(fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1}), device="meta"), policy=DebugPolicy(sum_late=False))),
+        checking_races(fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1}), device="meta"), policy=DebugPolicy(sum_late=False))),
     ):
         pass
 
@@ -307,6 +307,6 @@ def test_a_scheduler_that_would_not_follow_the_schedule_of_a_device_is_refused()
 def test_an_error_in_the_step_passes_and_the_lanes_are_those_from_before():
     scheduler = scheduler_on_streams()
     before = scheduler.lanes
-    with pytest.raises(ZeroDivisionError, match="division"), check_races(scheduler):
+    with pytest.raises(ZeroDivisionError, match="division"), checking_races(scheduler):
         train_with(scheduler, lambda *_: 1 / 0)
     assert scheduler.lanes is before

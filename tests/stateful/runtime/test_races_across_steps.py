@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.testing import DebugPolicy, check_races
+from fsharp.testing import DebugPolicy, checking_races
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import STRATEGIES, make_state, my_batches
 
@@ -38,7 +38,7 @@ def test_a_tree_of_a_closure(name):
         held[0], metrics = train(held[0], batch, comm)
         return metrics
 
-    with check_races(scheduler):
+    with checking_races(scheduler):
         for batch in my_batches(scheduler.comm, 4):
             step(batch)
 
@@ -52,7 +52,7 @@ def test_a_tree_that_is_made_inside(name):
     def evaluate_half(params, batch, *, comm):
         return evaluate(optree.tree_map(lambda x: x * 0.5, params), batch, comm=comm)
 
-    with check_races(scheduler):
+    with checking_races(scheduler):
         for batch in my_batches(scheduler.comm, 4):
             evaluate_half(state.params, batch)
 
@@ -63,7 +63,7 @@ def test_an_arena_that_grows(name):
     scheduler = on_streams(name)
     small, large = (make_state(scheduler.comm, name, tx=TX, params=make_params(layers=n)) for n in (1, 3))
     steps = [scheduler(fs.train_step(lambda *args: loss_fn(*args), TX)) for _ in range(2)]
-    with check_races(scheduler):
+    with checking_races(scheduler):
         first, *batches, last = my_batches(scheduler.comm, 5)
         large, _ = steps[1](large, first)
         for batch in batches:
@@ -78,7 +78,7 @@ def test_updated_parameters_are_looked_at_by_several_streams(name):
     scheduler = on_streams(name)
     state = make_state(scheduler.comm, name, tx=TX)
     step = scheduler(fs.train_step(loss_fn, TX))
-    with check_races(scheduler):
+    with checking_races(scheduler):
         for batch in my_batches(scheduler.comm, 3):
             state, _ = step(state, batch)
             with scheduler.lanes.on_lane("the user's"):
@@ -94,7 +94,7 @@ def test_a_state_that_is_replaced_between_steps(name, donate):
     scheduler = on_streams(name)
     state = make_state(scheduler.comm, name, tx=TX)
     step = scheduler(fs.train_step(loss_fn, TX, donate=donate))
-    with check_races(scheduler):
+    with checking_races(scheduler):
         for batch in my_batches(scheduler.comm, 4):
             state, _ = step(state, batch)
             state = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
@@ -109,7 +109,7 @@ def test_evaluations_between(name):
     state = make_state(scheduler.comm, name, tx=TX)
     step, look = scheduler(fs.train_step(loss_fn, TX)), scheduler(evaluate)
     average = state.params
-    with check_races(scheduler):
+    with checking_races(scheduler):
         for batch in my_batches(scheduler.comm, 4):
             state, _ = step(state, batch)
             average = optree.tree_map(lambda mean, new: mean.lerp(new, 0.5), average, state.params)

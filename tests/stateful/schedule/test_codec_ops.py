@@ -198,7 +198,7 @@ def test_traces_measure_them_and_fit_their_speed():
         call = fs.Scheduler(comm, policy=DebugPolicy(prefetch=1))(fs.train_step(loss_fn, make_tx()))
         batches = my_batches(comm, 4)
         state, _ = call(state, batches[0])
-        trace = call.trace()
+        trace = call.start_trace()
         for batch in batches[1:]:
             state, _ = call(state, batch)
         return call.schedule, trace

@@ -7,11 +7,11 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
-from fsharp.stateful.runtime.compiled import first_mismatch
+from fsharp.stateful.runtime.compiled import describe_first_mismatch
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Memory, Schedule
 from fsharp.stateful.verify.verify import verify
-from fsharp.testing import DebugPolicy, check_races, simulate
+from fsharp.testing import DebugPolicy, checking_races, simulate
 from tests.edited_schedules import edit, move
 from tests.gpt_like import loss_fn, make_params
 from tests.schedule_mutants import mutants, texts
@@ -65,7 +65,7 @@ class Trainer:
     def follow(self, schedule):
         """What steps by a schedule give, which have no race."""
         self.step.follow(schedule)
-        with check_races(self.scheduler):
+        with checking_races(self.scheduler):
             return self.run(self.step)
 
 
@@ -179,7 +179,7 @@ def test_facts_of_other_units_are_not_followed(name, value):
         trainer = Trainer(comm, "zero3", {}, 1)
         schedule = trainer.step.schedule
         units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
-        why = first_mismatch(
+        why = describe_first_mismatch(
             replace(schedule, program=replace(schedule.program, units=units)), trainer.scheduler.units, SchedulePolicy()
         )
         assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why

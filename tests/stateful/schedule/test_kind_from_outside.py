@@ -19,7 +19,7 @@ from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, RESTING, OpSpec,
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule, issue_groups
 from fsharp.stateful.verify.verify import verify
-from fsharp.testing import DebugPolicy, check_races, simulate
+from fsharp.testing import DebugPolicy, checking_races, simulate
 from fsharp.testing.ordering import Access
 from tests.edited_schedules import chain, drop, edit, move, of
 from tests.gpt_like import loss_fn
@@ -347,7 +347,7 @@ def test_traces_measure_them(found):
         call = fs.Scheduler(comm, policy=DebugPolicy(prefetch=1))(fs.train_step(loss_fn, make_tx()))
         batches = my_batches(comm, 4)
         state, _ = call(state, batches[0])
-        trace = call.trace()
+        trace = call.start_trace()
         for batch in batches[1:]:
             state, _ = call(state, batch)
         return call.schedule, trace
@@ -367,7 +367,7 @@ def test_races_of_them_are_found(found):
     comm = fs.SingleComm(fs.Mesh({"dp": 1}))
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True, poison=True))
     state, step = make_state(comm, fs.zero3("dp")), scheduler(fs.train_step(loss_fn, make_tx()))
-    with check_races(scheduler) as report:
+    with checking_races(scheduler) as report:
         for batch in my_batches(comm, 3):
             state, _ = step(state, batch)
     assert report.races == []

@@ -18,7 +18,7 @@ from fsharp.stateful.schedule.schedule import issue_groups
 from fsharp.stateful.transport import gloo
 from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.blocking import BlockingTransport
-from fsharp.testing import DebugPolicy, check_races, processes, simulate
+from fsharp.testing import DebugPolicy, checking_races, processes, simulate
 from tests.gpt_like import block, in_order, loss_fn, make_params, through
 from tests.modules import Net, descend
 from tests.scheduling import (
@@ -372,7 +372,7 @@ def traced(comm):
     tx, counting = fs.optim.adamw(1e-2), fs.collectives.CountingComm(comm)
     state = make_state(comm, "zero3", tx=tx, params=make_params(layers=2 * LAYERS))
     step = fs.Scheduler(counting, bucket_nbytes=900)(fs.train_step(loss_fn, tx, donate=True))
-    [state, _], trace = step(state, my_batches(comm, 1)[0]), step.trace()
+    [state, _], trace = step(state, my_batches(comm, 1)[0]), step.start_trace()
     for batch in my_batches(comm, 4):
         counting.calls.clear()
         state, _ = step(state, batch)
@@ -410,7 +410,7 @@ def traced_late(comm):
     step = fs.Scheduler(comm, bucket_nbytes=0)(fs.train_step(loss, tx, donate=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gloo.GlooTransport, "_post_and_finish", late)
-        [state, _], trace = step(state, my_batches(comm, 1)[0]), step.trace()
+        [state, _], trace = step(state, my_batches(comm, 1)[0]), step.start_trace()
         state, _ = step(state, my_batches(comm, 1)[0])
     return trace.timeline(step.schedule)
 
@@ -438,7 +438,7 @@ def test_steps_are_free_of_races(strategy, precision, microbatches):
         state = make_state(comm, strategy, tx=tx, params=make_params(layers=LAYERS), precision=PRECISIONS[precision])
         step = scheduler(fs.train_step(in_order, tx, microbatches=microbatches, donate=True))
         whole = (0, 1, 2, 3)
-        with check_races(scheduler) as report:
+        with checking_races(scheduler) as report:
             for order, batch in zip([whole, whole, whole, (0, 1, 3)], my_batches(comm, 4), strict=True):
                 state, _ = step(state, {**batch, "order": order})
         assert step.num_unscheduled_calls == 2

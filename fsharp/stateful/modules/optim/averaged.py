@@ -11,7 +11,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.ema import WithEmaState
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.te_scales import without_history
+from fsharp.stateful.modules.te_scales import keeping_histories
 
 Buffers = dict[tuple[str, int], torch.Tensor]
 """Buffers by unit and group."""
@@ -32,7 +32,7 @@ def averaged_parameters(session: Session, opt: Any) -> Iterator[None]:
     session.is_averaged = True
     try:
         state.fill_buffers([shown[key] for key in averages], list(averages.values()))
-        with without_history(session.layout):
+        with keeping_histories(session.layout):
             state.copy_to_resting_parameters()
         yield
     finally:

@@ -36,10 +36,10 @@ class FlatSlice(NamedTuple):
         return found if self.shape is None else found.view(self.shape)
 
 
-def slices_by_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
+def slices_of_one_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
     """Yield the ranges of neighbouring leaves with equal labels, with padding. Leaves without a label are left out.
 
-    With ``is_whole`` yield each leaf by itself, in its shape; buffers then have to hold whole leaves.
+    With ``by_leaf`` yield each leaf by itself, in its shape; buffers then have to hold whole leaves.
     """
     for node in units_of(tree):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
@@ -47,7 +47,7 @@ def slices_by_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_
                 (labels.get(path := node.unit.path_in_tree(s.leaf)), path, s)
                 for s in node.unit.leaf_spans(group, node.place, rank)
             ]
-            if is_whole:
+            if by_leaf:
                 for label, path, s in spans:
                     if label is not None:
                         whole = ((path, 0, s.leaf.numel),)

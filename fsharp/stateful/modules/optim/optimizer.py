@@ -21,11 +21,11 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.optim.base import Transform, as_transform
-from fsharp.functional.optim.elementwise_check import check_elementwise
+from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import averaged_parameters
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_key, join_state, slices_by_label, split_state
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_key, join_state, slices_of_one_label, split_state
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: an optimizer class of torch.optim or like it; or an ``(init, update)`` pair such as
             :func:`~fsharp.optim.adamw` returns.
         check_steps: for a class, number of steps of a second trial, on random tensors with the parameters' shapes; for a pair,
-            number of first updates that :func:`~fsharp.optim.check_elementwise` compares.
+            number of first updates that :func:`~fsharp.optim.with_elementwise_check` compares.
         defaults: options of the class; a pair has its own.
 
     Attributes:
@@ -99,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             self._make_inner_from_class(optimizer, defaults, check_steps)
         else:
-            self._tx = as_transform(check_elementwise(optimizer, steps=check_steps) if check_steps else optimizer)
+            self._tx = as_transform(with_elementwise_check(optimizer, steps=check_steps) if check_steps else optimizer)
             if defaults or len(self.param_groups) > 1:
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair takes neither options nor groups here. Give options "
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tree, self._generation = self.session.state.optimizer_copies(), self.session.state.generation
         rank = self.session.scheduler.rank
         self._runs = [
-            list(slices_by_label(tree, labels, rank=rank, is_whole=scope is not UpdateScope.ELEMENT))
+            list(slices_of_one_label(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT))
             for scope, labels in zip(self._scopes, self._labels, strict=True)
         ]
         nodes = units_by_name(tree)

@@ -57,7 +57,7 @@ def probe_update_scope(
     make = partial(_new_optimizer, optimizer, options, defaults)
     with _random_state_kept(device):
         for shapes in choices:
-            trial = _random_parameters(shapes, num_steps, device)
+            trial = _random_trial(shapes, num_steps, device)
             try:
                 together, has_other_shapes = _run_trial(make, trial)
                 break
@@ -115,7 +115,7 @@ def _new_optimizer(
     return optimizer([{**own, "params": parameters}], **shared)
 
 
-def _random_parameters(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
+def _random_trial(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
     """Return for each shape a parameter and its gradients, stacked: ``[1 + num_steps, *shape]``."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large gradients
@@ -137,7 +137,7 @@ class _TrialResult(NamedTuple):
 
 @torch.no_grad()
 def _run_trial(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> _TrialResult:
-    """Run the steps of a trial with a new optimizer. ``trial``: see :func:`_random_parameters`."""
+    """Run the steps of a trial with a new optimizer. ``trial``: see :func:`_random_trial`."""
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make(list(parameters))
     for group in made.param_groups:  # with a learning rate of zero all updates would be equal
