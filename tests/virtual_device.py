@@ -4,6 +4,7 @@ Tensors have host memory. A mark on their storage says on which side they are, a
 of both sides are refused. Each call for which a host waits for its device, or would copy pageable memory, is noted.
 """
 
+import ctypes
 import sys
 import threading
 import weakref
@@ -20,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsharp as fs
 from fsharp.functional.comm import job_store, process_group
 from fsharp.stateful.transport import nccl
-from fsharp.stateful.units import resting
 from tests.virtual_streams import Illegal, Streams, VirtualEvent, VirtualGraph, VirtualStream, tensors_of
 
 CUDA = torch.device("cuda", 0)
@@ -247,11 +247,18 @@ class _Calls(TorchFunctionMode):
     def _value(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """``torch.tensor(value, device="cuda")``."""
         value = args[0]
-        if isinstance(value, torch.Tensor):
+        if hasattr(value, "__cuda_array_interface__"):
+            memory = value.memory
+            array: Any = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
+            array.memory = memory
+            result = torch.frombuffer(array, dtype=torch.uint8)
+            result.untyped_storage().over = memory
+        elif isinstance(value, torch.Tensor):
             with self:
                 return value.to(kwargs.pop("device"), **kwargs)
-        self.device.note(f"torch.{func.__name__}({type(value).__name__}) on the device")
-        result: torch.Tensor = func(*args, **{**kwargs, "device": "cpu"}).clone()
+        else:
+            self.device.note(f"torch.{func.__name__}({type(value).__name__}) on the device")
+            result = func(*args, **{**kwargs, "device": "cpu"}).clone()
         result.untyped_storage().is_on_device = True
         return result
 
@@ -259,12 +266,6 @@ class _Calls(TorchFunctionMode):
 def _pin(x: Any = None, *, func: Any = None) -> torch.Tensor:
     result: torch.Tensor = func() if func is not None else x
     result.untyped_storage().is_pinned_here = True
-    return result
-
-
-def _from_dlpack(memory: Any) -> torch.Tensor:
-    result: torch.Tensor = torch.utils.dlpack.from_dlpack(memory)
-    result.untyped_storage().is_on_device = True
     return result
 
 
@@ -308,7 +309,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     event = _swap(torch.Event, lambda device=None, **_: VirtualEvent(current().streams))
     monkeypatch.setattr(torch, "Stream", type("Stream", (torch.Stream,), {"__new__": lambda _, *a, **kw: stream(*a, **kw)}))
     monkeypatch.setattr(torch, "Event", type("Event", (torch.Event,), {"__new__": lambda _, *a, **kw: event(*a, **kw)}))
-    put(resting, "from_dlpack", _from_dlpack)
     put(torch.Tensor, "record_stream", lambda x, stream: None)
     put(torch.accelerator, "current_stream", lambda device=None: current().streams.current)
     put(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))

@@ -1,11 +1,11 @@
 """RestingGradient: the flat buffers of a unit's gradient at rest, with a count of callers that hold them."""
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from fsharp.stateful.units.full import LeafTable, LeavesAndGaps, Pieces, carve_tensors, pieces_nbytes
 
@@ -109,4 +109,22 @@ class RestingGradient:
 
 def storage_over(memory: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same bytes in another storage, which keeps ``memory`` alive and counts references."""
-    return from_dlpack(to_dlpack(memory))
+    if memory.device.type == "cuda":
+        return torch.as_tensor(_CudaArray(memory), device=memory.device)
+    array: Any = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
+    array.memory = memory
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+class _CudaArray:
+    """Device memory with the CUDA array interface."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (len(memory),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
