@@ -178,7 +178,7 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
     return [one(first) for first in range(0, len(into), PIECE_NBYTES)]
 
 
-def fetch_from_hosts(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
+def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
     """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call this function.
 
     ``folder`` is the folder of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end.
@@ -251,7 +251,7 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = DeferredError(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)
-    fetch_from_hosts(folder, _requests_to_fill(holder, NAME, 0, data), comm, deferred)
+    exchange_requested_bytes(folder, _requests_to_fill(holder, NAME, 0, data), comm, deferred)
 
     def made() -> Manifest:
         deferred.raise_()
@@ -297,8 +297,8 @@ def read_from_hosts(
                 asked.append(ReadRequest(holder, record.name, read.start, read.nbytes, take))
         return asked
 
-    fetch_from_hosts(folder, deferred.run(ask_heads) or [], comm, deferred)
-    fetch_from_hosts(folder, deferred.run(ask_elements) or [], comm, deferred)
+    exchange_requested_bytes(folder, deferred.run(ask_heads) or [], comm, deferred)
+    exchange_requested_bytes(folder, deferred.run(ask_elements) or [], comm, deferred)
     deferred.raise_()
     for number in parts.keys() & here.keys():
         with _damage_blamed_on(comm.rank, manifest.files[number].name):

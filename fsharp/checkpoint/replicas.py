@@ -174,8 +174,8 @@ class Replicas(BackgroundSaver):
             raise
         super().__init__(comm, own, "refresh", in_thread=True)
 
-    def _begin_again(self) -> None:
-        super()._begin_again()
+    def _begin_generation(self) -> None:
+        super()._begin_generation()
         if self._claim is not None:
             remove_incomplete(self._folder)
 

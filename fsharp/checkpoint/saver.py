@@ -51,9 +51,9 @@ class BackgroundSaver:
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
-        setup_calls.call_again(self._begin_again)
+        setup_calls.call_again(self._begin_generation)
 
-    def _begin_again(self) -> None:
+    def _begin_generation(self) -> None:
         """Begin as a new one does, with a restarted rank: forget the save that was under way, which has ended."""
         self._forget()
 
@@ -197,8 +197,8 @@ class Saver(BackgroundSaver):
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
 
-    def _begin_again(self) -> None:
-        super()._begin_again()
+    def _begin_generation(self) -> None:
+        super()._begin_generation()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
         if self._comm.rank == 0:
             name_path_in_errors(self._root, lambda: _prepare(self._root))

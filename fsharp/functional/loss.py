@@ -89,7 +89,7 @@ def short_description(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")
 
 
-def check_loss(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") -> None:
+def check_depends_on_parameters(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") -> None:
     """Raise a LossError if a loss depends on no trainable parameter."""
     if not has_sinks or not loss.sum.requires_grad:
         why = "no parameter reaches it. Use parameters by fs.forward() or fs.gather() in the loss function"

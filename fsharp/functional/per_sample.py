@@ -12,7 +12,7 @@ from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.loss import Loss, as_loss, check_loss
+from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.moves import units_on_mesh_of
 from fsharp.functional.sinks import SinkLedger, _Handle, with_sinks
 from fsharp.functional.train import LossFn
@@ -100,7 +100,7 @@ def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Com
         loss = torch.vmap(one, in_dims=tuple(dims), randomness=randomness)(*leaves).sum()
         held = units_of(probed)
         sinks = [sink for node in held for sink in node.sinks]
-        check_loss(Loss(loss, loss), has_sinks=bool(sinks), where=_WHERE)
+        check_depends_on_parameters(Loss(loss, loss), has_sinks=bool(sinks), where=_WHERE)
         buffers = [(node.name, x) for node in held for x in node.raw_buffers if x.requires_grad]
         # The sinks get no gradients, but this backward runs the handles.
         direct = torch.autograd.grad(loss, [*sinks, *(x for _, x in buffers)], allow_unused=True)[len(sinks) :]
@@ -114,7 +114,9 @@ def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Com
 
 
 class _SquareLedger(SinkLedger):
-    """A ledger whose handles have a row for each sample. Squares of arriving gradients are summed; gradients are not kept.
+    """A SinkLedger that adds the squares of arriving gradients for each sample, and does not keep the gradients.
+
+    A handle, which stands for a gathered buffer in autograd, has a row for each sample here.
 
     Attributes:
         squares: sum of squares so far, for each sample; float64.

@@ -12,7 +12,7 @@ from fsharp.functional.comm.residuals import PerRank, Views, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.loss import Loss, as_loss, average, check_loss, short_description, split_batch
+from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, short_description, split_batch
 from fsharp.functional.moves import reduce_scatter, units_on_mesh_of
 from fsharp.functional.optim.base import as_transform, settings_text
 from fsharp.functional.release import is_plain_memory
@@ -169,7 +169,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residu
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
         loss = as_loss(compiled_by_caller(loss_fn, probed, batch, comm))
-        check_loss(loss, has_sinks=bool(sinks))
+        check_depends_on_parameters(loss, has_sinks=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradients(node, comm)]
     if all(g is None for g in found):

@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 _PROCESS = f"import sys; from {__name__} import run_rank; run_rank(sys.argv[1])"
 """The program of each process. With ``-m`` Python would warn: the package has imported this file before the file is run."""
-_SPARE_PROCESS = f"import sys; from {__name__} import _wait_for_rank; _wait_for_rank(sys.argv[1])"
+_SPARE_PROCESS = f"import sys; from {__name__} import _become_rank_when_told; _become_rank_when_told(sys.argv[1])"
 """The program of a process that imports this library first, and then waits for its rank."""
 
 
@@ -166,8 +166,8 @@ def run_rank(folder: str) -> None:
         destroy()
 
 
-def _wait_for_rank(folder: str) -> None:
-    """Wait for the environment of a rank on standard input, and run that rank."""
+def _become_rank_when_told(folder: str) -> None:
+    """Read the environment of a rank from standard input, and run this rank in this process."""
     if environment := sys.stdin.read():
         os.environ.update(json.loads(environment))
         run_rank(folder)

@@ -303,7 +303,7 @@ class Run:
         while True:
             try:
                 if why := rejoining.rejoin():
-                    self._begin_again(why)
+                    self._return_to_start(why)
                 given = without_values(like) if self._checkpoints.has_values else tree  # a load donates its tree
                 trained = self._train(step, self._resumed(given, other))
                 self._agree_on_end()
@@ -317,12 +317,12 @@ class Run:
             tree = step(tree, number)
         return tree
 
-    def _begin_again(self, why: str) -> None:
+    def _return_to_start(self, why: str) -> None:
         """Return to the state of a new process, and record why. A load of the newest save follows."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self._phase = 0, "between steps"
-        self._left_out.begin_again([])
-        self._checkpoints.begin_again()
+        self._left_out.continue_after([])
+        self._checkpoints.begin_generation()
 
     def _steps(self) -> Iterator[int]:
         if self._phase == "new":
@@ -425,7 +425,7 @@ class Run:
     def _load_newest(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
         found, loaded = self._checkpoints.load_newest_from(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
-        self._left_out.begin_again(json.loads(loaded["run"]["skipped"]))
+        self._left_out.continue_after(json.loads(loaded["run"]["skipped"]))
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:

@@ -91,7 +91,7 @@ class RunCheckpoints:
         self.saved = self._loaded = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded
 
-    def begin_again(self) -> None:
+    def begin_generation(self) -> None:
         """Begin as in a new process, where there is no checkpoint yet."""
         self.saved = self.newest = self._loaded = -1
 

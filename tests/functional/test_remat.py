@@ -171,9 +171,7 @@ def test_parameters_that_are_changed_before_the_backward_are_an_error(scheduled)
 
         step = fs.value_and_grad(loss)
         run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
-        with pytest.raises(
-            (TreeError, ScheduleError), match=r"changed.* between (its|their use in a) forward and its backward"
-        ):
+        with pytest.raises((TreeError, ScheduleError), match=r"changed.* between (its|a) forward and its backward"):
             run(params, torch.ones(2, 4))
 
     simulate(DP, rank_fn)

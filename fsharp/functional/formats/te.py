@@ -295,7 +295,7 @@ class _Tensors:
         for weight in weights if self._scales is not None else ():
             weight._quantizer.amax.zero_()  # a cast takes the maximum with the old entry, which belongs to other values
         has_values = [part.first < part.last for part in parts]
-        rooms = [self._encode_memory(part) for part in parts]
+        rooms = [self._memory_to_encode_into(part) for part in parts]
         mains = [self._in_rows(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
         starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
         bytes_of = [self._target(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)]
@@ -323,7 +323,7 @@ class _Tensors:
             return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
         return room if len(room) > 1 else room[0]
 
-    def _encode_memory(self, part: LeafPart) -> Sequence[torch.Tensor]:
+    def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
         """Return memory for the bytes of a part.
 
         The kernel of block scaling writes all rows of the blocks that a part touches, and gets memory for these rows.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class TreeName:
     """The name of the tree to which a unit's values belong. A tree made from another has a name made from its name.
 
-    All names are equal, with one hash, so that trees of different names can be mapped together.
+    All names compare equal and have one hash, as pytrees of different names could not be mapped together otherwise.
 
     Attributes:
         tree: number of a tree that all ranks have made together; empty if there is no such tree. A second update of one state
@@ -16,7 +16,8 @@ class TreeName:
         replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
         mapped: number of pytree mappings between that tree and these values.
         successors: number of updates made from these values.
-        numbers: for values without a unique text, their number among the values of this text gathered along the same axes.
+        numbers: by axes, the number of this tree among trees with one text, such as mapped copies of tree 1. The first one
+            gathered along these axes has number 1.
     """
 
     tree: str = ""

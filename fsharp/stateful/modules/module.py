@@ -18,10 +18,10 @@ from fsharp.stateful.modules.initial.dtensors import as_dtensors
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import (
-    gather_to_rank,
     gather_whole_tensors,
     load_parts,
     refuse_dtensors,
+    replace_parts_by_whole,
     scatter_from_rank,
 )
 from fsharp.stateful.runtime.scheduled import Scheduled
@@ -251,7 +251,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if gather_to_rank(where, [found], rank, session.scheduler.comm_with_history) else {}
+        return found if replace_parts_by_whole(where, [found], rank, session.scheduler.comm_with_history) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:

@@ -30,8 +30,8 @@ class ModuleState:
         self.is_written, self.loaded = False, set[str]()
         self.record_version_counters()
 
-    def begin_again(self) -> None:
-        """Forget writes and loads since the last step: all ranks load the whole state next."""
+    def begin_generation(self) -> None:
+        """Begin a generation, in which all ranks load the whole state: remove recorded writes and loads."""
         self.is_written = False
         self.loaded.clear()
 

@@ -54,15 +54,15 @@ class ModuleStep:
         self._pass = -1  # id of the backward pass that is under way
         self._is_apart = False
         self._lost = False  # whether gradients were lost by an error that was not reported yet
-        setup_calls.call_again(self._begin_again)
+        setup_calls.call_again(self._begin_generation)
 
-    def _begin_again(self) -> None:
+    def _begin_generation(self) -> None:
         """Begin as a new step does, in a new generation of the job. All ranks load the module afterwards."""
         self.is_accumulating = self._is_apart = self._lost = False
         self.updated_by, self.used, self._pass = None, set(), -1
         self.params, self.run, self._units, self._carried = None, None, [], {}
         self.means.release_all()
-        self.state.begin_again()
+        self.state.begin_generation()
 
     @contextmanager
     def forward_context(self) -> Iterator[Any]:

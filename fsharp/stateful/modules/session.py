@@ -175,7 +175,11 @@ class Session:
         self.scheduler.lanes.join_lanes("gather")
 
     def record_write(self, part: ShardedTensor, what: str) -> None:
-        """Record that a function has changed a part in place: for a parameter or a gradient, in later labels."""
+        """Record that a function has changed a part in place.
+
+        If the part is a parameter or a gradient, labels of later collectives contain ``what``. So ranks without the change
+        raise an error.
+        """
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:

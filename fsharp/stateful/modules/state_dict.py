@@ -145,7 +145,7 @@ def own_part(
     return value if isinstance(value, ShardedTensor) else ShardedTensor.cut_like(value.detach().reshape(-1)[first:last], like)
 
 
-def gather_to_rank(
+def replace_parts_by_whole(
     where: str, dicts: Iterable[dict[str, Any]], rank: int | None, comm: Comm, *, kind_of: Callable[[str], str] = lambda key: ""
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.

@@ -140,7 +140,7 @@ class Request:
                 costs[cut] = estimated_costs(alone, order, self.tokens)
             else:
                 costs[cut] = given_costs(alone, order, self.activations or 0.0)
-        return Space(options, calls, self._with_given(costs, options))
+        return Space(options, calls, self._costs_with_given_activations(costs, options))
 
     def _meshes(self) -> tuple[Mesh, ...]:
         if self.mesh is None and self.comm is None:
@@ -187,7 +187,7 @@ class Request:
         chosen = chosen_modules(model.module, [patterns] if isinstance(patterns, str) else list(patterns or ()))
         return trial_of_module(model.module, alone, units_by_module(alone, chosen), self.batch)
 
-    def _with_given(self, costs: Mapping[Cut, Costs], options: Sequence[Option]) -> dict[Cut, Costs]:
+    def _costs_with_given_activations(self, costs: Mapping[Cut, Costs], options: Sequence[Option]) -> dict[Cut, Costs]:
         """Return costs in which the user's bytes of activations, if given, replace estimates."""
         if self.activations is None:
             return dict(costs)
@@ -202,7 +202,9 @@ class Request:
         for each in space.calls.values():
             self._measure(each, self.device)
         source = f"measured on {self.device}, one call of each kind of unit"
-        return self._with_given({cut: costs_of_calls(calls, source) for cut, calls in space.calls.items()}, space.options)
+        return self._costs_with_given_activations(
+            {cut: costs_of_calls(calls, source) for cut, calls in space.calls.items()}, space.options
+        )
 
     def _measure(self, calls: Sequence[UnitCall], device: torch.device) -> None:
         comm = self.comm

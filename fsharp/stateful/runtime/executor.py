@@ -105,11 +105,11 @@ class Executor:
         self.number = 0
         self.begin_step("")
 
-    def begin_again(self) -> None:
+    def begin_generation(self) -> None:
         """Return to the state of a new executor, in a new generation of the job."""
         self.is_connected, self.number = False, 0
         if self.transport.groups is not None:
-            self.transport.groups.begin_again()
+            self.transport.groups.begin_generation()
         self.begin_step("")
 
     def make_process_groups(self) -> None:

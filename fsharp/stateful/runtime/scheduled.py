@@ -190,7 +190,7 @@ class Scheduled:
             self._emitted = emitted
         self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
-    def begin_again(self) -> None:
+    def begin_generation(self) -> None:
         """Return to the state of a new function: no programs, schedules and calls."""
         self.programs, self.num_calls, self._emitted, self._positions = RecordedPrograms(), 0, None, {}
         self._status, self.followed_by = CallStatus("new", "it has not been called", 0, 0), lambda: None
@@ -263,11 +263,11 @@ class ScheduledFunctions:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)
 
-    def begin_again(self) -> None:
+    def begin_generation(self) -> None:
         """Return all functions to the state of new functions."""
         self._last = lambda: None
         for scheduled in self._alive:
-            scheduled.begin_again()
+            scheduled.begin_generation()
 
     def reset_after_error(self) -> None:
         """Unbind all schedules, and drop the recorded order of calls."""

@@ -18,7 +18,7 @@ from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.residuals import Views
 from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.loss import Loss, as_loss, check_loss
+from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.release import independent_clone, inner_tensors
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, call_before_backward
@@ -191,7 +191,7 @@ class ScheduledEngine(Engine):
             with torch.enable_grad():
                 probed = with_sinks(params, SinkLedger(residuals))
                 loss = as_loss(compiled_by_caller(loss_fn, probed, part, self))
-                check_loss(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
+                check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
                 self.current_step().begin_backward(is_last=number == len(parts))

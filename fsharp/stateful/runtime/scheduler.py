@@ -112,17 +112,17 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self._closed: str | None = None
         setup_calls.call_again(self._close_for_next_generation)
         self._start(lanes_for(comm.device))
-        setup_calls.call_again(partial(self._begin_again, self.own, self.executor))
+        setup_calls.call_again(partial(self._begin_generation, self.own, self.executor))
 
     def _close_for_next_generation(self) -> None:
         self.close_after_error(CommError("a rank was restarted"))
 
-    def _begin_again(self, own: Comm, executor: Executor) -> None:
+    def _begin_generation(self, own: Comm, executor: Executor) -> None:
         """Return to the state of a new scheduler in a new generation of the job: no schedules, and the Comm of the setup."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
-        executor.begin_again()
-        self._functions.begin_again()
+        executor.begin_generation()
+        self._functions.begin_generation()
         self._begin_units()
 
     def _start(self, lanes: Lanes) -> None:

@@ -78,7 +78,10 @@ class ParameterOps:
         self._fetched.append(self._ops.add_with_followers(FETCH, unit, "update", i, after=self._ops.last_on_stream("compute")))
 
     def emit_update(self, i: int, *, is_last: bool) -> None:
-        """Emit the update and its gathers. If it ``is_last``, the next step waits for these, and its first units follow."""
+        """Emit the update of event ``i``, and the gathers of updated parameters.
+
+        After the step's last update (``is_last``) also emit the gathers of the next step's first units.
+        """
         self.emit_releases(i, "update")
         reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
         if self._carries:

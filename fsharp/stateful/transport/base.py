@@ -260,7 +260,7 @@ class ProcessGroups:
                 for kind in get_args(Kind) if size > 1 else ():
                     self(kind, axis)
 
-    def begin_again(self) -> None:
+    def begin_generation(self) -> None:
         """Begin as new, without groups, in a new generation of the job."""
         self._made.clear()
 

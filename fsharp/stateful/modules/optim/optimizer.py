@@ -37,7 +37,7 @@ from fsharp.stateful.modules.optim.states import (
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import SAME_VALUES, gather_to_rank, refuse_dtensors, scatter_from_rank
+from fsharp.stateful.modules.state_dict import SAME_VALUES, refuse_dtensors, replace_parts_by_whole, scatter_from_rank
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
@@ -432,7 +432,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where, comm = "full_state_dict()", self.session.scheduler.comm_with_history
         self._refuse_pair(where)
         found = self.state_dict()
-        return found if gather_to_rank(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
+        return found if replace_parts_by_whole(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
