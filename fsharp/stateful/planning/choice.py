@@ -259,7 +259,11 @@ class Choice:
             "budget": self.budget,
             "activations": self.activations,
             "candidates": [{**row, "step_s": row["step_s"] if math.isfinite(row["step_s"]) else None} for row in rows],
-            "step": {**planned, "hardware": json.loads(self._planned.hardware.to_json())},
+            "step": {
+                **planned,
+                "uses": list(map(asdict, planned["uses"])),
+                "hardware": json.loads(planned["hardware"].to_json()),
+            },
             "layout": json.loads(self.layout.to_json()),
         }
         return json.dumps(body, indent=1)
@@ -338,8 +342,7 @@ def _compared(candidate: Candidate, first: Candidate, budget: float) -> str:
 
 
 def _use(row: Any) -> Use:
-    units, inner = row
-    return Use(tuple(units), tuple(map(_use, inner)))
+    return Use(tuple(row["units"]), tuple(map(_use, row["inner"])))
 
 
 def _policy(row: Mapping[str, Any]) -> SchedulePolicy:

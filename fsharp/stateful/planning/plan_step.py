@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal, NamedTuple, cast
 
@@ -23,7 +23,9 @@ from fsharp.type_checks import options_checked
 Backend = Literal["nccl", "gloo"]
 
 
-class Use(NamedTuple):
+@options_checked
+@dataclass(frozen=True, slots=True)
+class Use:
     """One call of a step that uses units, such as one :func:`~fsharp.forward`.
 
     Attributes:
