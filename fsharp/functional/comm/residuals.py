@@ -69,7 +69,7 @@ def prepare_residuals(
     Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is no integer of at least
     0, or is missing and a format rounds stochastically.
     """
-    units = [unit for unit in units if residual_sizes(unit) or has_stochastic_wire(unit)]
+    units = [unit for unit in units if unit.has_codecs and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):
         raise TreeError(f"{where}: step is {step!r:.80}, expected an integer of at least 0, such as state.step.")
     stochastic = [unit for unit in units if has_stochastic_wire(unit)]

@@ -27,6 +27,11 @@ class SetupCalls:
         self._calls: list[Callable[[], Any]] = []
         self._depth, self._nbytes, self._thread = 0, 0, 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next call is to be recorded: the setup is under way, and no recorded call."""
+        return self.is_recording and not self._depth
+
     def start(self) -> None:
         """Begin to record the calls of this thread, unless the record has begun or has ended before."""
         if not self._thread:

@@ -191,6 +191,7 @@ class Choice:
         """Draw the predicted step, as :func:`~fsharp.inspect.draw` does."""
         draw(self.timeline, path)
 
+    @api_boundary
     def pick(self, layout: str, policy: str, remat: str = "") -> "Choice":
         """Return the choice of another candidate, by the names in its row. This candidate becomes the first row of the table.
 
@@ -207,6 +208,7 @@ class Choice:
             planned.candidate(option.layout, chosen, (layout, policy, remat)), option.layout, chosen, planned, option
         )
 
+    @api_boundary
     def edit(self, **changes: Any) -> "Choice":
         """Return a new choice whose policy has changed fields, such as ``prefetch=3``, with a new prediction.
 
@@ -241,6 +243,7 @@ class Choice:
             _planned=planned,
         )
 
+    @api_boundary
     def to_json(self) -> str:
         """Return the choice as JSON: ``layout``, ``policy``, ``remat``, other arguments of the step, and the ``candidates``.
 
