@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle
 
 from fsharp.errors import AgreementError, CommError, OptionError
+from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.process_group import destroy
 from fsharp.resilience.restarting import Restarter
 from fsharp.type_checks import options_checked
@@ -98,6 +100,9 @@ def _write_call(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def _results(folder: Path, nproc: int) -> list[Any]:
+    missing = [rank for rank in range(nproc) if not Path(folder, f"result-{rank}").exists()]
+    if missing:
+        raise CommError(f"launch(): {ranks_text(missing)} ended with exit status 0, but not by a return from the function.")
     return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
 
 
@@ -168,6 +173,16 @@ def run_rank(folder: str) -> None:
 
 def _become_rank_when_told(folder: str) -> None:
     """Read the environment of a rank from standard input, and run this rank in this process."""
+    launcher = os.getppid()
     if environment := sys.stdin.read():
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
         os.environ.update(json.loads(environment))
         run_rank(folder)
+
+
+def _end_with(launcher: int) -> None:
+    """End this process soon after the launcher has ended: without it no rank hears of other ranks, and none is restarted."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    print("launch(): the process that started the ranks has ended, so this rank ends as well.", file=sys.stderr, flush=True)
+    os._exit(1)

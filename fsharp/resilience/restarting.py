@@ -86,9 +86,10 @@ class Restarter:
         ended = {rank: code for rank, code in codes.items() if code is not None}
         for rank in ended:
             _kill(self._running.pop(rank))  # closes its pipe
-        self._done += [rank for rank, code in ended.items() if code == 0]
+        done = [rank for rank, code in ended.items() if code == 0 and (self._folder / f"result-{rank}").exists()]
+        self._done += done
         self._preempted += [rank for rank, code in ended.items() if code == EXIT_PREEMPTED]
-        lost = {rank: code for rank, code in ended.items() if code not in (0, EXIT_PREEMPTED)}
+        lost = {rank: code for rank, code in ended.items() if rank not in done and code != EXIT_PREEMPTED}
         if self._preempted and not self._running:  # not earlier, as the others still save for the job
             claim_end(self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL}")
         if lost and not read_end(self._store):
@@ -122,11 +123,9 @@ class Restarter:
             return f"No process is restarted, as {ranks_text(self._done)} had returned. Start the program again to continue."
         if self._number >= self._restarts:
             return f"No restart is left: launch(restarts={self._restarts})."
-        failed = [rank for rank, code in lost.items() if code > 0 and not can_rejoin(self._store, rank)]
+        failed = [rank for rank, code in lost.items() if code >= 0 and not can_rejoin(self._store, rank)]
         if failed and len(failed) == len(lost):
-            return (
-                "The failure came before the steps of a Run(elastic=True), and a new process would fail again: none is started."
-            )
+            return "The failure came outside of the steps of a Run(elastic=True), so a new process would fail again."
         return ""
 
     def _how_ended(self, rank: int, code: int) -> str:
@@ -135,7 +134,7 @@ class Restarter:
         if code < 0:
             return f"rank {rank} was ended by {signal.Signals(-code).name}"
         texts = [path.read_text("utf-8") for path in self._folder.glob(f"*-error-{rank}")]
-        return f"rank {rank} failed: {texts[0]}" if texts else f"rank {rank} ended with exit status {code}"
+        return f"rank {rank} failed: {texts[0]}" if texts else f"rank {rank} ended with exit status {code}, without a result"
 
     def _kill_hung(self) -> None:
         """Kill processes that run on for longer than the time limit of collectives, after another process has stopped."""

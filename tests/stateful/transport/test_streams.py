@@ -1,6 +1,5 @@
 """Streams beside compute: one file that knows CUDA, and the same waits on a device as on virtual streams."""
 
-
 import pytest
 import torch
 
