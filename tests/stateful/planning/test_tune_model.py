@@ -230,6 +230,7 @@ class Odd(nn.Module):
 
 
 ODD = {
+    "200 tiny units": ([nn.Linear(1, 1) for _ in range(200)], 1),
     "1,000 tiny units": ([nn.Linear(1, 1) for _ in range(1000)], 1),
     "one giant leaf": ([nn.Linear(3000, 3000, bias=False)], 3000),
     "parts without parameters": ([nn.Linear(4, 4), nn.Dropout(), nn.ReLU(), nn.BatchNorm1d(4)] * 2, 4),
@@ -238,7 +239,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] if name.startswith("1,000") else []) for name in ODD]
+)
 def test_odd_models(name):
     layers, dim = ODD[name]
     found = fs.tune(Odd(layers), "H100", budget=10e9, batch=torch.ones(8, dim), mesh=8)
