@@ -31,9 +31,13 @@ class ModuleState:
         self.record_version_counters()
 
     def begin_generation(self) -> None:
-        """Begin a generation, in which all ranks load the whole state: remove recorded writes and loads."""
+        """Begin a generation, in which all ranks load the whole state. Writes and loads before it do not count.
+
+        Among the writes may be those of an update that an error has ended on this rank alone.
+        """
         self.is_written = False
         self.loaded.clear()
+        self.record_version_counters()
 
     def record_version_counters(self) -> None:
         """Record the version counters of all buffers, to notice later writes."""
