@@ -1,26 +1,28 @@
-"""Join a torch.distributed job, and query the job's store, whose host may have ended or be out of reach.
+"""Join a torch.distributed job, make process groups over its store, and query the store, whose host may not answer.
 
 torch limits the wait for a key, but not the wait for an answer of the store. So a thread of its own sends queries, and every
 wait for this thread has a limit.
 """
 
+import hashlib
 import json
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store, _world
 from torch.distributed.rendezvous import rendezvous
 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
-from fsharp.functional.comm.generations import begin_membership
+from fsharp.functional.comm.generations import begin_membership, why_over
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.functional.layout.mesh import Mesh
 
@@ -209,10 +211,70 @@ def query_store(question: Callable[[], T], otherwise: T) -> T:
     return _store.query(question, otherwise)[0]
 
 
-def reset_store_thread() -> None:
-    """Start with a new thread: the next query goes to the store of the present job."""
+def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds that a collective of this group may take."""
+    options = getattr(group._get_backend(device), "options", None)
+    return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
+
+
+def job_timeout_s() -> float:
+    """Return the seconds that a collective of the job may take: the ``timeout`` of ``init_process_group``."""
+    group = _get_default_group()
+    return min(timeout_s(group, device) for device in group._device_types)
+
+
+def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
+    """Return a new process group of some ranks of the job. These ranks alone call this function.
+
+    Over gloo the group closes its connections when it is freed; torch would keep them for the rest of the job.
+    """
+    limit = timedelta(seconds=limit_s)
+    number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
+
+    def meet() -> int:
+        store.set(str(mine), str(len(_world.pg_names)))
+        if mine == ranks[0]:  # one rank reads all entries, so that every other rank queries the store once
+            store.wait([str(rank) for rank in ranks], limit)
+            store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
+        store.wait(["most"], limit)
+        return int(store.get("most"))
+
+    def make() -> tuple[int, dist.ProcessGroupGloo | None]:
+        most = meet()
+        return most, None if is_native else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
+
+    try:
+        most, gloo = run_within(limit_s, make, why_in_vain=why_over)
+    except dist.DistNetworkError as error:
+        raise CommError(
+            f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
+        ) from error
+    except (dist.DistError, TimeoutError) as error:
+        missing: list[int] = query_store(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
+        raise CommError(
+            f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
+            f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
+        ) from error
+    if gloo is None:  # torch names a group by its ranks and by the number of groups of this rank
+        while len(_world.pg_names) < most:
+            dist.new_group([mine], use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+        return made
+    group = dist.ProcessGroup(store, ranks.index(mine), len(ranks))
+    for kind in dict.fromkeys(("cpu", device.type)):
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def reset() -> None:
+    """Begin with the store of another job: with a new thread for queries, and without groups made so far."""
     global _store
     _store = _StoreThread()
+    _made.clear()
 
 
 _store = _StoreThread()
+_made: Counter[tuple[int, ...]] = Counter()
+"""Number of groups that were made of these ranks."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store, _world
 
 from fsharp.errors import CommError, MeshError
 from fsharp.functional.comm import generations, job_store
@@ -86,7 +85,7 @@ class ProcessGroupComm:
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
         self.is_native = dist.get_backend(self.group(names[0])) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
-        self.limit_s = _timeout_s(self.group(names[0]), self.device)
+        self.limit_s = job_store.timeout_s(self.group(names[0]), self.device)
         self._start()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -125,7 +124,7 @@ class ProcessGroupComm:
         """Return a new process group along ``axis``. All ranks of the mesh have to call this method."""
         setup_calls.record_obstacle("a call of new_group()")
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
-        return _new_group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
+        return job_store.new_group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
 
     def messages(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "GroupMessages":
         """Return the messages of a call in a group along an axis, or of all ranks for None."""
@@ -266,7 +265,7 @@ class ProcessGroupComm:
         if axis is not None:
             return self.group(axis)
         if self._whole is None:
-            self._whole = _new_group_of(self.ranks, self.limit_s, self.device, is_native=self.is_native)
+            self._whole = job_store.new_group_of(self.ranks, self.limit_s, self.device, is_native=self.is_native)
         return self._whole
 
     def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
@@ -375,69 +374,11 @@ def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
-def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds that a collective of this group may take."""
-    options = getattr(group._get_backend(device), "options", None)
-    return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
-
-
-def _job_timeout_s() -> float:
-    """Return the seconds that a collective of the job may take: the ``timeout`` of ``init_process_group``."""
-    group = _get_default_group()
-    return min(_timeout_s(group, device) for device in group._device_types)
-
-
 before_leaving: list[Callable[[], None]] = []
 """Functions that :func:`destroy` calls first."""
 _ranks: dict[tuple[int, ...], RankStatuses] = {}
 _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _tree_counts: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
-_made: Counter[tuple[int, ...]] = Counter()
-
-
-def _new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
-    """Return a new process group of some ranks of the job. These ranks alone call this function.
-
-    Over gloo the group closes its connections when it is freed; torch would keep them for the rest of the job.
-    """
-    limit = timedelta(seconds=limit_s)
-    number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
-    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
-
-    def meet() -> int:
-        store.set(str(mine), str(len(_world.pg_names)))
-        if mine == ranks[0]:  # one rank reads all entries, so that every other rank queries the store once
-            store.wait([str(rank) for rank in ranks], limit)
-            store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
-        store.wait(["most"], limit)
-        return int(store.get("most"))
-
-    def make() -> tuple[int, dist.ProcessGroupGloo | None]:
-        most = meet()
-        return most, None if is_native else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
-
-    try:
-        most, gloo = job_store.run_within(limit_s, make, why_in_vain=generations.why_over)
-    except dist.DistNetworkError as error:
-        raise CommError(
-            f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
-        ) from error
-    except (dist.DistError, TimeoutError) as error:
-        missing: list[int] = job_store.query_store(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
-        raise CommError(
-            f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
-            f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
-        ) from error
-    if gloo is None:  # torch names a group by its ranks and by the number of groups of this rank
-        while len(_world.pg_names) < most:
-            dist.new_group([mine], use_local_synchronization=True)
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-        return made
-    group = dist.ProcessGroup(store, ranks.index(mine), len(ranks))
-    for kind in dict.fromkeys(("cpu", device.type)):
-        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return group
 
 
 @options_checked
@@ -475,7 +416,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     if world_size == 1:
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
-    limit_s = _job_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
+    limit_s = job_store.job_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
 
     def device_mesh() -> DeviceMesh:
         return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
@@ -512,8 +453,7 @@ def destroy() -> None:
 def _destroy_groups() -> None:
     dist.destroy_process_group()
     _numbers.clear()
-    _made.clear()
-    job_store.reset_store_thread()
+    job_store.reset()
 
 
 def leave_generation(why: str) -> None:
@@ -544,7 +484,7 @@ def _tell_departure(error: BaseException | None) -> None:
             watch.is_over.set()
         ranks.write_last_note(error)
     failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
-    job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, _job_timeout_s()))
+    job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.job_timeout_s()))
 
 
 os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and must not leave in the name of one

@@ -1,1 +1,1 @@
-"""Where each element of each leaf is, from shapes alone: meshes, placements, layouts. Reads ``formats`` and ``tree``."""
+"""Layouts: which rank holds which element of each leaf, from shapes alone. Imports ``formats`` and ``tree``."""

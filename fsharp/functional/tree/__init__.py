@@ -1,1 +1,1 @@
-"""What is said of a user's tree before it is sharded: key paths and patterns, cuts into units, names. Reads no other folder."""
+"""Key paths of a user's tree, patterns of key paths, the choice of units, and names of trees. Imports no other folder."""
