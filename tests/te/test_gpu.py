@@ -21,6 +21,8 @@ from fsharp.functional.release import inner_tensors
 from fsharp.stateful.transport import nccl
 from fsharp.stateful.transport.streams import DeviceLanes
 from fsharp.testing import DebugPolicy
+from tests.te.test_fused_gradients import SOME as fused_cases
+from tests.te.test_fused_gradients import fused
 from tests.te.test_steps import MODULES, THREE, TWO, UNEVEN
 from tests.te.training import (
     ABOUT,
@@ -106,6 +108,14 @@ def test_training_has_the_bits_of_the_whole_model(comm, name, quantized):
 def test_bfloat16_parameters_have_the_bits_of_the_whole_model(group):
     cases = {about: replace(case, quantized=False) for about, case in CASES.items()}
     assert differences(group, cases, OF_HOPPER, [fs.zero3("dp"), fs.ddp("dp")], policy=POLICY) == []
+
+
+@deep
+@pytest.mark.parametrize("name", [*OF_HOPPER, "delayed"])
+def test_gradients_that_modules_write_have_the_bits_of_the_whole_model(group, name):
+    cases = {about: case for about, case in fused_cases.items() if name != "delayed" or about != "layers used twice"}
+    cases |= {f"{about}, plain": replace(case, quantized=False) for about, case in cases.items()}
+    assert differences(group, cases, [name], [fs.zero3("dp"), fs.zero2("dp")], fused, policy=POLICY) == []
 
 
 class ThroughHost:
