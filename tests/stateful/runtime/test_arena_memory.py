@@ -80,7 +80,12 @@ def test_steps_in_registered_memory_have_the_same_bits(comm, memory, request):
     if request.node.callspec.params["comm"] == "virtual":
         request.getfixturevalue("backend")
     expected, _ = losses(comm, "allocator")
-    found, scheduler = losses(comm, memory)
+    try:
+        found, scheduler = losses(comm, memory)
+    except ScheduleError as error:
+        if request.node.callspec.params["comm"] == "virtual" or "cannot make" not in str(error):
+            raise
+        pytest.skip(f"this GPU has no such memory: {error}")
     assert found == expected
     scheduler.transport._registered.deregister()
 
