@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fsharp as fs
-from fsharp.stateful.inspect.presets import GPUS
+from fsharp.inspect.presets import GPUS
 
 SEQUENCE, VOCABULARY = 8192, 128_256
 

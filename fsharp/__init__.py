@@ -83,18 +83,18 @@ from fsharp.functional.state import init_state as init_state
 from fsharp.functional.state import update as update
 from fsharp.functional.train import train_step as train_step
 from fsharp.functional.train import value_and_grad as value_and_grad
+from fsharp.planning.tune import tune as tune
 from fsharp.resilience.launching import launch as launch
 from fsharp.stateful.modules.module import ShardedModule as ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer as ShardedOptimizer
 from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
 from fsharp.stateful.modules.shard import shard_module as shard_module
-from fsharp.stateful.planning.tune import tune as tune
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
 
 __version__ = "0.1.0"
 
-_WITHIN = ("cli", "functional", "huggingface", "report", "stateful", "torch_compile", "tracebacks", "type_checks")
+_WITHIN = ("cli", "functional", "huggingface", "planning", "report", "stateful", "torch_compile", "tracebacks", "type_checks")
 
 
 def __dir__() -> list[str]:

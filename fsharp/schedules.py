@@ -1,7 +1,7 @@
 """Programs and schedules as data, and the functions that compile, verify and follow schedules."""
 
-from fsharp.stateful.planning.plan_step import Use as Use
-from fsharp.stateful.planning.plan_step import plan_step as plan_step
+from fsharp.planning.plan_step import Use as Use
+from fsharp.planning.plan_step import plan_step as plan_step
 from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
 from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.schedule.compile import compile_schedule as compile_schedule

@@ -14,8 +14,8 @@ import fsharp as fs
 from fsharp.cli import main, plans
 from fsharp.cli.machine import Machine, calibrate, mesh_of, read_machine
 from fsharp.cli.models import find_model
-from fsharp.stateful.planning.space import order_of_use, repeated_units
-from fsharp.stateful.planning.tune import POLICIES
+from fsharp.planning.space import order_of_use, repeated_units
+from fsharp.planning.tune import POLICIES
 from tests.gpt_like import make_params
 
 

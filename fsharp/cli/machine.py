@@ -20,11 +20,10 @@ from fsharp.functional.comm.process_group import connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.text import align_columns
-from fsharp.stateful.inspect.estimate import Hardware
-from fsharp.stateful.inspect.presets import ADAM_NBYTES
-from fsharp.stateful.inspect.timeline import seconds_text
-from fsharp.stateful.runtime.measure import measure
+from fsharp.functional.layout.text import align_columns, seconds_text
+from fsharp.inspect.estimate import Hardware
+from fsharp.inspect.measuring import measure
+from fsharp.inspect.presets import ADAM_NBYTES
 
 _ROUNDS = 5
 _COPIED = 1 << 26

@@ -13,14 +13,14 @@ from fsharp.functional.layout.precision import Precision
 from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
 from fsharp.functional.tree.paths import flatten_with_paths
-from fsharp.stateful.inspect.draw import draw as draw_step
-from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.presets import EFFICIENCY, GPUS, host_links
-from fsharp.stateful.inspect.table import table
-from fsharp.stateful.planning.plan_step import plan_step
-from fsharp.stateful.planning.space import FLAT, HYBRID, order_of_use, repeated_units
-from fsharp.stateful.planning.tune import POLICIES
-from fsharp.stateful.planning.tune import tune as choose
+from fsharp.inspect.drawing import draw as draw_step
+from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.presets import EFFICIENCY, GPUS, host_links
+from fsharp.inspect.tables import table
+from fsharp.planning.plan_step import plan_step
+from fsharp.planning.space import FLAT, HYBRID, order_of_use, repeated_units
+from fsharp.planning.tune import POLICIES
+from fsharp.planning.tune import tune as choose
 
 DEFAULT_GPU = "H100"
 

@@ -13,7 +13,7 @@ import torch
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
 from fsharp.report.values import layout_rows, timeline_rows
-from fsharp.stateful.inspect.timeline import Timeline
+from fsharp.stateful.timing.timeline import Timeline
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, short_repr
 

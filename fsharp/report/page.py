@@ -9,8 +9,8 @@ from typing import Any
 
 from fsharp.report.reading import RunLog, read_log
 from fsharp.report.step import html_page
-from fsharp.stateful.inspect.timeline import WAITING
 from fsharp.stateful.schedule.ops import STREAMS
+from fsharp.stateful.timing.timeline import WAITING
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 

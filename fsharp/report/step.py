@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.layout.text import IN_NOTEBOOKS, nbytes_text
+from fsharp.functional.layout.text import IN_NOTEBOOKS, nbytes_text, seconds_text
+from fsharp.inspect.drawing import timeline_in_order
+from fsharp.inspect.estimate import Hardware, predict
 from fsharp.report.values import timeline_rows
-from fsharp.stateful.inspect.draw import timeline_in_order
-from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.timeline import WAITING, Timeline, seconds_text
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.timing.timeline import WAITING, Timeline
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, short_repr
 

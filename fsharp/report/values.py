@@ -5,8 +5,8 @@ from typing import Any
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.text import runs_of_alike_units
-from fsharp.stateful.inspect.sharding import LeafSharding, TreeSharding
-from fsharp.stateful.inspect.timeline import Timeline
+from fsharp.inspect.shardings import LeafSharding, TreeSharding
+from fsharp.stateful.timing.timeline import Timeline
 
 _MAX_CELLS = 64
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.layout.text import nbytes_text
+from fsharp.functional.layout.text import nbytes_text, seconds_text
 from fsharp.report.step import MAX_OPS
-from fsharp.stateful.inspect.timeline import seconds_text
 from tests.report.pages import BROWSER, fire, html_of, opened, shown_by
 from tests.test_docs import ROOT, programs
 

@@ -121,3 +121,15 @@ def nbytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time as text for people.
+
+    >>> seconds_text(0.0015)
+    '1.50 ms'
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds / 1e-9:.0f} ns" if seconds else "0 s"

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.worker_threads import CollectiveOutcome
-from fsharp.stateful.inspect.timeline import WAITING
-from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.executor import Action, BoundOp
 from fsharp.stateful.schedule.ops import Stream
 from fsharp.stateful.schedule.program import Event
+from fsharp.stateful.timing.timeline import WAITING
+from fsharp.stateful.timing.trace import Trace
 
 Mark = Any  # a time in seconds, or an event of a stream
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled_engine import ScheduledEngine
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.timing.trace import Trace
 from fsharp.stateful.verify.verify import verify
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary

@@ -7,7 +7,7 @@ import pytest
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
-from fsharp.stateful.inspect.draw import draw
+from fsharp.inspect.drawing import draw
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory

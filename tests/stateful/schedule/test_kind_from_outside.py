@@ -23,8 +23,8 @@ from fsharp.testing import DebugPolicy, checking_races, simulate
 from fsharp.testing.ordering import Access
 from tests.edited_schedules import chain, drop, edit, move, of
 from tests.gpt_like import loss_fn
+from tests.inspect.test_simulate_schedule import HARDWARE
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same_training, make_state, make_tx, my_batches, run_both, train
-from tests.stateful.inspect.test_simulate_schedule import HARDWARE
 from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departing
 from tests.test_format import HALVES
 

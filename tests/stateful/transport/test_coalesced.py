@@ -12,7 +12,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.layout.sharded import trainable
-from fsharp.stateful.inspect.trace import compare
+from fsharp.inspect.comparing import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.schedule import issue_groups
 from fsharp.stateful.transport import gloo

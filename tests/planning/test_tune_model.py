@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import fsharp as fs
 from fsharp.errors import AgreementError, OptionError, PatternError, ScheduleError, TreeError
 from fsharp.inspect import Choice
-from fsharp.stateful.planning.space import meshes_of
-from fsharp.stateful.planning.tune import POLICIES
+from fsharp.planning.space import meshes_of
+from fsharp.planning.tune import POLICIES
 from fsharp.testing import processes
 from tests.gpt_like import block, cross_entropy, embed, head, make_batches, make_params, plain_logits
 from tests.scheduling import DP, HYBRID

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
-from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
 from fsharp.stateful.schedule.ops import SPREAD, Phase, Stream, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
+from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
+from fsharp.stateful.timing.trace import Row, Trace, by_unit, check_rows, self_times
 
 _ROUNDS = 8
 Channel = tuple[str, str]

@@ -23,14 +23,14 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.stateful.inspect.calibrate import Channel, calibrate, fit_host_share, issued_nbytes, moved_nbytes
-from fsharp.stateful.inspect.hardware_json import fields_from_json, fields_to_json
-from fsharp.stateful.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
-from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
-from fsharp.stateful.inspect.trace import Trace
+from fsharp.inspect.calibrate import Channel, calibrate, fit_host_share, issued_nbytes, moved_nbytes
+from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
+from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
+from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
+from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 

@@ -11,13 +11,13 @@ from typing import Any
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
-from fsharp.stateful.inspect.draw import draw
-from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.timeline import Timeline
-from fsharp.stateful.planning.plan_step import Use, plan_step
-from fsharp.stateful.planning.space import owned_share
+from fsharp.inspect.drawing import draw
+from fsharp.inspect.estimate import Hardware, predict
+from fsharp.planning.plan_step import Use, plan_step
+from fsharp.planning.space import owned_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.timing.timeline import Timeline
 from fsharp.tracebacks import api_boundary
 
 _SHOWN = 24

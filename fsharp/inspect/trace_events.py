@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsharp.stateful.inspect.timeline import Timeline
 from fsharp.stateful.schedule.ops import STREAMS
+from fsharp.stateful.timing.timeline import Timeline
 from fsharp.type_checks import options_checked
 
 

@@ -26,7 +26,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
-from fsharp.stateful.planning.plan_step import ROOT, Use
+from fsharp.planning.plan_step import ROOT, Use
 
 _ROUNDS = 3
 _READS = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."

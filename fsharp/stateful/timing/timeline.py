@@ -1,6 +1,5 @@
 """Timeline: when each op of a step ran, predicted or measured; exposed communication, overlap and memory."""
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -141,15 +140,6 @@ def kinds_with_collectives() -> tuple[str, ...]:
     return kinds_where(lambda spec: spec.cost == "send")
 
 
-def units_by_repeated_name(schedule: Schedule) -> dict[str, list[str]]:
-    """Return units in the order of their use, by name without numbers: ``layers.0`` is in the list of ``layers.*``."""
-    result: dict[str, list[str]] = {}
-    in_use = [op.unit for op in schedule.ops if op.spec.cost == "compute"]
-    for unit in dict.fromkeys([*in_use, *(op.unit for op in schedule.ops if op.unit)]):
-        result.setdefault(re.sub(r"\d+", "*", unit), []).append(unit)
-    return result
-
-
 def union_of_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals as disjoint intervals, in order."""
     result: list[Interval] = []
@@ -168,15 +158,3 @@ def total_length(intervals: Iterable[Interval]) -> float:
 
 def _is_computing(span: TimeSpan) -> bool:
     return span.stream == "compute" and span.kind != WAITING
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time as text for people.
-
-    >>> seconds_text(0.0015)
-    '1.50 ms'
-    """
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.2f} {unit}"
-    return f"{seconds / 1e-9:.0f} ns" if seconds else "0 s"

@@ -9,11 +9,11 @@ import pytest
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.trace import Trace
+from fsharp.inspect.estimate import Hardware, predict
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
+from fsharp.stateful.timing.trace import Trace
+from tests.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 GATHER, REDUCE = ("all_gather", "dp"), ("reduce_scatter", "dp")
 MACHINE = Hardware(

@@ -17,14 +17,13 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.tree.paths import Patterns, select_paths, value_by_path
-from fsharp.stateful.inspect.estimate import Hardware
-from fsharp.stateful.inspect.presets import EFFICIENCY, GPUS, host_links
-from fsharp.stateful.modules.selection import chosen_modules, units_by_module
-from fsharp.stateful.planning.choice import Planned
-from fsharp.stateful.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
-from fsharp.stateful.planning.plan_step import ROOT, Backend, Use
-from fsharp.stateful.planning.search import Trial
-from fsharp.stateful.planning.space import (
+from fsharp.inspect.estimate import Hardware
+from fsharp.inspect.presets import EFFICIENCY, GPUS, host_links
+from fsharp.planning.choice import Planned
+from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
+from fsharp.planning.plan_step import ROOT, Backend, Use
+from fsharp.planning.search import Trial
+from fsharp.planning.space import (
     Cut,
     Model,
     Option,
@@ -37,7 +36,8 @@ from fsharp.stateful.planning.space import (
     trial_layout,
     units_to_try,
 )
-from fsharp.stateful.planning.trial import UnitCall, measure_calls, trial_of_loss, trial_of_module
+from fsharp.planning.trial import UnitCall, measure_calls, trial_of_loss, trial_of_module
+from fsharp.stateful.modules.selection import chosen_modules, units_by_module
 from fsharp.stateful.schedule.policy import SchedulePolicy
 
 Machine = Hardware | str | Callable[[Layout], Hardware]

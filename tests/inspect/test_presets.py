@@ -5,7 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
-from fsharp.stateful.inspect.presets import GPUS
+from fsharp.inspect.presets import GPUS
 
 WIDTH = 4096
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.inspect.estimate import predict
-from fsharp.stateful.inspect.trace import Trace, compare
+from fsharp.inspect.comparing import compare
+from fsharp.inspect.estimate import predict
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Op
-from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
+from fsharp.stateful.timing.trace import Trace
+from tests.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 
 def follow(trace, timeline, start):

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.traffic import step_traffic
-from fsharp.stateful.inspect.estimate import compute_times
-from fsharp.stateful.planning.choice import Candidate, Planned, peak_nbytes
-from fsharp.stateful.planning.plan_step import ROOT
-from fsharp.stateful.planning.space import Option, owned_share
+from fsharp.inspect.estimate import compute_times
+from fsharp.planning.choice import Candidate, Planned, peak_nbytes
+from fsharp.planning.plan_step import ROOT
+from fsharp.planning.space import Option, owned_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
 
 Names = tuple[str, str, str]

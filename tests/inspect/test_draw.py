@@ -12,13 +12,13 @@ from matplotlib.image import imread
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.text import nbytes_text
-from fsharp.stateful.inspect.draw import draw, timeline_in_order
-from fsharp.stateful.inspect.estimate import predict
-from fsharp.stateful.inspect.perfetto import perfetto
-from fsharp.stateful.inspect.table import table
+from fsharp.inspect.drawing import draw, timeline_in_order
+from fsharp.inspect.estimate import predict
+from fsharp.inspect.tables import table
+from fsharp.inspect.trace_events import perfetto
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
+from tests.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 UNITS = [unit("embed", gathered=400), *(unit(f"layers.{i}") for i in range(4)), unit("head")]
 SCHEDULE = compile_schedule(sequential(UNITS, 2), SchedulePolicy(prefetch=2, bucket_nbytes=200))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.errors import LayoutError, PatternError, ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
+from fsharp.planning.tune import POLICIES as TRIED
 from fsharp.schedules import plan_step
-from fsharp.stateful.planning.tune import POLICIES as TRIED
 from fsharp.testing import DebugPolicy, processes
 from tests.gpt_like import block, cross_entropy, embed, head, loss_fn, make_batches, make_params
 from tests.scheduling import DP, HYBRID, POLICIES, PRECISIONS, STRATEGIES

@@ -1,23 +1,14 @@
-"""Trace: measured times of steps and ops; compare: a table of predicted and measured times."""
+"""Trace: measured times of steps and their ops."""
 
 import math
 from collections.abc import Iterable, Mapping
 from statistics import median, median_low
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.layout.text import align_columns, nbytes_text
-from fsharp.stateful.inspect.timeline import (
-    WAITING,
-    Timeline,
-    TimeSpan,
-    kinds_with_collectives,
-    seconds_text,
-    units_by_repeated_name,
-)
-from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds_where
+from fsharp.stateful.schedule.ops import Phase, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.timing.timeline import WAITING, Timeline, TimeSpan
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked
 
 Row = tuple[int, str, str, Phase, Stream, float, float, int]
 
@@ -170,39 +161,3 @@ def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
     result = [span for span in result if span.seconds > 0]
     kept = {(span.op, span.kind) for span in result}
     return result + [span._replace(stop_s=span.start_s) for span in every if (span.op, span.kind) not in kept]
-
-
-@options_checked
-def compare(predicted: Timeline, measured: Timeline) -> str:
-    """Return a table of predicted and measured seconds: of the step, of each kind of op, and of each unit.
-
-    Units whose names differ only in a number share a row, with the sum of their seconds.
-    """
-    both = predicted, measured
-    summary: list[tuple[str, str, str, str]] = [
-        _row("step", predicted.step_s, measured.step_s),
-        _row("exposed", predicted.exposed_s, measured.exposed_s),
-        ("overlap", f"{predicted.overlap:.1%}", f"{measured.overlap:.1%}", ""),
-        ("peak", nbytes_text(predicted.peak_nbytes), nbytes_text(measured.peak_nbytes), ""),
-    ]
-    rows = [(kind, [timeline.seconds(kind) for timeline in both]) for kind in kinds_where()]
-    parts: list[tuple[str, str, Phase | None]] = [
-        *((phase, spec.kind, phase) for (_, phase), spec in OPS.items() if spec.cost == "compute"),
-        *((kind, kind, None) for kind in kinds_with_collectives()),
-    ]
-    units = [
-        (
-            f"{name} x{len(alike)} {what}" if len(alike) > 1 else f"{alike[0]} {what}",
-            [sum(timeline.seconds(kind, unit=unit, phase=phase) for unit in alike) for timeline in both],
-        )
-        for name, alike in units_by_repeated_name(predicted.schedule).items()
-        for what, kind, phase in parts
-    ]
-    head = ("", "predicted", "measured", "ratio")
-    blocks = [[_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)]
-    rules = {1, 5, 5 + len(blocks[0])}
-    return "\n".join(align_columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3}, rules=rules))
-
-
-def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
-    return name, seconds_text(predicted), seconds_text(measured), f"{measured / predicted:.2f}" if predicted else ""

@@ -17,11 +17,11 @@ from fsharp.functional.materialize import shard
 from fsharp.functional.optim.elementwise import sgd
 from fsharp.functional.state import init_state
 from fsharp.functional.train import train_step
-from fsharp.stateful.inspect.estimate import ComputeTimes, Hardware
-from fsharp.stateful.inspect.trace import Trace
+from fsharp.inspect.estimate import ComputeTimes, Hardware
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.timing.trace import Trace
 from fsharp.type_checks import options_checked
 
 _WIDTHS = (32, 256, 64, 512, 128, 1024)

@@ -9,8 +9,8 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.stateful.planning.plan_step import ROOT, Use, in_order
-from fsharp.stateful.planning.trial import UnitCall
+from fsharp.planning.plan_step import ROOT, Use, in_order
+from fsharp.planning.trial import UnitCall
 
 Activations = float | tuple[float, float]
 """Bytes that a unit keeps from its forward to its backward; or a pair: these bytes without and with recomputation."""

@@ -13,12 +13,12 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precisions
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.functional.tree.paths import Patterns
-from fsharp.stateful.planning.choice import Candidate, Choice, judged
-from fsharp.stateful.planning.costs import Activations
-from fsharp.stateful.planning.plan_step import Backend, Use
-from fsharp.stateful.planning.request import Machine, Request
-from fsharp.stateful.planning.search import search
-from fsharp.stateful.planning.space import Strategies, UnitPatterns
+from fsharp.planning.choice import Candidate, Choice, judged
+from fsharp.planning.costs import Activations
+from fsharp.planning.plan_step import Backend, Use
+from fsharp.planning.request import Machine, Request
+from fsharp.planning.search import search
+from fsharp.planning.space import Strategies, UnitPatterns
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
 

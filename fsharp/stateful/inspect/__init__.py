@@ -1,1 +1,0 @@
-"""Inspect a schedule: table, picture, timeline, estimate, trace. Imports :mod:`fsharp.stateful.schedule` alone."""

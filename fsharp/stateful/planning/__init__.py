@@ -1,1 +1,0 @@
-"""Plan the schedule of a step before any rank exists, and choose between layouts and policies."""
