@@ -67,7 +67,7 @@ def forward(
         refuse_proxy_tracing("forward()")
         check_remat_argument(remat)
         if torch.is_grad_enabled() and not is_transformed():
-            return _forward_recomputed(fn, units, args, kwargs, comm, remat)
+            return _forward_with_remat(fn, units, args, kwargs, comm, remat)
     if isinstance(comm, Engine) and comm.can_run_forward(units):
         return comm.run_forward(fn, units, args, kwargs)
     refuse_proxy_tracing("forward()")
@@ -75,10 +75,10 @@ def forward(
     first = torch._C._autograd._get_sequence_nr()
     gathered, owners = whole = gather(units, comm=comm)
     ties = (*owners, *units_of(gathered))
-    before = _versions(ties)
+    before = _buffer_versions(ties)
     trees = map_units(lambda node: node.tree(ties) if is_sharded(node) else node, gathered)
     out = compiled_by_caller(fn, trees, *args, **kwargs)
-    for node, old, new in zip(ties, before, _versions(ties), strict=False):
+    for node, old, new in zip(ties, before, _buffer_versions(ties), strict=False):
         if old != new:
             raise written_to_error(node.name)
     if release and torch.is_grad_enabled() and not is_differentiated():
@@ -86,7 +86,7 @@ def forward(
     return out
 
 
-def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm, remat: Remat) -> Any:
+def _forward_with_remat(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm, remat: Remat) -> Any:
     sharded, ties = units
     # An engine checks for changes by itself, and its buffers may not be filled yet.
     check = in_place_change_check(units_of(units)) if not isinstance(comm, Engine) else lambda: None
@@ -119,7 +119,7 @@ def _check_no_tensor_classes(units: Any) -> None:
             )
 
 
-def _versions(nodes: Sequence[Sharded]) -> list[list[int]]:
+def _buffer_versions(nodes: Sequence[Sharded]) -> list[list[int]]:
     return [] if is_differentiated() else [[version_of(x) for x in node.buffers] for node in nodes]
 
 

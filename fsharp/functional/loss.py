@@ -35,7 +35,7 @@ class Loss(NamedTuple):
     @property
     def mean(self) -> torch.Tensor:
         """``sum / weight``; ``sum`` if the weight is 0."""
-        return self.sum / _nonzero(self.weight)
+        return self.sum / _zero_to_one(self.weight)
 
 
 class Metrics(NamedTuple):
@@ -65,19 +65,19 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
             f"{where}: the weight of the loss is {short_description(weight)}, expected a number or a scalar tensor without "
-            f"gradient: {_A_PAIR}"
+            f"gradient: {_PAIR_HINT}"
         )
     if isinstance(weight, torch.Tensor) and not isinstance(value, Loss) and weight.dtype.is_floating_point:
         raise LossError(
             f"{where}: the loss function returned a pair with {short_description(weight)}: a weight, or a metric? A weight is "
-            f"a number, an integer tensor, or comes as fs.Loss(sum, weight): {_A_PAIR}"
+            f"a number, an integer tensor, or comes as fs.Loss(sum, weight): {_PAIR_HINT}"
         )
     if isinstance(weight, torch.Tensor):
         return Loss(total.reshape(()), weight.to(total.device, non_blocking=True).reshape(()))
     return Loss(total.reshape(()), torch.full((), weight, device=total.device))  # a copy to the device would make the host wait
 
 
-_A_PAIR = (
+_PAIR_HINT = (
     "a pair is read as (sum, weight). For a loss and something else pass has_aux=True to value_and_grad() or train_step()."
 )
 
@@ -148,7 +148,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     if donate:
         check_not_lent("average()", nodes)
     total = Loss(*sum_over_ranks(torch.stack([loss.sum, loss.weight]).to(comm.device), comm))
-    divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
+    divisor = _zero_to_one(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
 
     def divided(node: Sharded) -> Sharded:
         buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
@@ -164,5 +164,5 @@ def sum_over_ranks(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
     return sums
 
 
-def _nonzero(weight: torch.Tensor) -> torch.Tensor:
+def _zero_to_one(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight == 0, torch.ones_like(weight), weight)

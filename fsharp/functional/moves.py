@@ -265,12 +265,12 @@ def reduce_partial_sums(
     with reporting_format_errors(comm, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:
-                x = _reduce_scatter(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
+                x = _reduce_scatter_buffer(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
             elif target[axis] is Shard and source[axis] is Replicate:
                 x = local_slice(x, comm, axis)
         for axis in axes:
             if target[axis] is Replicate and source[axis] is Partial:
-                x = _all_reduce(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
+                x = _all_reduce_buffer(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
     return x.to(dtypes.accumulate)
 
 
@@ -278,7 +278,7 @@ Gaps = Callable[[str], Sequence[slice]]
 """A function that returns the padding in the sums that this rank decodes along an axis."""
 
 
-def _reduce_scatter(
+def _reduce_scatter_buffer(
     x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis, gaps: Gaps
 ) -> torch.Tensor:
     wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
@@ -289,7 +289,7 @@ def _reduce_scatter(
     return reduce_scatter_encoded(x, comm, axis, wire, facts, carried, gaps(axis) if x.numel() else ())
 
 
-def _all_reduce(
+def _all_reduce_buffer(
     x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis, gaps: Gaps
 ) -> torch.Tensor:
     n, wire = comm.mesh.axis_size(axis), dtypes.wire_format_along(axis)
@@ -298,7 +298,7 @@ def _all_reduce(
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, n * wire.padded(size, n) - size))
-    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes, facts, residuals, gaps), comm, axis)[..., :size]
+    return all_gather_last(_reduce_scatter_buffer(padded, comm, axis, dtypes, facts, residuals, gaps), comm, axis)[..., :size]
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:

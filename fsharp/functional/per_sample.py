@@ -14,7 +14,7 @@ from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.moves import units_on_mesh_of
-from fsharp.functional.sinks import SinkLedger, _Handle, with_sinks
+from fsharp.functional.sinks import SinkLedger, _MakeHandle, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_untransformed
 from fsharp.tracebacks import api_boundary
@@ -66,7 +66,7 @@ def per_sample_norms(
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_untransformed(_WHERE)
         nodes = units_on_mesh_of(_WHERE, params, comm)
-        _check_units(nodes)
+        _check_no_varying_unit(nodes)
         leaves, spec = optree.tree_flatten(batch)
         count = _batch_size(leaves)
         if chunk_size is None:
@@ -77,13 +77,13 @@ def per_sample_norms(
             parts = [x.tensor_split(most) if isinstance(x, torch.Tensor) else [x] * most for x in leaves]
             passes = [list(row) for row in zip(*parts, strict=True)]
         dtypes = [node.unit.groups[g].dtypes.accumulate for node in nodes for g in node.unit.trainable_groups]
-        found = torch.cat([_norms(loss_fn, params, part, spec, comm, randomness) for part in passes])
+        found = torch.cat([_norms_of_pass(loss_fn, params, part, spec, comm, randomness) for part in passes])
         return found.to(max(dtypes, key=lambda dtype: dtype.itemsize))
 
     return run
 
 
-def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Comm, randomness: str) -> torch.Tensor:
+def _norms_of_pass(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Comm, randomness: str) -> torch.Tensor:
     count = _batch_size(leaves)
     if count == 0:  # vmap over zero samples is not defined, but other ranks need this rank in their gathers
         leaves = [x.new_zeros(1, *x.shape[1:]) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -131,8 +131,8 @@ class _SquareLedger(SinkLedger):
         """Record the level of the vmap over samples: to be called in the function that vmap maps, before it uses parameters."""
         self.level = _functorch.current_level()
 
-    def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-        each = super()._attach(full.expand(len(self.squares), *full.shape), handle)
+    def _attach_handle(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+        each = super()._attach_handle(full.expand(len(self.squares), *full.shape), handle)
         return _functorch._add_batch_dim(each, 0, self.level)
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
@@ -141,11 +141,11 @@ class _SquareLedger(SinkLedger):
         def add(gradient: torch.Tensor) -> None:
             squares.add_(torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float64).square())
 
-        out: torch.Tensor = _Handle.apply(sink, (len(squares), unit.groups[group].size), add)
+        out: torch.Tensor = _MakeHandle.apply(sink, (len(squares), unit.groups[group].size), add)
         return out
 
 
-def _check_units(nodes: list[Sharded]) -> None:
+def _check_no_varying_unit(nodes: list[Sharded]) -> None:
     for node in nodes:
         if node.unit.strategy.full.varying_axes:
             facts = [("unit", node.unit.display_name), ("varies", ", ".join(node.unit.strategy.full.varying_axes))]

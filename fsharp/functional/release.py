@@ -21,7 +21,7 @@ from fsharp.functional.moves import gather
 from fsharp.functional.transforms import is_batched, without_vmap
 from fsharp.tracebacks import api_boundary, call_hook
 
-View = tuple[int, torch.Size, tuple[int, ...], int]
+SavedView = tuple[int, torch.Size, tuple[int, ...], int]
 """A view of a gathered buffer: the number of the buffer, and size, strides and offset of the view."""
 
 
@@ -33,7 +33,7 @@ class _SavedBuffers:
         self.buffers: list[torch.Tensor] | None = None
 
     @api_boundary
-    def unpack(self, view: View) -> torch.Tensor:
+    def unpack(self, view: SavedView) -> torch.Tensor:
         """Return a saved view of parameters; gather the parameters again if no hook has done so."""
         if self.buffers is None:  # the backward has not passed an output of the function
             self.buffers = self.regather()
@@ -59,7 +59,7 @@ def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) 
     outputs = {fn for fn in outputs if fn is not None and is_node_since(fn, first)}
     if not numbers or not outputs:
         return
-    regather = _regather(nodes, comm)
+    regather = _make_regather(nodes, comm)
     saved = _SavedBuffers(regather)
     for raw in saved_tensors(outputs, first):
         x = raw.data
@@ -69,10 +69,10 @@ def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) 
         view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
         del x
         raw.register_hooks(lambda _, view=view: view, saved.unpack)
-    _before_backward(outputs, regather, weakref.ref(saved))
+    _register_regather_hooks(outputs, regather, weakref.ref(saved))
 
 
-def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
+def _make_regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
     sources = [node.with_buffers([x.detach() for x in node.buffers]) for node in nodes]
     check = in_place_change_check(sources)
 
@@ -99,7 +99,7 @@ def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
     return check
 
 
-def _before_backward(
+def _register_regather_hooks(
     outputs: set[Any], regather: Callable[[], list[torch.Tensor]], saved: "weakref.ref[_SavedBuffers]"
 ) -> None:
     """Register hooks that gather the units when a backward comes to one of these nodes, once in each backward.
@@ -123,7 +123,7 @@ def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
     """Yield the tensors that nodes of :func:`_graph_nodes_since` have saved, except for tensors with hooks of their own."""
     for node in _graph_nodes_since(roots, first):
         kind: Any = type(node)
-        for name in _names(kind):
+        for name in _saved_attribute_names(kind):
             found = getattr(node, name)
             for raw in found if isinstance(found, tuple | list) else [found]:
                 if raw is not None and raw.unpack_hook is None and isinstance(raw.data, torch.Tensor):
@@ -175,7 +175,7 @@ def independent_clone(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...]:
+def _saved_attribute_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 

@@ -44,33 +44,33 @@ def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args
     context: Any = first
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        trial = _trial_run(fn, args, kwargs, generators) if _checks.get() and context is first else None
+        trial = _trial_run(fn, args, kwargs, generators) if _is_checking_remat.get() and context is first else None
         with context:
             result = fn(*args, **kwargs)
         if trial is not None:
-            _check_equal(trial, result)
+            _check_same_results(trial, result)
         return result
 
     def call(*leaves: Any) -> Any:
         nonlocal context
         now = [g.get_state() for g in generators]
-        _set_states(generators, states)
+        _set_generator_states(generators, states)
         try:
             return run(called, *optree.tree_unflatten(spec, leaves))
         finally:
             if context is again:
-                _set_states(generators, now)
+                _set_generator_states(generators, now)
             context = again
 
     return checkpoint(partial(call_hook, call), *leaves, use_reentrant=False)
 
 
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+def _set_generator_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
 
-_checks: ContextVar[bool] = ContextVar("checks", default=False)
+_is_checking_remat: ContextVar[bool] = ContextVar("checks", default=False)
 
 
 @api_context
@@ -86,11 +86,11 @@ def checking_remat() -> Iterator[None]:
 
     Cost: one more forward of each function, without gradients.
     """
-    token = _checks.set(True)
+    token = _is_checking_remat.set(True)
     try:
         yield
     finally:
-        _checks.reset(token)
+        _is_checking_remat.reset(token)
 
 
 def _trial_run(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
@@ -98,12 +98,12 @@ def _trial_run(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Seque
     states = [g.get_state() for g in generators]
     with torch.no_grad(), torch.random.fork_rng():
         result = fn(*args, **kwargs)
-    _set_states(generators, states)
-    return _tensors(result)
+    _set_generator_states(generators, states)
+    return _tensors_of(result)
 
 
-def _check_equal(trial: Sequence[torch.Tensor], result: Any) -> None:
-    for i, (x, y) in enumerate(zip(trial, _tensors(result), strict=True)):
+def _check_same_results(trial: Sequence[torch.Tensor], result: Any) -> None:
+    for i, (x, y) in enumerate(zip(trial, _tensors_of(result), strict=True)):
         if not torch.equal(x, y):
             raise TreeError(
                 f"forward(remat=): computed twice, the function gives two values of its output {i}, {dtype_name(y.dtype)}"
@@ -112,5 +112,5 @@ def _check_equal(trial: Sequence[torch.Tensor], result: Any) -> None:
             )
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors_of(tree: Any) -> list[torch.Tensor]:
     return [without_vmap(x).detach() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]

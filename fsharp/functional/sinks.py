@@ -55,10 +55,10 @@ class SinkLedger:
                 self._handles[id(sink)] = self._new_handle(sink, node.unit, g, comm)
             handles[g] = self._handles[id(sink)]
         pairs = zip(node.groups, full, strict=True)
-        return [self._attach(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
+        return [self._attach_handle(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
 
-    def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Attach.apply(full, handle)
+    def _attach_handle(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _AttachHandle.apply(full, handle)
         return out
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
@@ -66,7 +66,7 @@ class SinkLedger:
         reduce = partial(
             reduce_partial_sums, unit=unit, group=group, source=source, target=target, comm=comm, residuals=residuals
         )
-        out: torch.Tensor = _Handle.apply(sink, (unit.groups[group].size,), reduce)
+        out: torch.Tensor = _MakeHandle.apply(sink, (unit.groups[group].size,), reduce)
         return out
 
 
@@ -120,7 +120,7 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
     return x.to(node.unit.groups[group].dtypes.accumulate)
 
 
-class _Handle(torch.autograd.Function):
+class _MakeHandle(torch.autograd.Function):
     """An autograd function that returns a handle (see :class:`SinkLedger`). Its backward is ``deliver``.
 
     ``deliver`` gets the gradient of the handle, reduces it over ranks, and returns the gradient of the sink. Without handles
@@ -144,7 +144,7 @@ class _Handle(torch.autograd.Function):
         return None if arrived is None else ctx.deliver(arrived), None, None
 
 
-class _Attach(torch.autograd.Function):
+class _AttachHandle(torch.autograd.Function):
     """An autograd function that returns a full buffer, whose gradient goes to a handle."""
 
     @staticmethod

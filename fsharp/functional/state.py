@@ -92,7 +92,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         units_on_mesh_of("init_state()", sharded, comm)
         nodes = units_of(sharded)
         for node in nodes:
-            _check_start(node)
+            _check_initial_parameters(node)
         return nodes
 
     def fields(nodes: list[Sharded]) -> dict[str, str]:
@@ -106,7 +106,9 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     params = gather(resting, comm=comm, to="params")
     copy_tree_names(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
-    copies = map_units(lambda node: node.with_buffers(list(map(_copy_if_slice, node.buffers))), _groups_with_main_copy(main))
+    copies = map_units(
+        lambda node: node.with_buffers(list(map(_copy_if_slice, node.buffers))), _select_groups_with_main_copy(main)
+    )
     residuals = zero_residuals([node.unit for node in units_of(params)], comm.device)
     state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name), residuals)
     if donate:
@@ -114,7 +116,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     return state
 
 
-def _check_start(node: Sharded) -> None:
+def _check_initial_parameters(node: Sharded) -> None:
     for group, buffer in zip(node.groups, node.buffers, strict=True):
         dtypes = node.unit.groups[group].dtypes
         if node.place.partial_axes:
@@ -162,7 +164,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     check_not_donated("update()", kept)
     if donate:
         check_not_lent("update()", kept)
-    _check_maker(tx, state)
+    _check_same_transform(tx, state)
     for node in nodes:
         if node.scale == "sum":
             raise TreeError(
@@ -176,13 +178,13 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main, opt = buffers_on_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
-        old = map_units(_trained_values, merge(resting, main), main) if has_copies else resting
+        old = map_units(_copy_groups_without_main, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
         if has_copies:
-            main = _groups_with_main_copy(new)
+            main = _select_groups_with_main_copy(new)
             new = encode_differences(new, resting, step=state.step, rank=comm.rank)
         sent = encode_at_rest(new, comm)
         fresh = units_of(sent)
@@ -199,7 +201,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name), state.residuals)
 
 
-def _check_maker(tx: Transform, state: TrainState) -> None:
+def _check_same_transform(tx: Transform, state: TrainState) -> None:
     made_by = state.made_by.name if isinstance(state.made_by, MadeBy) else ""
     if state.opt is None and tx.name and isinstance(state.made_by, MadeBy) and not made_by:
         remedy = (
@@ -212,11 +214,11 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
         raise TreeError(problem("update()", "the optimizer state is that of another transformation.", facts, remedy))
 
 
-def _groups_with_main_copy(tree: Any) -> Any:
+def _select_groups_with_main_copy(tree: Any) -> Any:
     return map_units(lambda node: node.select_groups(node.unit.groups_with_main_copy), tree)
 
 
-def _trained_values(node: Sharded, main: Sharded) -> Sharded:
+def _copy_groups_without_main(node: Sharded, main: Sharded) -> Sharded:
     """Return ``node``, with a copy of each group that sends differences and whose main copy is missing in ``main``.
 
     Main copies are missing in a state that was resharded from a layout without them. Without a copy, an update in place would

@@ -37,7 +37,7 @@ def encode_at_rest(tree: Any, comm: Comm) -> Any:
         pairs = zip(is_cast, rows, strict=True)
         return node.with_buffers([b.to(d.compute, copy=d.update is not None) if cast else b for cast, (d, b) in pairs])
 
-    if all(map(_rests_unchanged, units_of(tree))):
+    if all(map(_is_unchanged_at_rest, units_of(tree))):
         return tree
     tree = map_units(cast, tree)
     if not any(node.unit.has_formats for node in units_of(tree)):
@@ -47,7 +47,7 @@ def encode_at_rest(tree: Any, comm: Comm) -> Any:
     return encode_whole_leaves(tree, comm)
 
 
-def _rests_unchanged(node: Sharded) -> bool:
+def _is_unchanged_at_rest(node: Sharded) -> bool:
     """Return whether values of a unit can rest unchanged: no cast, no encoding, and no main copy beside them."""
     unit = node.unit
     for g, x in zip(node.groups, node.raw_buffers, strict=True):
@@ -148,7 +148,7 @@ def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     for (form, axes), (label, parts, units) in jobs.items():
         about = [("units", first_few(units)), ("axes", first_few(axes))]
         with reporting_format_errors(comm, label):
-            form.encode_leaves(parts, partial(_agree, comm, axes, label), partial(list, about))
+            form.encode_leaves(parts, partial(_max_over_axes, comm, axes, label), partial(list, about))
 
     def back(node: Any, done: Any) -> Any:
         return merge(node, gather(done, comm=comm, to=node.place)) if is_sharded(node) and done.groups else node
@@ -173,6 +173,6 @@ def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
     return map_units(one, tree) if like is None else map_units(one, tree, like)
 
 
-def _agree(comm: Comm, axes: Sequence[str], label: str, numbers: torch.Tensor) -> None:
+def _max_over_axes(comm: Comm, axes: Sequence[str], label: str, numbers: torch.Tensor) -> None:
     for axis in axes:
         numbers.copy_(comm.all_reduce(numbers, axis, op="max", label=label))

@@ -127,9 +127,9 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         if isinstance(comm, Engine):
             total, grads = comm.run_value_and_grad(fn, params, parts, views)
         else:
-            total, grads = _one_microbatch(fn, params, parts[0], comm, views)
+            total, grads = _value_and_grad_of_microbatch(fn, params, parts[0], comm, views)
             for part in parts[1:]:
-                loss, new = _one_microbatch(fn, params, part, comm, views)
+                loss, new = _value_and_grad_of_microbatch(fn, params, part, comm, views)
                 total = Loss(total.sum + loss.sum, total.weight + loss.weight)
                 grads = optree.tree_map(torch.Tensor.add_, grads, new)
             for node in units_of(grads):
@@ -163,7 +163,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     return fn
 
 
-def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: Views) -> tuple[Loss, Any]:
+def _value_and_grad_of_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: Views) -> tuple[Loss, Any]:
     with torch.enable_grad():
         probed = with_sinks(params, SinkLedger(residuals))
         nodes = units_of(probed)
@@ -174,7 +174,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residu
     found = [grad for node in nodes for grad in take_gradients(node, comm)]
     if all(g is None for g in found):
         raise LossError("value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?")
-    flat = iter(_own_memory(sinks, found))
+    flat = iter(_copy_shared_gradients(sinks, found))
     grads = map_units(
         lambda node: Sharded(
             [next(flat) for _ in node.unit.trainable_groups], node.unit, node.unit.strategy.grads, node.unit.trainable_groups
@@ -185,7 +185,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residu
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
 
 
-def _own_memory(sinks: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def _copy_shared_gradients(sinks: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return gradients in memory of their own, for additions in place. Autograd may return expanded or shared tensors."""
     result: list[torch.Tensor] = []
     seen: set[int] = set()

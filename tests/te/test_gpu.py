@@ -154,7 +154,7 @@ GUARD = 1024
 @pytest.mark.parametrize("shape", [(128, 256), (208, 160), (48, 64)], ids=str)
 @pytest.mark.parametrize("name", OF_HOPPER)
 def test_parts_have_the_bytes_of_the_whole_and_nothing_is_written_around_their_memory(name, shape, monkeypatch):
-    make_room, guards = formats._Tensors._memory_to_encode_into, []
+    make_room, guards = formats._QuantizedTensors._memory_to_encode_into, []
 
     def guarded(self, part):
         rooms = []
@@ -165,7 +165,7 @@ def test_parts_have_the_bytes_of_the_whole_and_nothing_is_written_around_their_m
             rooms.append(memory[GUARD + offset :][: room.numel()])
         return rooms
 
-    monkeypatch.setattr(formats._Tensors, "_memory_to_encode_into", guarded)
+    monkeypatch.setattr(formats._QuantizedTensors, "_memory_to_encode_into", guarded)
     main = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     cuts = [0, 13 * 32, 13 * 32, main.numel() // 96 * 64, main.numel()]  # inside of rows and of blocks; one rank has none
     with on(HOPPER):
@@ -187,7 +187,7 @@ def test_parts_have_the_bytes_of_the_whole_and_nothing_is_written_around_their_m
         encoded(lambda amax: amaxes.append(amax.clone()))
         largest = torch.stack(amaxes).amax(0)
         parts = encoded(lambda amax: amax.copy_(largest))
-        whole = formats._quantizer_of(recipe)(main.to(torch.bfloat16))
+        whole = formats._quantizer_of_recipe(recipe)(main.to(torch.bfloat16))
         data = whole._data if name == "current" else whole._rowwise_data
         assert torch.equal(torch.cat([part.planes[0] for part in parts]), data.flatten())
         values = torch.cat([codec.decode(part) for part in parts if part.first < part.last])
@@ -237,7 +237,7 @@ def test_compute_and_gathers_wait_for_each_other(group, monkeypatch, name, plant
 @pytest.mark.parametrize("name", OF_HOPPER)
 def test_a_released_weight_that_somebody_holds_has_no_memory(name, is_kept, monkeypatch):
     if is_kept:  # what was derived: so that this test can fail
-        [kind] = [kind for kind in formats.KINDS.values() if kind.name.endswith(name)]
+        [kind] = [kind for kind in formats.KIND_BY_QUANTIZER_CLASS.values() if kind.name.endswith(name)]
         monkeypatch.setattr(kind, "derived", ())
     case = Case(lambda: [linear(), Door("unseen"), linear()], units=("layers.*",))
     with on(HOPPER):

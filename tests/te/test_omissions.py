@@ -142,7 +142,7 @@ def test_an_omission_is_found(names):
 def test_what_was_derived_goes_with_the_memory(name, is_kept, monkeypatch):
     architecture, recipe = RECIPES[name]
     if is_kept:
-        [kind] = [kind for kind in formats.KINDS.values() if kind.name.endswith(name)]
+        [kind] = [kind for kind in formats.KIND_BY_QUANTIZER_CLASS.values() if kind.name.endswith(name)]
         monkeypatch.setattr(kind, "derived", ())
     case = Case(lambda: [linear(), Door("unseen"), linear()], units=("layers.*",))
     comm, policy = fs.SingleComm(fs.Mesh({"dp": 1})), fs.testing.DebugPolicy(trivial_axes=True)

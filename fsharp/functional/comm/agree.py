@@ -13,7 +13,7 @@ from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.type_checks import options_checked
 
 T = TypeVar("T")
-_SHOWN = 160
+_MAX_SHOWN_CHARACTERS = 160
 
 
 def all_gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
@@ -58,10 +58,12 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
     if comm.mesh.size > 1:
-        setup_calls.run(lambda: _agree(where, fields, comm, failure), again=lambda: _agree(where, fields, comm, None))
+        setup_calls.run(
+            lambda: _compare_fields(where, fields, comm, failure), again=lambda: _compare_fields(where, fields, comm, None)
+        )
 
 
-def _agree(where: str, fields: Mapping[str, str], comm: Comm, failure: str | None) -> None:
+def _compare_fields(where: str, fields: Mapping[str, str], comm: Comm, failure: str | None) -> None:
     fields = {"function": where, **fields}
     body = json.dumps({"failure": failure, "fields": fields}, sort_keys=True).encode()
     digest = hashlib.sha256(body).digest()
@@ -81,7 +83,7 @@ def _agree(where: str, fields: Mapping[str, str], comm: Comm, failure: str | Non
         for rank, each in enumerate(bodies):
             values.setdefault(each["fields"].get(name, "(absent)"), []).append(rank)
         if len(values) > 1:
-            for value, ranks in _only_differences(values).items():
+            for value, ranks in _without_shared_lines(values).items():
                 rows.append((name, f"{ranks_text(ranks)}: {value}"))
     raise AgreementError(
         problem(where, "ranks were given different values.", rows, "Give every rank the same configuration and tree.")
@@ -113,7 +115,7 @@ def check_on_all_ranks(
     raise error
 
 
-def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
+def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return each text with its ranks, without the lines that all texts share."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
@@ -122,13 +124,13 @@ def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
         rests = {text: text for text in values}
     alike = (len(set(characters)) == 1 for characters in zip(*rests.values()))
     same = next((i for i, is_same in enumerate(alike) if not is_same), min(map(len, rests.values())))
-    first = max(0, same - _SHOWN // 2) if max(map(len, rests.values())) > _SHOWN else 0
-    return {_shortened(rests[text], first): ranks for text, ranks in values.items()}
+    first = max(0, same - _MAX_SHOWN_CHARACTERS // 2) if max(map(len, rests.values())) > _MAX_SHOWN_CHARACTERS else 0
+    return {_excerpt(rests[text], first): ranks for text, ranks in values.items()}
 
 
-def _shortened(text: str, first: int) -> str:
+def _excerpt(text: str, first: int) -> str:
     shown = text[first:]
-    return "..." * (first > 0) + (shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "...")
+    return "..." * (first > 0) + (shown if len(shown) <= _MAX_SHOWN_CHARACTERS else shown[: _MAX_SHOWN_CHARACTERS - 3] + "...")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -39,19 +39,19 @@ class _Collective:
 
     Attributes:
         call: the method of the Comm.
-        again: the primitive itself, which vmap calls.
+        primitive: the primitive of this module that makes this collective; vmap calls it again.
         transpose: the primitive that is its transpose.
-        before: function from ``[..., c]`` to the argument of the method.
-        after: function from the result of the method to ``[..., c]``.
-        tangent: the primitive for tangents; None means ``again``.
+        to_argument: function from ``[..., c]`` to the argument of the method.
+        from_result: function from the result of the method to ``[..., c]``; None if they are equal.
+        jvp: the primitive for tangents; None means ``primitive``.
     """
 
     call: Callable[[torch.Tensor], torch.Tensor]
-    again: Callable[[torch.Tensor], torch.Tensor]
+    primitive: Callable[[torch.Tensor], torch.Tensor]
     transpose: Callable[[torch.Tensor], torch.Tensor]
-    before: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
-    after: Callable[[torch.Tensor], torch.Tensor] | None = None
-    tangent: Callable[[torch.Tensor], torch.Tensor] | None = None
+    to_argument: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+    from_result: Callable[[torch.Tensor], torch.Tensor] | None = None
+    jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class _DifferentiableCollective(torch.autograd.Function):
@@ -59,8 +59,8 @@ class _DifferentiableCollective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
-        out = collective.call(collective.before(x))
-        return out if collective.after is None else collective.after(out)
+        out = collective.call(collective.to_argument(x))
+        return out if collective.from_result is None else collective.from_result(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -74,11 +74,11 @@ class _DifferentiableCollective(torch.autograd.Function):
     @staticmethod
     @api_boundary
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
-        return (ctx.collective.tangent or ctx.collective.again)(tangents[0])  # type: ignore[no-any-return]
+        return (ctx.collective.jvp or ctx.collective.primitive)(tangents[0])  # type: ignore[no-any-return]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, collective: _Collective) -> tuple[torch.Tensor, int]:
-        return collective.again(x.movedim(in_dims[0] or 0, 0)), 0
+        return collective.primitive(x.movedim(in_dims[0] or 0, 0)), 0
 
 
 def _split_last_dim(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -97,8 +97,8 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     def joined(parts: torch.Tensor) -> torch.Tensor:
         return parts.movedim(0, -2).reshape(*parts.shape[1:-1], -1)
 
-    again, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
-    found = _Collective(partial(comm.all_gather, axis=axis), again, transpose, after=joined)
+    primitive, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
+    found = _Collective(partial(comm.all_gather, axis=axis), primitive, transpose, from_result=joined)
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
@@ -116,15 +116,18 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
 
     Gradient: :func:`all_gather_last`. Cost: each rank sends ``(n - 1) / n * x.nbytes``.
     """
-    _check_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
+    _check_last_dim_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
     if _needs_no_collective(x, comm, axis):
         return x.to(dtype or x.dtype)
     n, wire = comm.mesh.axis_size(axis), x.dtype
 
     call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
-    again = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
+    primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
     found = _Collective(
-        call, again, lambda y: all_gather_last(y.to(wire), comm, axis), before=lambda x: _split_last_dim(x, n).contiguous()
+        call,
+        primitive,
+        lambda y: all_gather_last(y.to(wire), comm, axis),
+        to_argument=lambda x: _split_last_dim(x, n).contiguous(),
     )
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
@@ -154,7 +157,7 @@ def reduce_scatter_encoded(
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """
-    _check_divides("reduce_scatter_encoded()", x, axis, comm.mesh.axis_size(axis) * wire.block)
+    _check_last_dim_divides("reduce_scatter_encoded()", x, axis, comm.mesh.axis_size(axis) * wire.block)
     if _needs_no_collective(x, comm, axis):
         return x
     n = comm.mesh.axis_size(axis)
@@ -170,11 +173,11 @@ def reduce_scatter_encoded(
             total[..., gap] = 0
         return total
 
-    def again(x: torch.Tensor) -> torch.Tensor:
+    def primitive(x: torch.Tensor) -> torch.Tensor:
         return reduce_scatter_encoded(x, comm, axis, wire, facts, gaps=gaps)
 
-    transpose, tangent = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
-    return _DifferentiableCollective.apply(x, _Collective(call, again, transpose, tangent=tangent))  # type: ignore[no-any-return]
+    transpose, jvp = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
+    return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose, jvp=jvp))  # type: ignore[no-any-return]
 
 
 def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
@@ -184,8 +187,8 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """
     if _needs_no_collective(x, comm, axis):
         return x
-    again = partial(all_reduce, comm=comm, axis=axis)
-    return _DifferentiableCollective.apply(x, _Collective(partial(comm.all_reduce, axis=axis), again, again))  # type: ignore[no-any-return]
+    primitive = partial(all_reduce, comm=comm, axis=axis)
+    return _DifferentiableCollective.apply(x, _Collective(partial(comm.all_reduce, axis=axis), primitive, primitive))  # type: ignore[no-any-return]
 
 
 _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
@@ -209,8 +212,8 @@ def convert_variance(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch
         return x.view_as(x) if is_kept else torch.zeros_like(x)
 
     call = partial(comm.all_reduce, axis=axis) if kind == "sum" else kept
-    again, transpose = (partial(convert_variance, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
-    return _DifferentiableCollective.apply(x, _Collective(call, again, transpose))  # type: ignore[no-any-return]
+    primitive, transpose = (partial(convert_variance, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
+    return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 
 
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
@@ -219,12 +222,12 @@ def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     Gradient: the cotangent, padded with zeros in place of other ranks' parts. Cost: none.
     """
     n = comm.mesh.axis_size(axis)
-    _check_divides("local_slice()", x, axis, n)
+    _check_last_dim_divides("local_slice()", x, axis, n)
     part = x.shape[-1] // n
     return x.narrow(-1, comm.mesh.coord(axis, comm.rank) * part, part)
 
 
-def _check_divides(where: str, x: torch.Tensor, axis: str, n: int) -> None:
+def _check_last_dim_divides(where: str, x: torch.Tensor, axis: str, n: int) -> None:
     if x.shape[-1] % n:
         raise TreeError(f"{where}: a last dim of {x.shape[-1]} does not divide into {n} parts along axis {axis!r}.")
 

@@ -11,9 +11,9 @@ from fsharp.functional.comm.agree import all_gather_bytes, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 
-_NBYTES = 1 << 22  # bytes that are digested or sent at once
-_ROW = 1 << 12  # words of 32 bits that one sum adds
-_SHOWN = 8
+_CHUNK_NBYTES = 1 << 22  # bytes that are digested or sent at once
+_WORDS_PER_ROW = 1 << 12  # words of 32 bits that one sum adds
+_MAX_SHOWN_TENSORS = 8
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
@@ -25,8 +25,8 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 
     Cost: one pass over the tensor, and a few MiB.
     """
-    pieces = _as_bytes(tensor).split(_NBYTES) if tensor.numel() else ()
-    sums = [_int64_rows(piece).mul_(_weights(_ROW, piece.device)).sum(1) for piece in pieces]
+    pieces = _as_bytes(tensor).split(_CHUNK_NBYTES) if tensor.numel() else ()
+    sums = [_words_in_rows(piece).mul_(_random_odd_weights(_WORDS_PER_ROW, piece.device)).sum(1) for piece in pieces]
     found = torch.cat(sums).tolist() if sums else []
     return hashlib.sha256(repr(found).encode()).digest()[:8]
 
@@ -62,9 +62,9 @@ def check_same_on_ranks(
         if different is not None:
             rows.append((path, different))
     if rows:
-        more = [("...", f"{len(rows) - _SHOWN} more")] if len(rows) > _SHOWN else []
+        more = [("...", f"{len(rows) - _MAX_SHOWN_TENSORS} more")] if len(rows) > _MAX_SHOWN_TENSORS else []
         what = f"{len(rows)} of {len(tensors)} parameters do not have the same values on all ranks."
-        raise AgreementError(problem(where, what, [*rows[:_SHOWN], *more], remedy))
+        raise AgreementError(problem(where, what, [*rows[:_MAX_SHOWN_TENSORS], *more], remedy))
 
 
 def _differing_ranks_text(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
@@ -94,11 +94,11 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
     flat = result.view(-1).view(torch.uint8)
     is_source = all(comm.mesh.coord(axis, comm.rank) == comm.mesh.coord(axis, source) for axis in axes)
     mine = _as_bytes(tensor) if is_source else None
-    for start in range(0, len(flat), _NBYTES):
-        piece = flat[start : start + _NBYTES]
+    for start in range(0, len(flat), _CHUNK_NBYTES):
+        piece = flat[start : start + _CHUNK_NBYTES]
         words = torch.zeros(-(-len(piece) // 4), dtype=torch.int32, device=comm.device)
         if mine is not None:
-            words.view(torch.uint8)[: len(piece)].copy_(mine[start : start + _NBYTES])
+            words.view(torch.uint8)[: len(piece)].copy_(mine[start : start + _CHUNK_NBYTES])
         for axis in axes:
             words = comm.all_reduce(words, axis)
         piece.copy_(words.view(torch.uint8)[: len(piece)])
@@ -110,19 +110,19 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # stride 1 even for a single element
 
 
-def _int64_rows(piece: torch.Tensor) -> torch.Tensor:
+def _words_in_rows(piece: torch.Tensor) -> torch.Tensor:
     """Return words of 32 bits as rows of int64, with zeros at the end of the last row."""
     if piece.storage_offset() % 4 or len(piece) % 4:
         piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))
     if piece.storage_offset() % 4:
         piece = piece.clone()
     words = piece.view(torch.int32).long()
-    if len(words) % _ROW:
-        words = torch.nn.functional.pad(words, (0, -len(words) % _ROW))
-    return words.view(-1, _ROW)
+    if len(words) % _WORDS_PER_ROW:
+        words = torch.nn.functional.pad(words, (0, -len(words) % _WORDS_PER_ROW))
+    return words.view(-1, _WORDS_PER_ROW)
 
 
 @cache
-def _weights(count: int, device: torch.device) -> torch.Tensor:
+def _random_odd_weights(count: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator) | 1).to(device)

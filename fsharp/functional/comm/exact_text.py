@@ -11,7 +11,7 @@ import torch
 
 from fsharp.functional.comm.equal_values import tensor_digest
 
-_SHOWN = 8
+_MAX_WRITTEN_ELEMENTS = 8
 
 
 def exact_text(value: Any) -> str:
@@ -27,9 +27,9 @@ def exact_text(value: Any) -> str:
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if value.is_meta:
             return f"on meta {kind}"
-        return f"{value.tolist() if value.numel() <= _SHOWN else tensor_digest(value).hex()} {kind}"
+        return f"{value.tolist() if value.numel() <= _MAX_WRITTEN_ELEMENTS else tensor_digest(value).hex()} {kind}"
     if hasattr(value, "tobytes") and hasattr(value, "dtype") and hasattr(value, "shape"):
-        found = value.tolist() if value.size <= _SHOWN else hashlib.sha256(value.tobytes()).hexdigest()[:16]
+        found = value.tolist() if value.size <= _MAX_WRITTEN_ELEMENTS else hashlib.sha256(value.tobytes()).hexdigest()[:16]
         return f"{found} {value.dtype}{list(value.shape)}"
     if isinstance(value, partial):
         return f"partial({exact_text(value.func)}, {exact_text(value.args)}, {exact_text(value.keywords)})"

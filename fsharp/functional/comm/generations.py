@@ -26,7 +26,7 @@ from fsharp.errors import CommError
 GENERATION = "FSHARP_GENERATION"
 """The environment variable with the generation in which a process begins; a launcher that restarts single ranks sets it."""
 Stop = Literal["own", "heard"]
-_LOOK_EVERY_S = 0.02
+_POLL_INTERVAL_S = 0.02
 
 
 class KeyStore(Protocol):
@@ -117,7 +117,7 @@ class Membership:
                 raise CommError(
                     self.claim_end(f"{who} for ranks {missing} to join generation {self.number} of the job; they never came.")
                 )
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def enter_steps(self) -> None:
         """Say that this rank can join later generations without a restart."""
@@ -153,7 +153,7 @@ class Membership:
                 return news
             if kind == "own" and (all_stopped or news.number > self.number):
                 raise error
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
 
 def stops(store: KeyStore, number: int, size: int) -> dict[int, tuple[Stop, float]]:

@@ -29,9 +29,9 @@ from fsharp.functional.layout.mesh import Mesh
 T = TypeVar("T")
 # torch 2.13 gave this function a new name.
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_ANSWERS_WITHIN_S = 2.0
-_LOOK_EVERY_S = 0.02
-_IN_VAIN_EVERY_S = 0.5
+_STORE_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S = 0.02
+_GIVE_UP_CHECK_INTERVAL_S = 0.5
 
 
 def run_within(limit_s: float, job: Callable[[], T], *, why_in_vain: Callable[[], str | None] = lambda: None) -> T:
@@ -40,13 +40,13 @@ def run_within(limit_s: float, job: Callable[[], T], *, why_in_vain: Callable[[]
     The job has the ``limit_s`` seconds for which the store waits for other ranks, and two seconds more. A reason from
     ``why_in_vain`` is raised as a CommError; the job then goes on by itself.
     """
-    worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _ANSWERS_WITHIN_S
+    worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)
-    while not done.is_done(max(min(_IN_VAIN_EVERY_S, deadline - time.monotonic()), 0.0)):
+    while not done.is_done(max(min(_GIVE_UP_CHECK_INTERVAL_S, deadline - time.monotonic()), 0.0)):
         if why := why_in_vain():
             raise CommError(why)
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"the job's store has not answered within {limit_s + _ANSWERS_WITHIN_S:g} s")
+            raise TimeoutError(f"the job's store has not answered within {limit_s + _STORE_TIMEOUT_S:g} s")
     return done.take_result()  # type: ignore[no-any-return]
 
 
@@ -64,7 +64,7 @@ class _StoreThread:
                 return otherwise, "does not answer"
             self._last = asked = Outcome()
             self._worker.submit(question, asked)
-            if not asked.is_done(_ANSWERS_WITHIN_S):
+            if not asked.is_done(_STORE_TIMEOUT_S):
                 return otherwise, "does not answer"
         try:
             return asked.take_result(), ""
@@ -81,7 +81,7 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
-    if (member := begin_membership(lambda: _launchers_store(limit))) is not None:
+    if (member := begin_membership(lambda: _connect_to_launcher_store(limit))) is not None:
         member.wait_for_all(limit.total_seconds())
         name = f"generation {member.number}"
     else:
@@ -90,7 +90,7 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _launchers_store(limit: timedelta) -> Store:
+def _connect_to_launcher_store(limit: timedelta) -> Store:
     """Return a store of its own connection, which no other thread's wait for a key holds up."""
     return PrefixStore("fsharp/generations", next(rendezvous("env://", timeout=limit))[0])
 
@@ -154,11 +154,11 @@ def attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> st
             if marks[rank : rank + 1] == [mark]:
                 store.add(f"fsharp/found/{marks[0]}", 1)
                 return str(marks[0])
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
     raise CommError(f"connect(): rank {rank} of {world_size} has waited {limit_s:g} s for the others to join the job.")
 
 
-_MOST_CHARACTERS = 1 << 20
+_MAX_STORED_CHARACTERS = 1 << 20
 
 
 class StoreBoard:
@@ -169,37 +169,37 @@ class StoreBoard:
 
     def write(self, key: str, text: str) -> None:
         """Replace the text of a key."""
-        self._ask(lambda: self._store.set(key, _storable_text(text)), None)
+        self._query(lambda: self._store.set(key, _storable_text(text)), None)
 
     def read(self, key: str) -> str | None:
         """Return the text of a key; None if there is none."""
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
+        return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def claim(self, key: str, text: str) -> str:
         """Write a text if the key has none. Return the text that the key then has."""
-        return self._ask(lambda: bytes(self._store.compare_set(key, "", _storable_text(text))).decode(), text)
+        return self._query(lambda: bytes(self._store.compare_set(key, "", _storable_text(text))).decode(), text)
 
-    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
-        answer, why = _store.query(question, otherwise)
+    def _query(self, question: Callable[[], T], otherwise: T) -> T:
+        answer, why = _store_thread.query(question, otherwise)
         self.trouble = why and f"the job's store, which rank 0 of the job hosts unless torchrun does, {why}"
         return answer
 
 
 def _storable_text(text: str) -> str:
     """Return a text that the store accepts: cut to its limit, with ``?`` for characters that cannot be encoded."""
-    return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
+    return text[:_MAX_STORED_CHARACTERS].encode(errors="replace").decode()
 
 
 def leave_store(*, within_s: float) -> None:
     """Record in the store that this rank leaves. Rank 0 waits until all ranks have left, if its process hosts the store."""
     store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
-    count, _ = _store.query(lambda: store.add("count", 1), size)
+    count, _ = _store_thread.query(lambda: store.add("count", 1), size)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # a process of torchrun hosts the store
     is_host = dist.get_rank() == 0 and not is_agents and isinstance(_innermost_store(store), dist.TCPStore)  # type: ignore[attr-defined]
     deadline = time.monotonic() + within_s
     while is_host and count < size and time.monotonic() < deadline:
         time.sleep(0.02)
-        count, _ = _store.query(lambda: store.add("count", 0), size)
+        count, _ = _store_thread.query(lambda: store.add("count", 0), size)
 
 
 def _innermost_store(store: Any) -> Any:
@@ -208,7 +208,7 @@ def _innermost_store(store: Any) -> Any:
 
 def query_store(question: Callable[[], T], otherwise: T) -> T:
     """Query the store. Return its answer, or ``otherwise`` if there is no answer."""
-    return _store.query(question, otherwise)[0]
+    return _store_thread.query(question, otherwise)[0]
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -229,7 +229,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
     Over gloo the group closes its connections when it is freed; torch would keep them for the rest of the job.
     """
     limit = timedelta(seconds=limit_s)
-    number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
+    number = _num_groups_made[tuple(ranks)] = _num_groups_made[tuple(ranks)] + 1
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
 
@@ -270,11 +270,11 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
 
 def reset() -> None:
     """Begin with the store of another job: with a new thread for queries, and without groups made so far."""
-    global _store
-    _store = _StoreThread()
-    _made.clear()
+    global _store_thread
+    _store_thread = _StoreThread()
+    _num_groups_made.clear()
 
 
-_store = _StoreThread()
-_made: Counter[tuple[int, ...]] = Counter()
+_store_thread = _StoreThread()
+_num_groups_made: Counter[tuple[int, ...]] = Counter()
 """Number of groups that were made of these ranks."""

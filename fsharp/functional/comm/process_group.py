@@ -31,16 +31,16 @@ from fsharp.type_checks import options_checked
 
 # torch 2.13 gave this function a new name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_NEVER_SENT = 0
+_UNUSED_TAG = 0
 """A tag that no message has."""
-_LISTEN_EVERY_S = 1.0
+_FAILURE_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether another rank has failed, where collectives run on a device."""
-_ONE_ROUND = 4096
+_MAX_ONE_ROUND_NBYTES = 4096
 """Most bytes that a rank sends in an all-reduce of one round, which gathers all summands, instead of two."""
 _LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
 """Most seconds that rank 0, which may host the job's store, waits for other ranks to leave: normally, and after an error."""
-_UNNAMED = "a call of the Comm"
-_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
+_DEFAULT_LABEL = "a call of the Comm"
+_REDUCE_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
 @options_checked
@@ -77,38 +77,38 @@ class ProcessGroupComm:
                 f"order; got {device_mesh.mesh.tolist()}."
             )
         self.rank = self.ranks.index(dist.get_rank())
-        self.tree_counts = _tree_counts[self.ranks]
+        self.tree_counts = _tree_name_counters[self.ranks]
         setup_calls.record_obstacle("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
-        self._take_groups(device_mesh)
+        self._use_groups_of(device_mesh)
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
         self.is_native = dist.get_backend(self.group(names[0])) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
         self.limit_s = job_store.timeout_s(self.group(names[0]), self.device)
-        self._start()
+        self._start_watch()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-    def _take_groups(self, device_mesh: DeviceMesh) -> None:
+    def _use_groups_of(self, device_mesh: DeviceMesh) -> None:
         """Use the groups of a DeviceMesh. Comms that share the groups of this Comm do so as well."""
         self._groups.update({name: device_mesh.get_group(name) for name in self.mesh.names})
         self._whole: dist.ProcessGroup | None = None
 
-    def _join_again(self, device_mesh: DeviceMesh) -> None:
+    def _join_next_generation(self, device_mesh: DeviceMesh) -> None:
         """Go on in a new generation of the job, with its groups."""
-        self._take_groups(device_mesh)
-        self._start()
+        self._use_groups_of(device_mesh)
+        self._start_watch()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-    def _start(self) -> None:
-        number = next(_numbers[self.ranks])  # equal on all ranks, which make Comms in one order
+    def _start_watch(self) -> None:
+        number = next(_comm_counters[self.ranks])  # equal on all ranks, which make Comms in one order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
-        if self.ranks not in _ranks:
-            _ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, job_store.StoreBoard(name))
-        self.watch = Watch(name, _ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
+        if self.ranks not in _statuses_by_ranks:
+            _statuses_by_ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, job_store.StoreBoard(name))
+        self.watch = Watch(name, _statuses_by_ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
         self._worker = Worker("calls")
         if self.is_native and self.mesh.size > 1:
-            self.watch.start_failure_monitor(_LISTEN_EVERY_S)
+            self.watch.start_failure_monitor(_FAILURE_CHECK_INTERVAL_S)
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -133,13 +133,13 @@ class ProcessGroupComm:
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
         other = copy.copy(self)
-        setup_calls.run(lambda: other._start_beside(self))
+        setup_calls.run(lambda: other._start_watch_in_groups_of(self))
         return other
 
-    def _start_beside(self, other: "ProcessGroupComm") -> None:
+    def _start_watch_in_groups_of(self, other: "ProcessGroupComm") -> None:
         """Begin to number collectives in the groups of another Comm."""
         self._groups, self._whole = other._groups, other._whole
-        self._start()
+        self._start_watch()
         if self.is_native:  # in the same groups, which it ends if it fails
             self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -164,7 +164,7 @@ class ProcessGroupComm:
         other.is_native, other._rank_order, other.device = False, True, torch.device("cpu")
 
         def start() -> None:
-            other._start_beside(self)
+            other._start_watch_in_groups_of(self)
             other.make_own_groups()
 
         setup_calls.run(start)
@@ -190,10 +190,13 @@ class ProcessGroupComm:
             out = x.new_empty((n, *x.shape))
             if self.is_native:
                 self.watch.check()
-                job_store.all_gather_into(_bytes(out), _bytes(x), group=self.group(axis))
+                job_store.all_gather_into(_view_as_bytes(out), _view_as_bytes(x), group=self.group(axis))
             else:
                 self._send_and_receive(
-                    [_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _label_text("all_gather", x, axis, label)
+                    [_view_as_bytes(x)] * n,
+                    list(_view_as_bytes(out).view(n, -1)),
+                    axis,
+                    _label_text("all_gather", x, axis, label),
                 )
             return out
         except Exception as error:
@@ -223,12 +226,12 @@ class ProcessGroupComm:
             if not self._rank_order:
                 self.watch.check()
                 out = x.clone(memory_format=torch.contiguous_format)
-                dist.all_reduce(out, op=_OPS[op], group=self.group(axis))
+                dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group(axis))
                 return out
             if op != "sum":
-                parts = self.all_gather(x, axis, label=f"{label or _UNNAMED} {op}")
+                parts = self.all_gather(x, axis, label=f"{label or _DEFAULT_LABEL} {op}")
                 return parts.amax(0) if op == "max" else parts.amin(0)
-            if x.numel() * x.element_size() * (n - 1) <= _ONE_ROUND:
+            if x.numel() * x.element_size() * (n - 1) <= _MAX_ONE_ROUND_NBYTES:
                 return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
             part = -(-x.numel() // n)
             padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
@@ -250,10 +253,10 @@ class ProcessGroupComm:
             if self.is_native:
                 self.watch.check()
                 group = self._group_of_all_ranks() if axis is None else self.group(axis)
-                dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=group)
+                dist.all_to_all_single(_view_as_bytes(out), _view_as_bytes(x), source, to, group=group)
             else:
-                text = f"{label or _UNNAMED}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-                self._send_and_receive(_bytes(x).split(to), _bytes(out).split(source), axis, text)
+                text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
+                self._send_and_receive(_view_as_bytes(x).split(to), _view_as_bytes(out).split(source), axis, text)
             return out
         except Exception as error:
             hide_frames(error)
@@ -271,7 +274,7 @@ class ProcessGroupComm:
     def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
         """Return ``out``, where ``out[r]`` is ``x[c]`` of rank ``r``, and ``c`` is this rank's coordinate."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._send_and_receive(list(_bytes(x).view(len(x), -1)), list(_bytes(out).view(len(x), -1)), axis, text)
+        self._send_and_receive(list(_view_as_bytes(x).view(len(x), -1)), list(_view_as_bytes(out).view(len(x), -1)), axis, text)
         return out
 
     def _record_exchange(
@@ -366,19 +369,19 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> Non
     for group in groups:
         other = (group.rank() + 1) % group.size()
         with suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, dtype=torch.uint8)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     """Return the text that ranks compare before messages. It has sizes, as a message of an unexpected size ends a process."""
-    return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
+    return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
 before_leaving: list[Callable[[], None]] = []
 """Functions that :func:`destroy` calls first."""
-_ranks: dict[tuple[int, ...], RankStatuses] = {}
-_numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
-_tree_counts: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
+_statuses_by_ranks: dict[tuple[int, ...], RankStatuses] = {}
+_comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
+_tree_name_counters: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
 
 
 @options_checked
@@ -424,11 +427,13 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     if generations.GENERATION in os.environ:
         setup_calls.start()
     made = list[ProcessGroupComm]()
-    setup_calls.run(lambda: made.append(ProcessGroupComm(device_mesh())), again=lambda: made[0]._join_again(device_mesh()))
+    setup_calls.run(
+        lambda: made.append(ProcessGroupComm(device_mesh())), again=lambda: made[0]._join_next_generation(device_mesh())
+    )
     return made[0]
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def _view_as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
@@ -444,15 +449,15 @@ def destroy() -> None:
     """
     for finish in before_leaving:
         finish()
-    _tell_departure(sys.exception())
+    _announce_departure(sys.exception())
     if dist.is_initialized():
         _destroy_groups()
-        _tree_counts.clear()
+        _tree_name_counters.clear()
 
 
 def _destroy_groups() -> None:
     dist.destroy_process_group()
-    _numbers.clear()
+    _comm_counters.clear()
     job_store.reset()
 
 
@@ -463,20 +468,20 @@ def leave_generation(why: str) -> None:
     Comms of the setup have new groups.
     """
     error = CommError(why)
-    for ranks in list(_ranks.values()):
+    for ranks in list(_statuses_by_ranks.values()):
         for watch in list(ranks.watches.values()):
             watch.end_calls(error)
     for finish in before_leaving:
         finish()
-    _ranks.clear()
+    _statuses_by_ranks.clear()
     if dist.is_initialized():
         _destroy_groups()
 
 
-def _tell_departure(error: BaseException | None) -> None:
+def _announce_departure(error: BaseException | None) -> None:
     """Tell other ranks that this rank takes part in no further collective."""
-    statuses = list(_ranks.values())
-    _ranks.clear()
+    statuses = list(_statuses_by_ranks.values())
+    _statuses_by_ranks.clear()
     if not statuses or not dist.is_initialized():
         return
     for ranks in statuses:
@@ -487,9 +492,9 @@ def _tell_departure(error: BaseException | None) -> None:
     job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.job_timeout_s()))
 
 
-os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and must not leave in the name of one
+os.register_at_fork(after_in_child=_statuses_by_ranks.clear)  # a forked child is no rank, and must not leave in the name of one
 
 
 @atexit.register  # registered after the handler of worker_threads, so called before it: threads still run
 def _leave_at_exit() -> None:
-    _tell_departure(getattr(sys, "last_value", None))
+    _announce_departure(getattr(sys, "last_value", None))

@@ -207,7 +207,7 @@ def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
         raise
 
 
-_counting = Lock()
+_count_lock = Lock()
 
 
 class DelegatingComm:
@@ -272,7 +272,7 @@ class CountingComm(DelegatingComm, _CommWrapper):
     ) -> tuple[Comm, str]:
         if op == "all_to_all":
             kept = send[self.rank if axis is None else self.mesh.coord(axis, self.rank)]
-            self._add(Call(op, axis or "", (x.numel() - kept) * x.itemsize))
+            self._add_call(Call(op, axis or "", (x.numel() - kept) * x.itemsize))
         elif axis is not None:
             parts = 1 if op == "all_gather" else self.mesh.axis_size(axis)
             self.count_call(op, axis, -(-x.numel() // parts) * x.itemsize)
@@ -280,10 +280,10 @@ class CountingComm(DelegatingComm, _CommWrapper):
 
     def count_call(self, op: str, axis: str, nbytes: int) -> None:
         """Count a collective; ``nbytes`` is as in :func:`sent_nbytes`. Safe to call in several threads."""
-        self._add(Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis))))
+        self._add_call(Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis))))
 
-    def _add(self, call: Call) -> None:
-        with _counting:
+    def _add_call(self, call: Call) -> None:
+        with _count_lock:
             self.calls[call] += 1
 
 

@@ -45,7 +45,9 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
     found = {}
     for unit in units:
         if residual_sizes(unit):
-            found[_key(unit)] = tuple([torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _expected_tensors(unit)])
+            found[_residuals_key(unit)] = tuple(
+                [torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _expected_tensors(unit)]
+            )
     return PerRank(found) if found else None
 
 
@@ -80,7 +82,9 @@ def prepare_residuals(
         )
     own = _residuals_to_overwrite(where, residuals, [unit for unit in units if residual_sizes(unit)], donate=donate)
     held = {} if own is None else own.value
-    return ResidualsAndViews(own, {unit.name: _carried(unit, held.get(_key(unit), ()), step, rank) for unit in units})
+    return ResidualsAndViews(
+        own, {unit.name: _residual_views(unit, held.get(_residuals_key(unit), ()), step, rank) for unit in units}
+    )
 
 
 def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
@@ -96,7 +100,7 @@ def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayo
         raise TreeError(f"{where}: residuals are {type(residuals).__name__}, expected those of a TrainState.")
     for unit in units:
         expected = [(dtype_name(dtype), (size,)) for _, size, dtype in _expected_tensors(unit)]
-        mine = held.get(_key(unit), ())
+        mine = held.get(_residuals_key(unit), ())
         found = [(dtype_name(x.dtype), tuple(x.shape)) for x in mine]
         if found != expected:
             facts = [("unit", unit.display_name), ("got", found or "none"), ("expected", expected)]
@@ -105,7 +109,7 @@ def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayo
     return PerRank(held if donate else {key: tuple(map(torch.clone, tensors)) for key, tensors in held.items()})
 
 
-def _carried(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int) -> dict[int, ByAxis]:
+def _residual_views(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int) -> dict[int, ByAxis]:
     found: dict[int, dict[str, Carried]] = {}
     for (g, _, _), x in zip(_expected_tensors(unit), tensors, strict=True):
         sizes = residual_sizes(unit)[g]
@@ -126,7 +130,7 @@ def _expected_tensors(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _key(unit: UnitLayout) -> str:
+def _residuals_key(unit: UnitLayout) -> str:
     """Return the key of a unit's residuals: the unit's name, and a digest of the unit's leaves, sizes and mesh.
 
     A unit of the same name in another layout has another key.

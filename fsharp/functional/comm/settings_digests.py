@@ -4,8 +4,8 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping
 
-_KEPT = 1024
-_texts: dict[str, str] = {}
+_MAX_KEPT_TEXTS = 1024
+_text_by_digest: dict[str, str] = {}
 """Settings in labels of this process, by digest. Simulated ranks share this table, as they are threads."""
 
 
@@ -15,10 +15,10 @@ def settings_digest(text: str, before: str = "") -> str:
     ``text`` has a field in each line as ``name=value``. The digest also depends on ``before``, the digest of earlier settings.
     """
     found = f"{zlib.crc32(text.encode(), int(before or '0', 16)):08x}"
-    _texts.pop(found, None)
-    _texts[found] = text
-    if len(_texts) > _KEPT:
-        _texts.pop(next(iter(list(_texts))), None)
+    _text_by_digest.pop(found, None)
+    _text_by_digest[found] = text
+    if len(_text_by_digest) > _MAX_KEPT_TEXTS:
+        _text_by_digest.pop(next(iter(list(_text_by_digest))), None)
     return found
 
 
@@ -57,7 +57,7 @@ class SettingsHistory:
 def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
     """Return the settings behind the digests in ``labels``, by digest, as far as this process knows them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
-    return {each: _texts[each] for each in found if each in _texts}
+    return {each: _text_by_digest[each] for each in found if each in _text_by_digest}
 
 
 def differing_settings(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -24,18 +24,18 @@ from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.tracebacks import traceback_text
 
 _log = logging.getLogger("fsharp")
-_KEPT_LABELS = 64
-_KEPT_WATCHES = 100
-_SHOWN_LABELS = 8
-_SHOWN_AROUND = 2
+_MAX_KEPT_LABELS = 64
+_MAX_KEPT_WATCHES = 100
+_MAX_LABELS_WITH_SETTINGS = 8
+_NUM_LABELS_AROUND = 2
 """Labels before and after a difference."""
-_READ_AT_ONCE = 16
-"""Most notes that a waiting rank reads at once; of a large mesh it reads other notes each time."""
-_HEARD_WITHIN_S = 2.0
+_MAX_STATUSES_READ_AT_ONCE = 16
+"""Most statuses that a waiting rank reads at once; of a large mesh it reads other statuses each time."""
+_STATUS_EXPIRES_AFTER_S = 2.0
 _WARN_AFTER_S = 10.0
-_SHOWN_TRACEBACK = 4000
+_MAX_TRACEBACK_CHARACTERS = 4000
 """Most characters of a traceback in an error."""
-_ALL_FAILED = "all failed"
+_ALL_FAILED_KEY = "all failed"
 """The key of an error after which no Comm of some ranks can be used."""
 
 
@@ -104,7 +104,7 @@ class WatchedCall:
         self._watch.ranks.waited_s += seconds
 
     def connection_error(self, error: BaseException) -> Exception:
-        """Return the error of a failed connection, with the reason from the other rank's note if there is one."""
+        """Return the error of a failed connection, with the reason from the other rank's status if there is one."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
@@ -119,10 +119,10 @@ class WatchedCall:
 
 
 class RankStatuses:
-    """The notes (:class:`RankStatus`) that ranks write for each other, one for each rank, shared by Comms of equal ranks.
+    """The statuses (:class:`RankStatus`) that ranks write for each other, one for each rank, shared by Comms of equal ranks.
 
     Args:
-        board: where ranks write and read notes, such as the job's store. None: ranks compare labels in the collectives.
+        board: where ranks write and read statuses, such as the job's store. None: ranks compare labels in the collectives.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
@@ -137,33 +137,36 @@ class RankStatuses:
         self.last, self.waited_s = "", 0.0
         self.error: Exception | None = None
         self._looks = 0
-        self._heard_s: dict[int, float] = {}  # time of the newest note of a rank
+        self._heard_s: dict[int, float] = {}  # time of the newest status of a rank
         self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
 
-    def exchange_notes(self, note: "RankStatus", peer: int | None) -> list[int]:
-        """Write this rank's note, read the notes of some ranks, ``peer`` among them, and return these ranks."""
+    def exchange_notes(self, status: "RankStatus", peer: int | None) -> list[int]:
+        """Write this rank's status, read the statuses of some ranks, ``peer`` among them, and return these ranks."""
         assert self.board is not None
-        self._write(note)
+        self._write(status)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        chosen = {others[(self._looks * _READ_AT_ONCE + i) % len(others)] for i in range(min(_READ_AT_ONCE, len(others)))}
+        chosen = {
+            others[(self._looks * _MAX_STATUSES_READ_AT_ONCE + i) % len(others)]
+            for i in range(min(_MAX_STATUSES_READ_AT_ONCE, len(others)))
+        }
         chosen |= set() if peer is None else {peer}
         found = {rank: text for rank in chosen if (text := self.board.read(f"rank {rank}")) is not None}
         for rank, text in found.items():
-            note, before = RankStatus(*json.loads(text)), self.seen.get(rank)
-            if before is None or before.looks != note.looks:
+            status, before = RankStatus(*json.loads(text)), self.seen.get(rank)
+            if before is None or before.looks != status.looks:
                 self._heard_s[rank] = time.monotonic()
-            self.seen[rank] = note
+            self.seen[rank] = status
         return list(found)
 
     def is_waiting(self, rank: int) -> bool:
-        """Return whether a rank has written a note within two seconds; else it computes, has stopped, or is out of reach."""
-        return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
+        """Return whether a rank has written a status within two seconds; else it computes, has stopped, or is out of reach."""
+        return time.monotonic() - self._heard_s.get(rank, -_STATUS_EXPIRES_AFTER_S) < _STATUS_EXPIRES_AFTER_S
 
     def write_last_note(self, error: BaseException | None) -> None:
-        """Write the last note, for ranks that will wait for this rank: it ends, with ``error`` or without an error."""
+        """Write the last status, for ranks that will wait for this rank: it ends, with ``error`` or without an error."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
-            why += f", and it left with the error below.\n{traceback_text(error)[-_SHOWN_TRACEBACK:]}"
+            why += f", and it left with the error below.\n{traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]}"
         if self.board is not None:
             self._write(RankStatus(0, "", 0, [], self.counts_by_watch(), why))
 
@@ -171,13 +174,13 @@ class RankStatuses:
         """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, now or later."""
         text = self.failure_text(error, where, self.last)
         if self.error is None:
-            self.error = AgreementError(text if self.board is None else self.board.claim(_ALL_FAILED, text))
+            self.error = AgreementError(text if self.board is None else self.board.claim(_ALL_FAILED_KEY, text))
         for watch in list(self.watches.values()):
             watch.report_failure(error, where)
 
     def failure_text(self, error: BaseException, where: str, last: str) -> str:
         """Return the error that other ranks raise: this rank has failed in ``where``, after ``last``, with this traceback."""
-        trace = traceback_text(error)[-_SHOWN_TRACEBACK:]
+        trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
     def counts_by_watch(self) -> dict[str, int]:
@@ -190,20 +193,20 @@ class RankStatuses:
             self.last = label
         self._begun.pop(name, None)
         self._begun[name] = count
-        if len(self._begun) > _KEPT_WATCHES:
+        if len(self._begun) > _MAX_KEPT_WATCHES:
             self._begun.pop(next(iter(list(self._begun))), None)
 
-    def _write(self, note: "RankStatus") -> None:
+    def _write(self, status: "RankStatus") -> None:
         assert self.board is not None
         self._looks += 1
-        self.board.write(f"rank {self.rank}", json.dumps(note._replace(looks=self._looks)))
+        self.board.write(f"rank {self.rank}", json.dumps(status._replace(looks=self._looks)))
 
 
 class RankStatus(NamedTuple):
-    """A rank's note for other ranks: the collective for which the rank waits, or how the rank has left the job.
+    """A rank's status for other ranks: the collective for which the rank waits, or how the rank has left the job.
 
     Attributes:
-        looks: number of notes that the rank has written; grows while the rank waits.
+        looks: number of statuses that the rank has written; grows while the rank waits.
         watch: name of the :class:`Watch` in whose call the rank waits.
         number: number of this call.
         labels: labels of the last calls of this watch, up to the last one begun.
@@ -226,7 +229,7 @@ class Watch:
 
     Args:
         name: name of the Comm, the same on all ranks.
-        ranks: notes of the ranks, which Comms on the same ranks share.
+        ranks: statuses of the ranks, which Comms on the same ranks share.
         board: where the error of the Comm is written once it has failed; None if there is none.
         limit_s: seconds that a rank waits for others.
 
@@ -242,8 +245,8 @@ class Watch:
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
         self.is_over = threading.Event()
-        self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
-        self._blocked: dict[int, RankStatus] = {}  # by rank, a note of a rank that waits for this rank, which waits for it
+        self._labels: deque[str] = deque(maxlen=_MAX_KEPT_LABELS)
+        self._blocked: dict[int, RankStatus] = {}  # by rank, a status of a rank that waits for this rank, which waits for it
         ranks.watches[name] = self
 
     def check(self) -> None:
@@ -255,17 +258,17 @@ class Watch:
         """End all collectives under way if another rank has failed."""
         failed = self._failure_text() if self.error is None else None
         if failed is not None:
-            self._end(AgreementError(failed))
+            self._fail_with(AgreementError(failed))
 
     def end_calls(self, error: Exception) -> None:
         """End all collectives under way, and refuse further calls, on this rank alone."""
         self.is_over.set()
-        self._end(error)
+        self._fail_with(error)
 
     def _failure_text(self) -> str | None:
         """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
         own = self.board.read("failed") if self.board is not None else None
-        own = own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED)
+        own = own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED_KEY)
         return generations.why_over() if own is None else own
 
     def start_failure_monitor(self, every_s: float) -> None:
@@ -288,7 +291,7 @@ class Watch:
         return call
 
     def exchange_status(self, call: WatchedCall, *, is_lost: bool = False) -> str:
-        """Exchange notes with other ranks; return a text about the ranks that have not begun the collective.
+        """Exchange statuses with other ranks; return a text about the ranks that have not begun the collective.
 
         ``is_lost``: whether the connection to ``call.peer`` has failed.
 
@@ -302,16 +305,16 @@ class Watch:
             return "others have not come"
         failed = self._failure_text()
         if failed is not None:
-            raise self._end(AgreementError(failed))
-        settings = settings_by_digest(list(self._labels)[-_SHOWN_LABELS:])
+            raise self._fail_with(AgreementError(failed))
+        settings = settings_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
         mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts_by_watch(), settings=settings)
         read = self.ranks.exchange_notes(mine, call.peer)
-        for rank, note in self.ranks.seen.items():
-            if note.left and (not self._has_come(call, rank) or (is_lost and rank == call.peer)):
-                raise self.refuse_further_calls(CommError, _left_text(call, rank, note), whole=True)
-            if rank in read and not note.left:
-                self._compare(call, rank, note)
-        late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
+        for rank, status in self.ranks.seen.items():
+            if status.left and (not self._has_begun(call, rank) or (is_lost and rank == call.peer)):
+                raise self.refuse_further_calls(CommError, _departure_text(call, rank, status), whole=True)
+            if rank in read and not status.left:
+                self._compare_labels(call, rank, status)
+        late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_begun(call, r)]
         if self.board.trouble:
             return self.board.trouble
         if not late:
@@ -319,35 +322,35 @@ class Watch:
         waiting = [r for r in late if self.ranks.is_waiting(r)]
         known = [f"rank {r} waits in {self.ranks.seen[r].labels[-1]!r}" for r in waiting[:4]]
         silent = [r for r in late if r not in waiting] or late
-        return f"ranks {_some(silent)} have not come to it" + (f", while {'; '.join(known)}" if known else "")
+        return f"ranks {_first_few_ranks(silent)} have not come to it" + (f", while {'; '.join(known)}" if known else "")
 
-    def _has_come(self, call: WatchedCall, rank: int) -> bool:
-        note = self.ranks.seen.get(rank)
-        return note is not None and note.counts.get(self.name, 0) > call.number
+    def _has_begun(self, call: WatchedCall, rank: int) -> bool:
+        status = self.ranks.seen.get(rank)
+        return status is not None and status.counts.get(self.name, 0) > call.number
 
-    def _compare(self, call: WatchedCall, rank: int, note: RankStatus) -> None:
+    def _compare_labels(self, call: WatchedCall, rank: int, status: RankStatus) -> None:
         mine = _labels_by_number(self.count, list(self._labels))
-        if note.watch == self.name:
-            theirs = _labels_by_number(note.counts[self.name], note.labels)
+        if status.watch == self.name:
+            theirs = _labels_by_number(status.counts[self.name], status.labels)
             for number in sorted(mine.keys() & theirs.keys()):
                 if mine[number] != theirs[number]:
                     orders, known = (
                         {self.ranks.rank: mine, rank: theirs},
-                        settings_by_digest([mine[number]]) | (note.settings or {}),
+                        settings_by_digest([mine[number]]) | (status.settings or {}),
                     )
-                    raise self.refuse_further_calls(AgreementError, _difference_text(number, orders, known), whole=True)
+                    raise self.refuse_further_calls(AgreementError, _label_difference_text(number, orders, known), whole=True)
             return
-        waits_for_me = self.ranks.counts_by_watch().get(note.watch, 0) <= note.number
-        if not (waits_for_me and not self._has_come(call, rank)):
+        waits_for_me = self.ranks.counts_by_watch().get(status.watch, 0) <= status.number
+        if not (waits_for_me and not self._has_begun(call, rank)):
             self._blocked.pop(rank, None)
             return
         before = self._blocked.get(rank)
-        if before is not None and before.looks < note.looks and before[1:3] == note[1:3]:  # it still waits there
-            theirs = _labels_by_number(note.counts[note.watch], note.labels)
-            text = _difference_text(None, {self.ranks.rank: mine, rank: theirs})
+        if before is not None and before.looks < status.looks and before[1:3] == status[1:3]:  # it still waits there
+            theirs = _labels_by_number(status.counts[status.watch], status.labels)
+            text = _label_difference_text(None, {self.ranks.rank: mine, rank: theirs})
             raise self.refuse_further_calls(AgreementError, text, whole=True)
-        if before is None or before[1:3] != note[1:3]:
-            self._blocked[rank] = note
+        if before is None or before[1:3] != status[1:3]:
+            self._blocked[rank] = status
 
     def refuse_further_calls(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
         """Make all further collectives on all ranks raise an error; return this error, whose text is equal on all ranks."""
@@ -355,9 +358,9 @@ class Watch:
         if self.board is not None:
             won = self.board.claim("failed", text)
             text, kind = won, (kind if won == text else AgreementError)
-        return self._end(kind(text))
+        return self._fail_with(kind(text))
 
-    def _end(self, error: Exception) -> Exception:
+    def _fail_with(self, error: Exception) -> Exception:
         is_first, self.error = self.error is None, error
         for reference in self.aborts if is_first else ():
             if (abort := reference()) is not None:
@@ -384,8 +387,8 @@ def _monitor_failures(reference: "weakref.ref[Watch]", is_over: threading.Event,
         del watch
 
 
-def _left_text(call: WatchedCall, rank: int, note: RankStatus) -> str:
-    why, _, trace = note.left.partition("\n")
+def _departure_text(call: WatchedCall, rank: int, status: RankStatus) -> str:
+    why, _, trace = status.left.partition("\n")
     text = problem(
         "fsharp",
         f"rank {rank} has left the job, and others go on.",
@@ -399,11 +402,11 @@ def _labels_by_number(count: int, labels: Sequence[str]) -> dict[int, str]:
     return dict(enumerate(labels, count - len(labels)))
 
 
-def _some(ranks: Sequence[int]) -> str:
+def _first_few_ranks(ranks: Sequence[int]) -> str:
     return f"{list(ranks[:8])}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _difference_text(
+def _label_difference_text(
     first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
 ) -> str:
     """Return the text of an error about labels that differ: labels by rank, settings that differ, and a remedy.
@@ -418,7 +421,7 @@ def _difference_text(
     around = [
         (f"rank {rank}, number {number}", orders[rank][number])
         for rank, place in places.items()
-        for number in range(place - _SHOWN_AROUND, place + _SHOWN_AROUND + 1)
+        for number in range(place - _NUM_LABELS_AROUND, place + _NUM_LABELS_AROUND + 1)
         if number in orders[rank]
     ]
     what = "each waits in another Comm" if first is None else f"the first difference is number {first}"

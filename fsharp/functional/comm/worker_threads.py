@@ -11,10 +11,12 @@ from typing import Any
 from fsharp.functional.comm.watch import WatchedCall
 
 Job = Callable[[], Any]
-_LOOK_EVERY_S = 0.5
+_POLL_INTERVAL_S = 0.5
 _END_WITHIN_S = 2.0
 """Seconds for jobs under way to end when the interpreter ends."""
-_running: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple[Job, Outcome] | None]]" = weakref.WeakKeyDictionary()
+_queue_by_thread: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple[Job, Outcome] | None]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Worker:
@@ -32,23 +34,23 @@ class Worker:
         """Start the thread, unless it runs already. Return the queue from which it takes jobs."""
         if self._queue is None:
             queue: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
-            thread = threading.Thread(target=_work, args=(queue,), name=f"fsharp {self.name}", daemon=True)
+            thread = threading.Thread(target=_run_jobs, args=(queue,), name=f"fsharp {self.name}", daemon=True)
             thread.start()  # may fail
-            self._queue = _running[thread] = queue
+            self._queue = _queue_by_thread[thread] = queue
             weakref.finalize(self, queue.put, None).atexit = False
         return self._queue
 
 
 @atexit.register
-def _stop_all() -> None:
+def _stop_all_threads() -> None:
     """Stop all threads before the interpreter ends, in the order of their start, as threads submit jobs to later ones."""
     deadline = time.monotonic() + _END_WITHIN_S
-    for thread, queue in list(_running.items()):
+    for thread, queue in list(_queue_by_thread.items()):
         queue.put(None)
         thread.join(max(deadline - time.monotonic(), 0))
 
 
-def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
+def _run_jobs(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
     while True:
         item = queue.get()
         if item is None:
@@ -137,7 +139,7 @@ class CollectiveOutcome(Outcome):
             CommError: a rank has ended, or the limit has passed.
         """
         since = time.perf_counter()
-        while not self.is_done(_LOOK_EVERY_S):
+        while not self.is_done(_POLL_INTERVAL_S):
             self.call.check_can_end()
         if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
             self.call.add_waited_s(time.perf_counter() - since)

@@ -8,7 +8,7 @@ import torch
 from fsharp.errors import OptionError
 from fsharp.functional.formats.format import AgreeMax
 
-_numbers = count()
+_group_numbers = count()
 
 
 class Agreement(torch.distributed.ProcessGroup):
@@ -22,7 +22,7 @@ class Agreement(torch.distributed.ProcessGroup):
 
     def __init__(self, agree: AgreeMax) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
-        self._agree, self._name = agree, cast(Any, f"fsharp agreement {next(_numbers)}")
+        self._agree, self._name = agree, cast(Any, f"fsharp agreement {next(_group_numbers)}")
         self._set_group_name(self._name)
 
     def __enter__(self) -> "Agreement":

@@ -12,16 +12,21 @@ import torch
 
 from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape, register_format
 
-Codes = Callable[[torch.Tensor], torch.Tensor]
+ElementwiseFn = Callable[[torch.Tensor], torch.Tensor]
 """A function from a tensor to another one of the same shape."""
 
-_LARGEST = torch.finfo(torch.float32).max
-_PART = 16
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_PART_ALIGNMENT = 16
 """Parts of buffers are multiples of so many values, and bytes, so that bytes of several parts have no gaps."""
 
 
-def _scaled_format(
-    name: str, dtype: torch.dtype, largest: float, scales_of: Callable[[Shape], int], to_codes: Codes, to_numbers: Codes
+def _register_scaled_format(
+    name: str,
+    dtype: torch.dtype,
+    largest: float,
+    num_scales: Callable[[Shape], int],
+    to_codes: ElementwiseFn,
+    to_numbers: ElementwiseFn,
 ) -> Format:
     """Return a registered format.
 
@@ -29,7 +34,7 @@ def _scaled_format(
         name: name of the format.
         dtype: dtype of the stored numbers.
         largest: the largest magnitude that is stored.
-        scales_of: function from the shape of a leaf to the number of its scales. Each scale is for equally many consecutive
+        num_scales: function from the shape of a leaf to the number of its scales. Each scale is for equally many consecutive
             elements.
         to_codes: function from float32 numbers to stored numbers; the magnitudes of finite numbers are at most ``largest``.
         to_numbers: the inverse function.
@@ -37,11 +42,11 @@ def _scaled_format(
 
     def rows(part: LeafPart) -> torch.Tensor:
         """Return, for each element of a part, the index of its scale."""
-        per_scale = max(prod(part.shape) // max(scales_of(part.shape), 1), 1)
+        per_scale = max(prod(part.shape) // max(num_scales(part.shape), 1), 1)
         return torch.arange(part.first, part.last, device=part.scales.device) // per_scale
 
     def encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-        counts = [scales_of(part.shape) for part in parts]
+        counts = [num_scales(part.shape) for part in parts]
         most = torch.zeros(sum(counts), dtype=torch.float32, device=parts[0].scales.device if parts else None)
         by_leaf = most.split(counts)
         for part, own in zip(parts, by_leaf, strict=True):
@@ -49,7 +54,7 @@ def _scaled_format(
             finite = part.values.float().abs().nan_to_num(0.0, 0.0)
             own.scatter_reduce_(0, rows(part), finite, "amax")
         agree(most)
-        scales = _rounded_up(most / largest)
+        scales = _round_up_scales(most / largest)
         for part, scale in zip(parts, scales.split(counts), strict=True):
             assert part.values is not None
             part.scales.view(torch.float32).copy_(scale)
@@ -58,40 +63,42 @@ def _scaled_format(
     def decode(part: LeafPart) -> torch.Tensor:
         numbers = to_numbers(part.planes[0])
         values = numbers * part.scales.view(torch.float32)[rows(part)]
-        return torch.where(numbers.isfinite(), values.clamp(-_LARGEST, _LARGEST), values)  # scales were rounded up
+        return torch.where(
+            numbers.isfinite(), values.clamp(-_LARGEST_FLOAT32, _LARGEST_FLOAT32), values
+        )  # scales were rounded up
 
-    codec = LeafCodec(lambda shape: 4 * scales_of(shape), lambda shape: [(scales_of(shape), torch.float32)], encode, decode)
-    return register_format(Format(name, (Plane(dtype, _PART),), block=_PART, leaves=codec))
+    codec = LeafCodec(lambda shape: 4 * num_scales(shape), lambda shape: [(num_scales(shape), torch.float32)], encode, decode)
+    return register_format(Format(name, (Plane(dtype, _PART_ALIGNMENT),), block=_PART_ALIGNMENT, leaves=codec))
 
 
-def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
+def _round_up_scales(scales: torch.Tensor) -> torch.Tensor:
     """Return positive float32 numbers, rounded up to 16 significant bits; 1 in place of 0."""
     least = torch.finfo(torch.float32).tiny
     scales = torch.where(scales == 0, 1.0, scales).clamp_(min=least)
     return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)
 
 
-def _by_tensor(shape: Shape) -> int:
+def _one_scale(shape: Shape) -> int:
     return 1
 
 
-def _by_row(shape: Shape) -> int:
+def _one_scale_per_row(shape: Shape) -> int:
     return shape[0] if len(shape) > 1 else 1
 
 
-def _int8_codes(numbers: torch.Tensor) -> torch.Tensor:
+def _encode_int8(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8)
 
 
-def _int8_numbers(codes: torch.Tensor) -> torch.Tensor:
+def _decode_int8(codes: torch.Tensor) -> torch.Tensor:
     return codes.float().masked_fill_(codes == -128, torch.nan)
 
 
-float8_e4m3_by_tensor = _scaled_format(
+float8_e4m3_by_tensor = _register_scaled_format(
     "float8_e4m3_by_tensor",
     torch.float8_e4m3fn,
     448.0,
-    _by_tensor,
+    _one_scale,
     lambda numbers: numbers.masked_fill(numbers.isinf(), torch.nan).to(torch.float8_e4m3fn),
     torch.Tensor.float,
 )
@@ -100,11 +107,11 @@ float8_e4m3_by_tensor = _scaled_format(
 The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude of the tensor, whichever is larger.
 """
 
-float8_e5m2_by_tensor = _scaled_format(
+float8_e5m2_by_tensor = _register_scaled_format(
     "float8_e5m2_by_tensor",
     torch.float8_e5m2,
     57344.0,
-    _by_tensor,
+    _one_scale,
     lambda numbers: numbers.to(torch.float8_e5m2),
     torch.Tensor.float,
 )
@@ -114,7 +121,7 @@ Infinities stay infinities.
 The error is at most 1/8 of the value, or 1/7,000,000,000 of the largest magnitude of the tensor, whichever is larger.
 """
 
-int8_by_row = _scaled_format("int8_by_row", torch.int8, 127.0, _by_row, _int8_codes, _int8_numbers)
+int8_by_row = _register_scaled_format("int8_by_row", torch.int8, 127.0, _one_scale_per_row, _encode_int8, _decode_int8)
 """Integers from -127 to 127 with one scale for each row (index of dim 0): one byte for each value. For parameters.
 
 A tensor with fewer than two dims has one scale.

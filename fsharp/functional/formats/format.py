@@ -132,7 +132,7 @@ class LeafCodec:
     tensors: EncodedTensorClass | None = None
 
 
-def _by_leaf(values: Any) -> Any:
+def _refuse_blocks(values: Any) -> Any:
     raise LayoutError("this format encodes whole leaves, on whose scales ranks agree: it cannot encode blocks.")
 
 
@@ -166,8 +166,8 @@ class Format:
 
     name: str
     planes: tuple[Plane, ...]
-    encode: Callable[..., Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_by_leaf)
-    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False, default=_by_leaf)
+    encode: Callable[..., Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_refuse_blocks)
+    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False, default=_refuse_blocks)
     block: int = 1
     leaves: LeafCodec | None = field(compare=False, repr=False, default=None)
     rounded: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]] | None = field(
@@ -179,7 +179,7 @@ class Format:
         are_planes = isinstance(self.planes, tuple) and self.planes and all(isinstance(each, Plane) for each in self.planes)
         is_block = isinstance(self.block, int) and self.block >= 1
         is_name = isinstance(self.name, str) and self.name.isidentifier()
-        has_codec = isinstance(self.leaves, LeafCodec) if self.encode is _by_leaf else self.leaves is None
+        has_codec = isinstance(self.leaves, LeafCodec) if self.encode is _refuse_blocks else self.leaves is None
         if not (are_planes and is_block and is_name and has_codec and callable(self.encode) and callable(self.decode)):
             raise LayoutError(
                 f"Format(): got name {self.name!r}, planes {self.planes!r:.80}, block {self.block!r}, "
@@ -196,7 +196,7 @@ class Format:
     @property
     def is_plain(self) -> bool:
         """Whether the format stores plain values in one dtype, without encoding."""
-        return self.encode is _as_they_are
+        return self.encode is _encode_plain
 
     @property
     def dtype(self) -> torch.dtype:
@@ -229,12 +229,12 @@ class Format:
             text = (
                 "rounds stochastically, and no step says with which random numbers: pass step=state.step to value_and_grad's "
             )
-            raise self._error(f"{text}function and to reduce_scatter(). Transforms of torch.func have no step.", facts)
+            raise self._format_error(f"{text}function and to reduce_scatter(). Transforms of torch.func have no step.", facts)
         uniform = [] if self.seed is None or noise is None else [noise(self.seed, values.numel(), values.device)]
-        planes = self._called("encode", lambda: self.encode(values, *uniform), facts)
+        planes = self._call_codec("encode", lambda: self.encode(values, *uniform), facts)
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
-        if (found := _shapes(planes)) != expected:
-            raise self._error(f"encode() returned {found!r:.200}, expected {expected}.", facts)
+        if (found := _dtypes_and_shapes(planes)) != expected:
+            raise self._format_error(f"encode() returned {found!r:.200}, expected {expected}.", facts)
         for plane, column in zip(planes, self.columns(stored, part), strict=True):
             column.copy_(plane.contiguous().view(num_parts, -1).view(torch.uint8))
         return stored.view(-1)
@@ -254,11 +254,13 @@ class Format:
         rows = stored.view(-1, self.size(part))
         columns = self.columns(rows, part)
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
-        values = self._called("decode", lambda: self.decode(planes), facts)
+        values = self._call_codec("decode", lambda: self.decode(planes), facts)
         size = len(rows) * part
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
-            found = _shapes([values])
-            raise self._error(f"decode() returned {found!r:.200}, expected a floating-point tensor of shape ({size},).", facts)
+            found = _dtypes_and_shapes([values])
+            raise self._format_error(
+                f"decode() returned {found!r:.200}, expected a floating-point tensor of shape ({size},).", facts
+            )
         is_view = values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
         return values.to(dtype, copy=is_view)
 
@@ -310,7 +312,7 @@ class Format:
             total += self.load(each, part, dtype, facts)
         return total
 
-    def _called(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
+    def _call_codec(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
         """Return ``fn()``.
 
         Raises:
@@ -321,9 +323,9 @@ class Format:
         except FsharpError:  # from ``agree``
             raise
         except Exception as error:
-            raise self._error(f"{name}() raised {type(error).__name__}: {error}", facts) from error
+            raise self._format_error(f"{name}() raised {type(error).__name__}: {error}", facts) from error
 
-    def _error(self, text: str, facts: Facts) -> FormatError:
+    def _format_error(self, text: str, facts: Facts) -> FormatError:
         return FormatError(problem(f"Format {self.name!r}", text, facts()))
 
     @property
@@ -351,7 +353,7 @@ class Format:
         """
         codec = self.leaves
         assert codec is not None
-        self._called(
+        self._call_codec(
             "encode", lambda: codec.encode(parts, agree), lambda: [*facts(), ("leaves", first_few([p.path for p in parts]))]
         )
 
@@ -364,10 +366,10 @@ class Format:
         """
         codec, size = self.leaves, part.last - part.first
         assert codec is not None
-        values = self._called("decode", lambda: codec.decode(part), facts)
+        values = self._call_codec("decode", lambda: codec.decode(part), facts)
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
-            text = f"decode() returned {_shapes([values])!r:.200} for {part.path!r}, expected a floating-point tensor of shape"
-            raise self._error(f"{text} ({size},).", facts)
+            text = f"decode() returned {_dtypes_and_shapes([values])!r:.200} for {part.path!r}"
+            raise self._format_error(f"{text}, expected a floating-point tensor of shape ({size},).", facts)
         return values
 
     def planes_of(self, part: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -394,28 +396,28 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
 
 
-def _shapes(planes: Any) -> Any:
+def _dtypes_and_shapes(planes: Any) -> Any:
     """Return the dtype and shape of each tensor in a list or tuple; any other object is returned unchanged."""
     if not isinstance(planes, list | tuple) or not all(isinstance(x, torch.Tensor) for x in planes):
         return planes
     return [(x.dtype, tuple(x.shape)) for x in planes]
 
 
-def _as_they_are(values: torch.Tensor) -> Sequence[torch.Tensor]:
+def _encode_plain(values: torch.Tensor) -> Sequence[torch.Tensor]:
     return [values]
 
 
-def _only_plane(planes: Sequence[torch.Tensor]) -> torch.Tensor:
+def _decode_plain(planes: Sequence[torch.Tensor]) -> torch.Tensor:
     return planes[0]
 
 
 @cache
 def plain(dtype: torch.dtype) -> Format:
     """Return the plain format of ``dtype``: values are stored in this dtype, without encoding."""
-    return Format(dtype_name(dtype), (Plane(dtype),), _as_they_are, _only_plane)
+    return Format(dtype_name(dtype), (Plane(dtype),), _encode_plain, _decode_plain)
 
 
-_formats: dict[str, Format] = {}
+_format_by_name: dict[str, Format] = {}
 
 
 @options_explained
@@ -426,7 +428,7 @@ def register_format(format: Format) -> Format:
         LayoutError: a dtype, another format, or a format with other functions has this name already.
     """
     is_dtype = isinstance(getattr(torch, format.name, None), torch.dtype)
-    found = plain(getattr(torch, format.name)) if is_dtype else _formats.setdefault(format.name, format)
+    found = plain(getattr(torch, format.name)) if is_dtype else _format_by_name.setdefault(format.name, format)
     if found != format or found.encode is not format.encode or found.decode is not format.decode:
         raise LayoutError(
             f"register_format(): there is another format {format.name!r} already, {found}, or one with other functions. "
@@ -443,9 +445,11 @@ def format_named(name: str) -> Format:
     """
     if isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return plain(dtype)
-    if name not in _formats:
-        raise LayoutError(f"no format {name!r}: import the module that registers it first. There are {sorted(_formats)}.")
-    return _formats[name]
+    if name not in _format_by_name:
+        raise LayoutError(
+            f"no format {name!r}: import the module that registers it first. There are {sorted(_format_by_name)}."
+        )
+    return _format_by_name[name]
 
 
 def first_few(names: Sequence[str]) -> str:

@@ -51,11 +51,11 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter's value, detached, as a tensor without hooks and not of TransformerEngine's class."""
     if not has_hooks(parameter):
         return te.plain_value(parameter)
-    value: torch.Tensor = getattr(parameter, _inner_name(parameter))
+    value: torch.Tensor = getattr(parameter, _inner_attribute_name(parameter))
     return value.detach()
 
 
-def hooked_in(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters of a module that have hooks, by path.
 
     Raises:
@@ -78,7 +78,7 @@ def hooked_in(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             )
         if not parameter.ndim:
             raise OptionError(f"{name} and has no dim to be cut along. Give it one.")
-        _inner_name(parameter, f"{name}. Its class")
+        _inner_attribute_name(parameter, f"{name}. Its class")
         found[path] = parameter
     return found
 
@@ -98,13 +98,13 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
 
     Cost: calls of the hooks for the whole parameter and for one row, and the memory of their results.
     """
-    hooks = _Hooks(parameter, compute, main, device, policy)
+    hooks = _GatherHooks(parameter, compute, main, device, policy)
     planes, block = hooks.planes_and_block(tuple(parameter.shape))
-    hooks.make_one(tuple(parameter.shape))
+    hooks.try_post_hook(tuple(parameter.shape))
     about = re.sub(r" at 0x[0-9a-f]+", "", repr(hooks.settings))
     text = f"{hooks.cls.__module__}.{hooks.cls.__qualname__} {about} {planes} {block} {compute} {main}"
     label = f"fsdp_{hooks.cls.__name__}_{sha256(text.encode()).hexdigest()[:6]}"
-    alike = _made.setdefault(label, [])
+    alike = _formats_by_label.setdefault(label, [])
     for other, form in alike:
         if other.device == device and other.cls is hooks.cls and bool(other.settings == hooks.settings):
             return form
@@ -115,7 +115,7 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
     return form
 
 
-_made: dict[str, list[tuple["_Hooks", Format]]] = {}
+_formats_by_label: dict[str, list[tuple["_GatherHooks", Format]]] = {}
 """Registered formats by the text of their settings: equal settings give one format."""
 
 
@@ -126,25 +126,25 @@ class _PlanesAndBlock(NamedTuple):
     block: int
 
 
-class _Made(NamedTuple):
+class _PreHookResult(NamedTuple):
     """The result of ``fsdp_pre_all_gather`` for one rank's rows of a parameter.
 
     Attributes:
         inputs: tensors that are gathered.
         tensors: tensors in the metadata.
-        rest: the metadata without its tensors.
-        asked: the tensor whose maximum over ranks the hook asks for, and that is not known yet; None if all are known.
-        answers: shape and dtype of each maximum that the hook was given.
+        other_metadata: the metadata without its tensors.
+        unknown_maximum: the tensor whose maximum over ranks the hook asks for; None if all maxima are known.
+        known_maxima: shape and dtype of each maximum that the hook was given.
     """
 
     inputs: tuple[torch.Tensor, ...]
     tensors: list[torch.Tensor]
-    rest: tuple[Any, ...]
-    asked: torch.Tensor | None
-    answers: list[tuple[torch.Size, torch.dtype]]
+    other_metadata: tuple[Any, ...]
+    unknown_maximum: torch.Tensor | None
+    known_maxima: list[tuple[torch.Size, torch.dtype]]
 
 
-class _Hooks:
+class _GatherHooks:
     """The hooks of all parameters of one class with the same settings, as functions of a :class:`LeafCodec`.
 
     Args:
@@ -153,64 +153,68 @@ class _Hooks:
 
     def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
         self.cls, self.device, self._compute, self._main, self._policy = type(like), device, compute, main, policy
-        self._inner, self.settings = _inner_name(like), like.__tensor_flatten__()[1]
-        self._tried: dict[Shape, _Made] = {}
+        self._inner, self.settings = _inner_attribute_name(like), like.__tensor_flatten__()[1]
+        self._result_by_shape: dict[Shape, _PreHookResult] = {}
 
-    def _wrapped(self, values: torch.Tensor) -> Any:
+    def _wrap_values(self, values: torch.Tensor) -> Any:
         cls: Any = self.cls
         return cls.__tensor_unflatten__({self._inner: values}, self.settings, values.shape, values.stride())
 
-    def _about(self, what: str) -> str:
-        return f"{self.cls.__name__}.{what}"
+    def _hook_name(self, hook: str) -> str:
+        return f"{self.cls.__name__}.{hook}"
 
     @torch.no_grad()
-    def _pre(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _Made:
+    def _call_pre_hook(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _PreHookResult:
         """Return the result of the first hook for rows of a main copy, given the maxima over ranks ``known`` so far."""
-        wrapped, answers, asked = self._wrapped(values), iter(known), list[torch.Tensor]()
+        wrapped, given, unknown = self._wrap_values(values), iter(known), list[torch.Tensor]()
 
-        def answer(numbers: torch.Tensor) -> None:
-            found = next(answers, None)
+        def take_maximum(numbers: torch.Tensor) -> None:
+            found = next(given, None)
             if found is None:
-                asked.append(numbers.detach().clone())
+                unknown.append(numbers.detach().clone())
             else:
                 numbers.copy_(found)
 
         hook = getattr(wrapped, PRE)
-        with Agreement(answer) as group:
-            mesh = _LimitedArgument(self._about(PRE), "mesh", {"get_group": lambda *_: group, "size": lambda *_: 1})
+        with Agreement(take_maximum) as group:
+            mesh = _RestrictedHookArgument(self._hook_name(PRE), "mesh", {"get_group": lambda *_: group, "size": lambda *_: 1})
             number = len(inspect.signature(hook).parameters)
             if number not in (1, 5):
                 raise OptionError(
-                    f"{self._about(PRE)} takes {number} arguments, expected (mesh) or (mesh, outer_size, outer_stride, module, "
-                    "mp_policy)."
+                    f"{self._hook_name(PRE)} takes {number} arguments, expected (mesh) or (mesh, outer_size, outer_stride, "
+                    "module, mp_policy)."
                 )
-            module = _LimitedArgument(self._about(PRE), "module", {})
+            module = _RestrictedHookArgument(self._hook_name(PRE), "module", {})
             more = () if number == 1 else (values.shape, values.stride(), module, self._policy)
             found = hook(mesh, *more)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], tuple) and found[0]):
-            raise OptionError(f"{self._about(PRE)} returned {found!r:.80}, expected (a tuple of tensors, metadata).")
+            raise OptionError(f"{self._hook_name(PRE)} returned {found!r:.80}, expected (a tuple of tensors, metadata).")
         inputs, metadata = found
         leaves, spec = _pytree.tree_flatten(metadata)
         is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        tensors = [_wait_for(x) for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = [_wait_for_collective(x) for x in leaves if isinstance(x, torch.Tensor)]
         for x in (*inputs, *tensors):
             if type(x) is not torch.Tensor:
-                raise OptionError(f"{self._about(PRE)} returned a {type(x).__name__}, expected torch.Tensor.")
+                raise OptionError(f"{self._hook_name(PRE)} returned a {type(x).__name__}, expected torch.Tensor.")
         rest = (spec, tuple(is_tensor), tuple([x for x in leaves if not isinstance(x, torch.Tensor)]))
-        return _Made(inputs, tensors, rest, asked[0] if asked else None, [(x.shape, x.dtype) for x in known])
+        return _PreHookResult(inputs, tensors, rest, unknown[0] if unknown else None, [(x.shape, x.dtype) for x in known])
 
-    def _try(self, shape: Shape) -> _Made:
+    def _try_pre_hook(self, shape: Shape) -> _PreHookResult:
         """Return the result of the first hook for ones of this shape, with the tensors to gather on the meta device."""
-        if shape not in self._tried:
+        if shape not in self._result_by_shape:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
-            made = self._pre(values, known)
-            while made.asked is not None:
-                if len(known) > _ROUNDS:
-                    raise OptionError(f"{self._about(PRE)} takes more than {_ROUNDS} maxima over ranks, one after another.")
-                known.append(made.asked)
-                made = self._pre(values, known)
-            self._tried[shape] = made._replace(inputs=tuple([torch.empty_like(x, device="meta") for x in made.inputs]))
-        return self._tried[shape]
+            made = self._call_pre_hook(values, known)
+            while made.unknown_maximum is not None:
+                if len(known) > _MAX_MAXIMA:
+                    raise OptionError(
+                        f"{self._hook_name(PRE)} takes more than {_MAX_MAXIMA} maxima over ranks, one after another."
+                    )
+                known.append(made.unknown_maximum)
+                made = self._call_pre_hook(values, known)
+            self._result_by_shape[shape] = made._replace(
+                inputs=tuple([torch.empty_like(x, device="meta") for x in made.inputs])
+            )
+        return self._result_by_shape[shape]
 
     def planes_and_block(self, shape: Shape) -> _PlanesAndBlock:
         """Return the planes and the block of the format for a parameter of this shape.
@@ -221,105 +225,105 @@ class _Hooks:
             OptionError: the tensors for gathers are not proportional to the number of rows, or the maxima or the metadata
                 depend on the number of rows.
         """
-        whole, row = self._try(shape), self._try((1, *shape[1:]))
+        whole, row = self._try_pre_hook(shape), self._try_pre_hook((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
         counts = [x.numel() for x in row.inputs]
         is_even = [(x.dtype, x.numel()) for x in whole.inputs] == [(x.dtype, n * rows) for x, n in zip(row.inputs, counts)]
         same = [(x.shape, x.dtype) for x in whole.tensors] == [(x.shape, x.dtype) for x in row.tensors]
-        if not (is_even and same and whole.answers == row.answers and all(counts)):
+        if not (is_even and same and whole.known_maxima == row.known_maxima and all(counts)):
             shown = [[list(x.shape) for x in each.inputs + tuple(each.tensors)] for each in (whole, row)]
             raise OptionError(
-                f"{self._about(PRE)} makes tensors of {shown[0]} of a tensor of {list(shape)}, and of {shown[1]} of its first "
-                "row. Expected numbers for each row that are gathered, tensors as metadata that do not depend on the rows, and "
-                "maxima of as many numbers for any rows."
+                f"{self._hook_name(PRE)} makes tensors of {shown[0]} of a tensor of {list(shape)}, and of {shown[1]} of its "
+                "first row. Expected numbers for each row that are gathered, tensors as metadata that do not depend on the "
+                "rows, and maxima of as many numbers for any rows."
             )
         block = lcm(*[size // gcd(size, n) for n in counts])
         return _PlanesAndBlock(tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block)
 
     def scales_nbytes(self, shape: Shape) -> int:
         """Return the bytes of the tensors in a leaf's metadata."""
-        return sum(aligned(x.nbytes) for x in self._try(shape).tensors)
+        return sum(aligned(x.nbytes) for x in self._try_pre_hook(shape).tensors)
 
     def agreed(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
         """Return the number of elements and the dtype of each maximum of a leaf."""
-        return [(size.numel(), dtype) for size, dtype in self._try(shape).answers]
+        return [(size.numel(), dtype) for size, dtype in self._try_pre_hook(shape).known_maxima]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
         """Encode this rank's rows of each leaf; the hook gets a row of zeros if this rank has none."""
-        rows = [self._rows_of(part) for part in parts]
+        rows = [self._rows_of_part(part) for part in parts]
         known: list[list[torch.Tensor]] = [[] for _ in parts]
         while True:
-            made = [self._pre(values, numbers) for values, numbers in zip(rows, known, strict=True)]
-            asked = [(i, each.asked) for i, each in enumerate(made) if each.asked is not None]
-            if not asked:
+            made = [self._call_pre_hook(values, numbers) for values, numbers in zip(rows, known, strict=True)]
+            unknown = [(i, each.unknown_maximum) for i, each in enumerate(made) if each.unknown_maximum is not None]
+            if not unknown:
                 break
-            for dtype in dict.fromkeys(numbers.dtype for _, numbers in asked):
-                alike = [(i, numbers) for i, numbers in asked if numbers.dtype == dtype]
+            for dtype in dict.fromkeys(numbers.dtype for _, numbers in unknown):
+                alike = [(i, numbers) for i, numbers in unknown if numbers.dtype == dtype]
                 together = torch.cat([numbers.view(-1) for _, numbers in alike])
                 agree(together)
                 for (i, numbers), new in zip(alike, together.split([x.numel() for _, x in alike]), strict=True):
                     known[i].append(new.view(numbers.shape))
         for part, values, each in zip(parts, rows, made, strict=True):
-            self._check(part, self._try(tuple(values.shape)), each)
+            self._check_metadata(part, self._try_pre_hook(tuple(values.shape)), each)
             for memory, tensor in zip(self._scales_in(part), each.tensors, strict=True):
                 memory.copy_(tensor)
             for plane, numbers in zip(part.planes, each.inputs, strict=True):
                 if part.first < part.last:
                     plane.copy_(numbers.reshape(-1))
 
-    def _rows_of(self, part: LeafPart) -> torch.Tensor:
+    def _rows_of_part(self, part: LeafPart) -> torch.Tensor:
         if part.first == part.last:
             return torch.zeros((1, *part.shape[1:]), dtype=self._main, device=part.scales.device)
         assert part.values is not None
         return part.values.view(-1, *part.shape[1:])
 
-    def _check(self, part: LeafPart, expected: _Made, found: _Made) -> None:
+    def _check_metadata(self, part: LeafPart, expected: _PreHookResult, found: _PreHookResult) -> None:
         """Raise an OptionError if metadata of the first hook, except for values of tensors, depends on values.
 
         ``expected`` is the hook's result for a tensor of ones, and ``found`` its result for the values of ``part``.
         """
         try:
-            is_same = bool(expected.rest == found.rest)
+            is_same = bool(expected.other_metadata == found.other_metadata)
         except Exception:  # of any kind: the objects' own comparison
             is_same = False
         sizes = [[(x.shape, x.dtype) for x in (*each.inputs, *each.tensors)] for each in (expected, found)]
         if not is_same or sizes[0] != sizes[1]:
             raise OptionError(
-                f"{part.path!r}: {self._about(PRE)} returns metadata {found.rest[2]!r:.120} beside tensors, which depends "
-                "on values. Return such metadata as tensors, of sizes that do not depend on values."
+                f"{part.path!r}: {self._hook_name(PRE)} returns metadata {found.other_metadata[2]!r:.120} beside tensors, "
+                "which depends on values. Return such metadata as tensors, of sizes that do not depend on values."
             )
 
     def _scales_in(self, part: LeafPart) -> list[torch.Tensor]:
         found, start = [], 0
-        for like in self._try(part.shape).tensors:
+        for like in self._try_pre_hook(part.shape).tensors:
             found.append(unviewed(part.scales[start : start + like.nbytes].view(like.dtype).view(like.shape)))
             start += aligned(like.nbytes)
         return found
 
     def make(self, part: LeafPart) -> torch.Tensor:
         """Return the module's tensor: the result of the second hook for a whole leaf."""
-        found = self._post(part, part.shape)
+        found = self._call_post_hook(part, part.shape)
         if type(found) is torch.Tensor and any(_is_inside(found, plane) for plane in part.planes):
             return found.clone()  # autograd may save the result, and the leaf's memory is released
         return found
 
-    def _post(self, part: LeafPart, shape: Shape) -> torch.Tensor:
-        made, scales = self._try(shape), iter(self._scales_in(part))
+    def _call_post_hook(self, part: LeafPart, shape: Shape) -> torch.Tensor:
+        made, scales = self._try_pre_hook(shape), iter(self._scales_in(part))
         outputs = [unviewed(plane.view(-1, *x.shape[1:])) for plane, x in zip(part.planes, made.inputs, strict=True)]
-        spec, is_tensor, rest = made.rest
+        spec, is_tensor, rest = made.other_metadata
         others = iter(rest)
         metadata = _pytree.tree_unflatten([next(scales if each else others) for each in is_tensor], spec)
         absent = torch.empty(shape, dtype=self._main, device="meta")
-        found = getattr(self._wrapped(absent), POST)(tuple(outputs), metadata, self._compute)
+        found = getattr(self._wrap_values(absent), POST)(tuple(outputs), metadata, self._compute)
         tensor = found[0] if isinstance(found, tuple) and len(found) == 2 else found
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (shape, self._compute):
             got = f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"{found!r:.80}"
-            raise OptionError(f"{self._about(POST)} returned {got}, expected a tensor of {self._compute}{list(shape)}.")
+            raise OptionError(f"{self._hook_name(POST)} returned {got}, expected a tensor of {self._compute}{list(shape)}.")
         return tensor
 
-    def make_one(self, shape: Shape) -> None:
+    def try_post_hook(self, shape: Shape) -> None:
         """Call the second hook once, without values, so that its errors are raised before the first gather."""
-        planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._try(shape).inputs])
+        planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._try_pre_hook(shape).inputs])
         scales = torch.zeros(self.scales_nbytes(shape), dtype=torch.uint8, device=self.device)
         self.make(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
@@ -331,7 +335,7 @@ class _Hooks:
         """
         if part.first == part.last:
             return torch.empty(0, dtype=self._compute, device=part.scales.device)
-        tensor: Any = self._post(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))
+        tensor: Any = self._call_post_hook(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))
         if type(tensor) is not torch.Tensor:
             if type(tensor) is self.cls:
                 tensor = getattr(tensor, self._inner)
@@ -348,11 +352,11 @@ class _Hooks:
         return tensor.reshape(-1).clone()  # type: ignore[no-any-return]
 
 
-_ROUNDS = 8
+_MAX_MAXIMA = 8
 """Most maxima over ranks that a hook may take one after another."""
 
 
-class _LimitedArgument:
+class _RestrictedHookArgument:
     """An argument of a hook that has ``methods`` and no other attributes."""
 
     def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:
@@ -362,7 +366,7 @@ class _LimitedArgument:
         raise OptionError(f"{self._hook} asks for {self._argument}.{name}, which is not supported.")
 
 
-def _inner_name(parameter: Any, who: str = "a parameter") -> str:
+def _inner_attribute_name(parameter: Any, who: str = "a parameter") -> str:
     """Return the name of the attribute in which a parameter has its values.
 
     Args:
@@ -382,7 +386,7 @@ def _inner_name(parameter: Any, who: str = "a parameter") -> str:
     return str(inner[0])
 
 
-def _wait_for(x: torch.Tensor) -> torch.Tensor:
+def _wait_for_collective(x: torch.Tensor) -> torch.Tensor:
     """Return the result of a functional collective, after a wait if it is under way."""
     wait = getattr(x, "wait", None)
     return wait() if wait is not None and type(x).__name__ == "AsyncCollectiveTensor" else x

@@ -56,31 +56,31 @@ def hadamard(format: Format, size: int = 32) -> Format:
         )
     if size < 2 or size & (size - 1):
         raise LayoutError(f"hadamard(): size is {size!r}, expected a power of two, at least 2.")
-    return _hadamard(format, format.encode, format.decode, size)
+    return _make_hadamard_format(format, format.encode, format.decode, size)
 
 
 @cache  # keyed by the functions as well, which equal formats may differ in
-def _hadamard(
+def _make_hadamard_format(
     format: Format,
-    to_planes: Callable[..., Sequence[torch.Tensor]],
-    of_planes: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    encode_planes: Callable[..., Sequence[torch.Tensor]],
+    decode_planes: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     size: int,
 ) -> Format:
     times = max(size // (format.block & -format.block), 1)  # size is a power of two: the least common multiple
     planes = tuple([Plane(plane.dtype, plane.per_block * times) for plane in format.planes])
 
     def rotated(values: torch.Tensor) -> torch.Tensor:
-        return _in_pieces(values, size, partial(_hadamard_transform, factor=1 / size))
+        return _map_rows(values, size, partial(_hadamard_transform, factor=1 / size))
 
     def encode(values: torch.Tensor, *uniform: torch.Tensor) -> Sequence[torch.Tensor]:
-        return to_planes(rotated(values), *uniform)
+        return encode_planes(rotated(values), *uniform)
 
     def rounded(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
         assert format.rounded is not None
         return format.rounded(rotated(values), uniform)
 
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _in_pieces(of_planes(planes), size, _transformed_back)
+        return _map_rows(decode_planes(planes), size, _inverse_hadamard_transform)
 
     name, block = f"hadamard{size}_{format.name}", format.block * times
     has_rounding = format.rounded is not None
@@ -89,7 +89,7 @@ def _hadamard(
     )
 
 
-def _in_pieces(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return ``fn`` of the values as rows of ``size``, in float32. Each call gets as many rows as fit a cache."""
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     piece = max(blocks_at_once(values) * BLOCK // size, 1)
@@ -111,7 +111,7 @@ def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
     return columns.t()
 
 
-def _transformed_back(rows: torch.Tensor) -> torch.Tensor:
+def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row, in which rounding makes no finite number infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows, factor=1 / size)

@@ -18,28 +18,28 @@ from fsharp.functional.formats.format import Format, Plane, register_format
 
 BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255
-_SURELY_FINITE = _NOT_FINITE - 17
+_FINITE_SCALE_LIMIT = _NOT_FINITE - 17
 """With a smaller scale than this one, every code is a finite number, as no code is above 57,344."""
 LARGEST = torch.finfo(torch.float32).max
 _INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block with such a value; finite values have code 0
 
-_CACHED = 1 << 13
+_BLOCKS_IN_CPU_CACHE = 1 << 13
 """Number of blocks whose values take a megabyte."""
-_ON_DEVICE = 1 << 18
+_BLOCKS_ON_DEVICE = 1 << 18
 """Number of blocks of 8 million values, with which each kernel keeps a device busy. Their encoding takes 0.25 GB."""
 
-Codes = Callable[[torch.Tensor], torch.Tensor]
+ElementwiseFn = Callable[[torch.Tensor], torch.Tensor]
 """A function from a tensor to another one of the same shape."""
-Rounding = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+StochasticRounding = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function ``(numbers, uniform)`` that rounds each number, by its random number, to the number of the code below or above."""
 
 
-def _blocks_of_32(
+def _register_block_format(
     name: str,
     limit: float,
-    to_codes: Codes,
-    to_numbers: Codes,
-    rounding: Rounding,
+    to_codes: ElementwiseFn,
+    to_numbers: ElementwiseFn,
+    rounding: StochasticRounding,
     *,
     largest: float = 0.0,
     packed: bool = False,
@@ -98,7 +98,7 @@ def _blocks_of_32(
         codes = (unpack(codes) if packed else codes).view(-1, BLOCK)
         scales = scales.int().view(-1, 1)
         torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
-        if is_true_on_cpu((scales < _SURELY_FINITE).all()):
+        if is_true_on_cpu((scales < _FINITE_SCALE_LIMIT).all()):
             return
         values.clamp_(-LARGEST, LARGEST)  # encoding may have rounded up
         put_not_finite_(values, codes, scales == _NOT_FINITE)
@@ -109,7 +109,7 @@ def _blocks_of_32(
 
 def blocks_at_once(values: torch.Tensor) -> int:
     """Return the number of blocks to encode or decode at once: on a CPU as many as fit its cache, on other devices more."""
-    return _CACHED if values.device.type == "cpu" else _ON_DEVICE
+    return _BLOCKS_IN_CPU_CACHE if values.device.type == "cpu" else _BLOCKS_ON_DEVICE
 
 
 def is_true_on_cpu(fact: torch.Tensor) -> bool:
@@ -148,11 +148,11 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 
 
-def _to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def _round_to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return (numbers + noise).floor_()
 
 
-def _to_floats(mantissa: int, least: int) -> Rounding:
+def _rounding_to_floats(mantissa: int, least: int) -> StochasticRounding:
     """Return the rounding to floats with ``mantissa`` bits of mantissa, and ``2**least`` as the least normal number."""
 
     def rounding(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _to_floats(mantissa: int, least: int) -> Rounding:
     return rounding
 
 
-def _numbers_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
+def _decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """Return ``codes.view(torch.float8_e4m3fn).float()`` for finite numbers, in a tenth of the time on a CPU.
 
     A float16 has sign, exponent and mantissa in the same order, with one more bit of exponent and a bias larger by 8.
@@ -196,12 +196,12 @@ def numbers_of_e2m1(codes: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float16).float().mul_(1 << 14)
 
 
-mxfp8 = _blocks_of_32(
+mxfp8 = _register_block_format(
     "mxfp8",
     464.0,  # half way from 448, the largest number, to the next one
     lambda numbers: numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8),
-    _numbers_of_e4m3,
-    _to_floats(3, -6),
+    _decode_e4m3,
+    _rounding_to_floats(3, -6),
     largest=448.0,
 )
 """OCP's MXFP8: numbers of torch.float8_e4m3fn with a scale for each block of 32 values: 33 bytes for 32 values.
@@ -209,12 +209,12 @@ mxfp8 = _blocks_of_32(
 The error is at most 1/16 of the value or 1/230,000 of the largest magnitude of its block, whichever is larger.
 """
 
-mxfp8_e5m2 = _blocks_of_32(
+mxfp8_e5m2 = _register_block_format(
     "mxfp8_e5m2",
     61440.0,  # half way from 57,344, the largest number, to the next one
     lambda numbers: numbers.clamp_(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8),
     lambda codes: (codes.to(torch.int16) << 8).view(torch.float16).float(),
-    _to_floats(2, -14),
+    _rounding_to_floats(2, -14),
     largest=57344.0,
 )
 """OCP's MXFP8 with numbers of torch.float8_e5m2 and a scale for each block of 32 values: 33 bytes for 32 values.
@@ -222,18 +222,20 @@ mxfp8_e5m2 = _blocks_of_32(
 The error is at most 1/8 of the value or 1/4,000,000,000 of the largest magnitude of its block, whichever is larger.
 """
 
-mxfp4 = _blocks_of_32("mxfp4", 7.0, codes_of_e2m1, numbers_of_e2m1, _to_floats(1, 0), largest=6.0, packed=True)
+mxfp4 = _register_block_format(
+    "mxfp4", 7.0, codes_of_e2m1, numbers_of_e2m1, _rounding_to_floats(1, 0), largest=6.0, packed=True
+)
 """OCP's MXFP4: numbers of 4 bits (e2m1) with a scale for each block of 32 values: 17 bytes for 32 values.
 
 The error is at most 1/5 of the value or 1/14 of the largest magnitude of its block, whichever is larger.
 """
 
-mxint8 = _blocks_of_32(
+mxint8 = _register_block_format(
     "mxint8",
     127.0,
     lambda numbers: numbers.round_().to(torch.int8).view(torch.uint8),
     lambda codes: codes.view(torch.int8).float(),
-    _to_integers,
+    _round_to_integers,
 )
 """OCP's MXINT8: integers from -127 to 127 with a scale for each block of 32 values: 33 bytes for 32 values.
 
@@ -241,12 +243,12 @@ OCP's scales are 64 times as large, as its numbers are 64ths.
 The error is at most 1/127 of the largest magnitude of the block.
 """
 
-mxint4 = _blocks_of_32(
+mxint4 = _register_block_format(
     "mxint4",
     7.0,
     lambda numbers: numbers.round_().to(torch.int8).add_(8).view(torch.uint8),
     lambda codes: codes.float().sub_(8),
-    _to_integers,
+    _round_to_integers,
     packed=True,
 )
 """Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. No format of the OCP.

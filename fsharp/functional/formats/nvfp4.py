@@ -30,68 +30,70 @@ from fsharp.functional.formats.microscaling import (
 BLOCK = 16
 _LEAST, _MOST = 2.0**-6, 448.0
 """Least and largest scale of a block; the least is the least normal number of torch.float8_e4m3fn."""
-_LIMIT = 6 * 464.0
+_LARGEST_AT_SCALE_ONE = 6 * 464.0
 """The largest magnitude of a tensor whose scale is 1: half way to the next value after the largest scale of a block."""
 
 
 def _encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-    blocks = [_blocks(part) for part in parts]
-    most = [torch.cat([piece.abs().amax(1, keepdim=True) for piece in each.split(_at_once(each))]) for each in blocks]
-    of_leaf = [torch.where(each.isfinite(), each, 0.0).amax() if len(each) else each.new_zeros(()) for each in most]
-    if of_leaf:
-        agree(largest := torch.stack(of_leaf))
-        fraction, exponent = torch.frexp((largest / _LIMIT).clamp(min=torch.finfo(torch.float32).tiny))
-        outer = power_of_two(exponent - (fraction == 0.5).int())
+    blocks = [_values_in_blocks(part) for part in parts]
+    maxima = [
+        torch.cat([piece.abs().amax(1, keepdim=True) for piece in each.split(_num_blocks_at_once(each))]) for each in blocks
+    ]
+    leaf_maxima = [torch.where(each.isfinite(), each, 0.0).amax() if len(each) else each.new_zeros(()) for each in maxima]
+    if leaf_maxima:
+        agree(largest := torch.stack(leaf_maxima))
+        fraction, exponent = torch.frexp((largest / _LARGEST_AT_SCALE_ONE).clamp(min=torch.finfo(torch.float32).tiny))
+        tensor_scale = power_of_two(exponent - (fraction == 0.5).int())
     for i, part in enumerate(parts):
-        part.scales.view(torch.float32).copy_(outer[i])
+        part.scales.view(torch.float32).copy_(tensor_scale[i])
         codes, scales = part.planes
-        piece = _at_once(codes)
-        rows = zip(blocks[i].split(piece), most[i].split(piece), codes.split(piece * 8), scales.split(piece), strict=True)
+        piece = _num_blocks_at_once(codes)
+        rows = zip(blocks[i].split(piece), maxima[i].split(piece), codes.split(piece * 8), scales.split(piece), strict=True)
         for each in rows:
-            _encode_into(*each, outer[i])
+            _encode_into(*each, tensor_scale[i])
 
 
-def _blocks(part: LeafPart) -> torch.Tensor:
+def _values_in_blocks(part: LeafPart) -> torch.Tensor:
     """Return the values of a part as rows, one block in each row; the last row is padded with zeros."""
     assert part.values is not None
     values, missing = part.values.float(), (part.first - part.last) % BLOCK
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
 
 
-def _at_once(values: torch.Tensor) -> int:
+def _num_blocks_at_once(values: torch.Tensor) -> int:
     return blocks_at_once(values) * microscaling.BLOCK // BLOCK
 
 
 def _encode_into(
-    blocks: torch.Tensor, most: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, outer: torch.Tensor
+    blocks: torch.Tensor, maxima: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor
 ) -> None:
-    is_finite = most.isfinite()
-    of_block = (torch.where(is_finite, most, 0.0) / outer / 6).clamp_(_LEAST, _MOST).to(torch.float8_e4m3fn)
-    found = codes_of_e2m1(blocks / (of_block.float() * outer))
+    is_finite = maxima.isfinite()
+    block_scales = (torch.where(is_finite, maxima, 0.0) / tensor_scale / 6).clamp_(_LEAST, _MOST).to(torch.float8_e4m3fn)
+    found = codes_of_e2m1(blocks / (block_scales.float() * tensor_scale))
     if not is_true_on_cpu(is_finite.all()):
         found = torch.where(is_finite, found, codes_not_finite(blocks))
-        of_block = torch.where(is_finite, of_block.float(), torch.nan).to(torch.float8_e4m3fn)
+        block_scales = torch.where(is_finite, block_scales.float(), torch.nan).to(torch.float8_e4m3fn)
     codes.copy_(pack(found.view(-1)))
-    scales.copy_(of_block.view(-1))
+    scales.copy_(block_scales.view(-1))
 
 
 def _decode(part: LeafPart) -> torch.Tensor:
     codes, scales = part.planes
     values = torch.empty((len(scales), BLOCK), dtype=torch.float32, device=codes.device)
-    piece = _at_once(codes)
-    outer = part.scales.view(torch.float32)
+    piece = _num_blocks_at_once(codes)
+    tensor_scale = part.scales.view(torch.float32)
     for each in zip(values.split(piece), codes.split(piece * 8), scales.split(piece), strict=True):
-        _decode_into(*each, outer)
+        _decode_into(*each, tensor_scale)
     return values.view(-1)[: part.last - part.first]
 
 
-def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, outer: torch.Tensor) -> None:
-    codes, of_block = unpack(codes).view(-1, BLOCK), scales.float().view(-1, 1) * outer
-    torch.mul(numbers_of_e2m1(codes), of_block, out=values)
-    if is_true_on_cpu((of_block < LARGEST / 6).all()):  # False for NaN
+def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> None:
+    codes, block_scales = unpack(codes).view(-1, BLOCK), scales.float().view(-1, 1) * tensor_scale
+    torch.mul(numbers_of_e2m1(codes), block_scales, out=values)
+    if is_true_on_cpu((block_scales < LARGEST / 6).all()):  # False for NaN
         return
     values.clamp_(-LARGEST, LARGEST)  # encoding may have rounded up
-    put_not_finite_(values, codes, of_block.isnan())
+    put_not_finite_(values, codes, block_scales.isnan())
 
 
 _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)

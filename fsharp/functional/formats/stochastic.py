@@ -21,8 +21,8 @@ from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Noise, Plane, register_format
 from fsharp.type_checks import options_checked
 
-_BITS = 16
-_PIECE = 1 << 16
+_NOISE_BITS = 16
+_VALUES_AT_ONCE = 1 << 16
 """Number of values whose random numbers are made together on a CPU, to fit a core's cache."""
 
 
@@ -64,7 +64,7 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
     """
     if isinstance(format, torch.dtype):
-        format = _OF_DTYPES.get(format, format)
+        format = _FORMAT_BY_DTYPE.get(format, format)
     if not isinstance(format, Format) or format.rounded is None or format.seed is not None or seed < 0:
         named = format if isinstance(format, torch.dtype) else format.name
         seeded = f", which has seed {format.seed} already" if isinstance(format, Format) and format.seed is not None else ""
@@ -73,38 +73,38 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
             "`rounded`, such as fs.formats.mxint4, or torch.bfloat16, and a seed of at least 0. Plain float32 does not round; "
             "formats of whole leaves are for parameters at rest, which are rounded to the nearest code."
         )
-    return _stochastic(format, format.rounded, seed)
+    return _make_stochastic_format(format, format.rounded, seed)
 
 
 @cache  # keyed by the function as well, which equal formats may differ in
-def _stochastic(format: Format, rounded: object, seed: int) -> Format:
+def _make_stochastic_format(format: Format, rounded: object, seed: int) -> Format:
     name = f"stochastic{seed or ''}_{format.name}"
     return register_format(Format(name, format.planes, format.rounded, format.decode, format.block, seed=seed))  # type: ignore[arg-type]
 
 
-def _round_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
+def _round_to_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
     """Round to bfloat16 stochastically: add random bits to the low bits of float32, and cut off the low bits."""
     largest = torch.finfo(torch.bfloat16).max
     single = values.float()
-    bits = single.clamp(-largest, largest).view(torch.int32) + (uniform * (1 << _BITS)).int()
-    found = (bits & -(1 << _BITS)).view(torch.float32)
+    bits = single.clamp(-largest, largest).view(torch.int32) + (uniform * (1 << _NOISE_BITS)).int()
+    found = (bits & -(1 << _NOISE_BITS)).view(torch.float32)
     return [torch.where(single.isfinite(), found, single).to(torch.bfloat16)]
 
 
-_OF_DTYPES = {
+_FORMAT_BY_DTYPE = {
     torch.bfloat16: Format(
-        "bfloat16", (Plane(torch.bfloat16),), lambda values: [values], lambda planes: planes[0], rounded=_round_bfloat16
+        "bfloat16", (Plane(torch.bfloat16),), lambda values: [values], lambda planes: planes[0], rounded=_round_to_bfloat16
     )
 }
-Run = tuple[int, int, str, int]
+LeafRun = tuple[int, int, str, int]
 """Values ``[start, stop)`` of a buffer: start, stop, path of their leaf, and index of the first value in the leaf."""
 
 
-def noise_of(what: str, step: int, number: int, runs: Iterable[Run]) -> Noise:
+def noise_of(kind: str, step: int, number: int, runs: Iterable[LeafRun]) -> Noise:
     """Return a function that makes the random numbers for a buffer's values. See [Note: random numbers].
 
     Args:
-        what: what is encoded, such as ``"gradient"``.
+        kind: the kind of value that is encoded, such as ``"gradient"``.
         step: number of the step.
         number: number of earlier encodings of these values in the step.
         runs: the runs of leaves in the buffer. Padding gets the number 0.5.
@@ -114,33 +114,33 @@ def noise_of(what: str, step: int, number: int, runs: Iterable[Run]) -> Noise:
     def noise(seed: int, count: int, device: torch.device) -> torch.Tensor:
         out = torch.full((count,), 0.5, device=device)
         for start, stop, path, first in held:
-            key = _key(f"{seed}:{what}:{step}:{number}:{path}")
-            piece = _PIECE if device.type == "cpu" else max(stop - start, 1)
+            key = _noise_key(f"{seed}:{kind}:{step}:{number}:{path}")
+            piece = _VALUES_AT_ONCE if device.type == "cpu" else max(stop - start, 1)
             for i in range(start, stop, piece):
-                _fill(out[i : min(i + piece, stop)], key, first + i - start)
+                _fill_with_noise(out[i : min(i + piece, stop)], key, first + i - start)
         return out
 
     return noise
 
 
-def _key(text: str) -> int:
+def _noise_key(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _fill(out: torch.Tensor, key: int, first: int) -> None:
+def _fill_with_noise(out: torch.Tensor, key: int, first: int) -> None:
     """Fill a tensor with random numbers of SplitMix64 (Steele et al., 2014) for ``key``, from position ``first`` on."""
     state = torch.arange(first + 1, first + 1 + len(out), dtype=torch.int64, device=out.device)
-    state.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
+    state.mul_(_as_signed_int64(0x9E3779B97F4A7C15)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state.bitwise_xor_(_shift_right(state, shift)).mul_(_signed(factor))
-    state.bitwise_xor_(_shift_right(state, 31))
-    out.copy_(_shift_right(state, 64 - _BITS)).add_(0.5).mul_(2.0**-_BITS)
+        state.bitwise_xor_(_logical_shift_right(state, shift)).mul_(_as_signed_int64(factor))
+    state.bitwise_xor_(_logical_shift_right(state, 31))
+    out.copy_(_logical_shift_right(state, 64 - _NOISE_BITS)).add_(0.5).mul_(2.0**-_NOISE_BITS)
 
 
-def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
+def _logical_shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
     """Return int64 shifted right by ``by`` bits, with zeros as new bits, whatever the sign."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def _signed(x: int) -> int:
+def _as_signed_int64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x

@@ -27,18 +27,18 @@ from fsharp.functional.formats.format import (
     register_format,
     unviewed,
 )
-from fsharp.functional.formats.te_delayed import NUMBERS, ModuleFormat, ModuleScales
+from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales
 from fsharp.tracebacks import api_boundary
 
-_PART = 32
+_PART_ALIGNMENT = 32
 """Parts of buffers are multiples of so many values, so that bytes of several parts have no gaps."""
 _BLOCK_ROWS = 128
 """Rows of a block of block scaling."""
-_ROW = 128
+_MAX_ROW_VALUES = 128
 """Most values in a row that is cast with one scale."""
 
 
-class Kind:
+class QuantizerKind:
     """Description of one class of TransformerEngine's quantizers.
 
     Attributes:
@@ -84,7 +84,7 @@ def weight_format(recipe: Any) -> Format:
 
     Source: ``transformer_engine/pytorch/tensor/utils.py`` of TransformerEngine 2.20.
     """
-    return format_of(_quantizer_of(recipe))
+    return format_of(_quantizer_of_recipe(recipe))
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -108,7 +108,7 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
-def formats_in(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
+def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
     """Return the format and the dtype of each quantized parameter of a module, by path.
 
     Raises:
@@ -120,7 +120,7 @@ def formats_in(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]
             quantized: Any = parameter
             try:
                 if type(quantized._quantizer).__name__ == "Float8Quantizer":
-                    form = _format_in_module(module, path, parameter, scales)
+                    form = _delayed_scaling_format(module, path, parameter, scales)
                 else:
                     form = format_of(quantized._quantizer)
             except OptionError as error:
@@ -129,7 +129,7 @@ def formats_in(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]
     return found
 
 
-def _format_in_module(module: torch.nn.Module, path: str, parameter: Any, scales: ModuleScales) -> Format:
+def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, scales: ModuleScales) -> Format:
     """Return the format of a weight in delayed scaling, and add its scale to ``scales``."""
     if not parameter.requires_grad:
         raise OptionError(
@@ -141,9 +141,15 @@ def _format_in_module(module: torch.nn.Module, path: str, parameter: Any, scales
     parent, _, name = path.rpartition(".")
     scales.add(path, module.get_submodule(parent), name)
     alike = Float8CurrentScalingQuantizer(parameter._quantizer.dtype, parameter.device, columnwise=False)  # of the same class
-    tensors = _Tensors(_DELAYED, alike, scales)
-    label = f"te_{_DELAYED.name}_{sha256(str(alike.dtype).encode()).hexdigest()[:6]}"
-    return ModuleFormat(label, _planes(_DELAYED), block=_PART, leaves=_codec(_DELAYED, tensors), scales=scales)
+    tensors = _QuantizedTensors(_DELAYED_SCALING, alike, scales)
+    label = f"te_{_DELAYED_SCALING.name}_{sha256(str(alike.dtype).encode()).hexdigest()[:6]}"
+    return ModuleFormat(
+        label,
+        _planes_of_kind(_DELAYED_SCALING),
+        block=_PART_ALIGNMENT,
+        leaves=_codec_of_kind(_DELAYED_SCALING, tensors),
+        scales=scales,
+    )
 
 
 def format_of(quantizer: Any) -> Format:
@@ -152,21 +158,21 @@ def format_of(quantizer: Any) -> Format:
     Raises:
         OptionError: the class of the quantizer is not supported: its tensors depend on more than main copies.
     """
-    kind = KINDS.get(type(quantizer).__name__)
+    kind = KIND_BY_QUANTIZER_CLASS.get(type(quantizer).__name__)
     if kind is None:
         raise OptionError(
             f"TransformerEngine: weights of a {type(quantizer).__name__} are not supported as a format, expected one of "
-            f"{', '.join(KINDS)}. Keep parameters in bfloat16, which the recipe then casts in each forward."
+            f"{', '.join(KIND_BY_QUANTIZER_CLASS)}. Keep parameters in bfloat16, which the recipe then casts in each forward."
         )
     quantizer = quantizer.copy()
     quantizer.set_usage(rowwise=True, columnwise=len(kind.planes) > 1)
     quantizer.internal = False
-    settings = {name: getattr(quantizer, name, None) for name in _SETTINGS}
+    settings = {name: getattr(quantizer, name, None) for name in _QUANTIZER_SETTINGS}
     text = repr(sorted((name, str(value)) for name, value in settings.items() if value is not None))
-    return _format(kind.name, text, _EqualQuantizer(quantizer))
+    return _register_quantizer_format(kind.name, text, _AlwaysEqualQuantizer(quantizer))
 
 
-_SETTINGS = (
+_QUANTIZER_SETTINGS = (
     "dtype",
     "force_pow_2_scales",
     "amax_epsilon",
@@ -177,31 +183,38 @@ _SETTINGS = (
 )
 
 
-class _EqualQuantizer:
+class _AlwaysEqualQuantizer:
     """A wrapper of a quantizer, equal to any other one: the text beside it distinguishes formats."""
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _EqualQuantizer)
+        return isinstance(other, _AlwaysEqualQuantizer)
 
     def __hash__(self) -> int:
         return 0
 
 
 @cache
-def _format(name: str, settings: str, held: _EqualQuantizer) -> Format:
-    kind = next(each for each in KINDS.values() if each.name == name)
+def _register_quantizer_format(name: str, settings: str, held: _AlwaysEqualQuantizer) -> Format:
+    kind = next(each for each in KIND_BY_QUANTIZER_CLASS.values() if each.name == name)
     label = f"te_{name}_{sha256(settings.encode()).hexdigest()[:6]}"
-    return register_format(Format(label, _planes(kind), block=_PART, leaves=_codec(kind, _Tensors(kind, held.quantizer))))
+    return register_format(
+        Format(
+            label,
+            _planes_of_kind(kind),
+            block=_PART_ALIGNMENT,
+            leaves=_codec_of_kind(kind, _QuantizedTensors(kind, held.quantizer)),
+        )
+    )
 
 
-def _planes(kind: Kind) -> tuple[Plane, ...]:
-    return tuple(Plane(torch.uint8, _PART // kind.values_per_byte) for _ in kind.planes)
+def _planes_of_kind(kind: QuantizerKind) -> tuple[Plane, ...]:
+    return tuple(Plane(torch.uint8, _PART_ALIGNMENT // kind.values_per_byte) for _ in kind.planes)
 
 
-def _codec(kind: Kind, tensors: "_Tensors") -> LeafCodec:
+def _codec_of_kind(kind: QuantizerKind, tensors: "_QuantizedTensors") -> LeafCodec:
     return LeafCodec(
         tensors.scales_nbytes,
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
@@ -211,7 +224,7 @@ def _codec(kind: Kind, tensors: "_Tensors") -> LeafCodec:
     )
 
 
-class _Tensors:
+class _QuantizedTensors:
     """Functions that make TransformerEngine's tensors in the memory of leaves.
 
     Args:
@@ -220,7 +233,7 @@ class _Tensors:
         scales: the scales that a module keeps; None if scales follow from values alone.
     """
 
-    def __init__(self, kind: Kind, quantizer: Any, scales: ModuleScales | None = None) -> None:
+    def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
@@ -253,24 +266,24 @@ class _Tensors:
 
     def make(self, part: LeafPart) -> torch.Tensor:
         """Return TransformerEngine's tensor in the memory of a whole leaf."""
-        tensor: torch.Tensor = self._empty(part)
+        tensor: torch.Tensor = self._tensor_without_values(part)
         for name, plane in zip(self._kind.planes, part.planes, strict=True):
-            setattr(tensor, name, unviewed(plane.view(self._size(part.shape))))
+            setattr(tensor, name, unviewed(plane.view(self._plane_shape(part.shape))))
         for name, scales in self.scales_in(part).items():
             setattr(tensor, name, unviewed(scales))
         self.derive(tensor)
         return tensor
 
-    def _empty(self, part: LeafPart) -> Any:
+    def _tensor_without_values(self, part: LeafPart) -> Any:
         """Return TransformerEngine's tensor of a whole leaf, with the leaf's scales, and without memory for values."""
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
         if self._scales is not None:
             about["nontensor_kwargs"]["quantizer"] = self._scales.quantizer(part.path)
         none = torch.zeros((), dtype=torch.uint8, device=part.scales.device)
-        inner = {name: none.expand(self._size(part.shape)) for name in self._kind.planes} | self.scales_in(part)
+        inner = {name: none.expand(self._plane_shape(part.shape)) for name in self._kind.planes} | self.scales_in(part)
         return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
 
-    def _size(self, shape: Shape) -> Shape:
+    def _plane_shape(self, shape: Shape) -> Shape:
         """Return the shape of the plane of a leaf of ``shape``."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
@@ -291,16 +304,18 @@ class _Tensors:
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
         from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
-        weights: list[Any] = [self._empty(part) for part in parts]
+        weights: list[Any] = [self._tensor_without_values(part) for part in parts]
         for weight in weights if self._scales is not None else ():
             weight._quantizer.amax.zero_()  # a cast takes the maximum with the old entry, which belongs to other values
         has_values = [part.first < part.last for part in parts]
         rooms = [self._memory_to_encode_into(part) for part in parts]
-        mains = [self._in_rows(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
+        mains = [self._in_cast_shape(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
         starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
-        bytes_of = [self._target(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)]
+        bytes_of = [
+            self._cast_output(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)
+        ]
         paths = [part.path for part in parts]
-        with nullcontext(agree) if self._scales is None else self._scales.agreeing(paths, agree) as agree_on:
+        with nullcontext(agree) if self._scales is None else self._scales.agreeing_on_scales(paths, agree) as agree_on:
             group = Agreement(agree_on)
             quantize_master_weights(weights, mains, starts, group, bytes_of, manual_post_all_gather_processing=True)
         for part, room in zip(parts, rooms, strict=True):
@@ -308,19 +323,19 @@ class _Tensors:
                 if made is not plane:
                     plane.copy_(made)
 
-    def _in_rows(self, x: Any) -> torch.Tensor:
+    def _in_cast_shape(self, x: Any) -> torch.Tensor:
         """Return a part's values or bytes in the shape in which TransformerEngine casts them.
 
         Before Blackwell the kernel that casts with one scale transposes as well, in tiles. Tiles of a single long row would be
         almost empty, so the part is cut into short rows.
         """
-        rows: torch.Tensor = x.view(-1, gcd(len(x), _ROW)) if self._kind.name == "float8_current" else x
+        rows: torch.Tensor = x.view(-1, gcd(len(x), _MAX_ROW_VALUES)) if self._kind.name == "float8_current" else x
         return rows
 
-    def _target(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
+    def _cast_output(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
         """Return the output argument with which TransformerEngine writes the bytes of a part to the memory ``room``."""
         if self._kind.name == "float8_current":
-            return self._quantizer.create_tensor_from_data(self._in_rows(room[0]), part.dtype)
+            return self._quantizer.create_tensor_from_data(self._in_cast_shape(room[0]), part.dtype)
         return room if len(room) > 1 else room[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
@@ -336,7 +351,7 @@ class _Tensors:
         return [around[part.first - start : part.last - start]]
 
 
-def _quantizer_of(recipe: Any) -> Any:
+def _quantizer_of_recipe(recipe: Any) -> Any:
     try:
         from transformer_engine.pytorch.quantization import RecipeState
     except ImportError as error:
@@ -349,12 +364,12 @@ def _quantizer_of(recipe: Any) -> Any:
 # ------------------------------------------------------------ values of bytes
 
 
-def _float8(part: LeafPart, tensor_dtype: torch.dtype) -> torch.Tensor:
+def _float8_values(part: LeafPart, tensor_dtype: torch.dtype) -> torch.Tensor:
     return part.planes[0].view(tensor_dtype).float()
 
 
 def _decode_with_one_scale(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    return _float8(part, torch.float8_e4m3fn) * scales["_scale_inv"]
+    return _float8_values(part, torch.float8_e4m3fn) * scales["_scale_inv"]
 
 
 def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -362,59 +377,63 @@ def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]
     return where // part.shape[-1], where % part.shape[-1]
 
 
-def _decode_tiles(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode_with_tile_scales(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
-    return _float8(part, torch.float8_e4m3fn) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
+    return _float8_values(part, torch.float8_e4m3fn) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
 
 
-def _decode_blocks(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode_mxfp8(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
     exponents = scales["_rowwise_scale_inv"][rows, columns // 32].int() - 127
-    return torch.ldexp(_float8(part, torch.float8_e4m3fn), exponents)
+    return torch.ldexp(_float8_values(part, torch.float8_e4m3fn), exponents)
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _decode_four_bits(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode_nvfp4(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
     codes = torch.stack([part.planes[0] & 15, part.planes[0] >> 4], 1).view(-1).long()
-    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)
+    table = torch.tensor([*_E2M1_NUMBERS, *(-x for x in _E2M1_NUMBERS)], device=codes.device)
     of_block = scales["_rowwise_scale_inv"].view(torch.float8_e4m3fn).float()[rows, columns // 16]
     return table[codes] * of_block * (scales["_amax_rowwise"] / (448.0 * 6.0))
 
 
-def _tiles(shape: Shape, side: int) -> int:
+def _num_tiles(shape: Shape, side: int) -> int:
     return -(-shape[0] // side) * -(-shape[-1] // side)
 
 
-_DELAYED = Kind(
-    "float8_delayed", ["_data"], ["_transpose"], lambda shape, scales: [(NUMBERS, torch.float32)], _decode_with_one_scale
+_DELAYED_SCALING = QuantizerKind(
+    "float8_delayed",
+    ["_data"],
+    ["_transpose"],
+    lambda shape, scales: [(NUMBERS_PER_WEIGHT, torch.float32)],
+    _decode_with_one_scale,
 )
-KINDS = {
-    "Float8CurrentScalingQuantizer": Kind(
+KIND_BY_QUANTIZER_CLASS = {
+    "Float8CurrentScalingQuantizer": QuantizerKind(
         "float8_current", ["_data"], ["_transpose"], lambda shape, scales: [(1, torch.float32)], _decode_with_one_scale
     ),
-    "Float8BlockQuantizer": Kind(
+    "Float8BlockQuantizer": QuantizerKind(
         "float8_block",
         ["_rowwise_data"],
         ["_columnwise_data", "_columnwise_scale_inv"],
         lambda shape, scales: [(prod(scales["_rowwise_scale_inv"]), torch.float32)],
-        _decode_tiles,
+        _decode_with_tile_scales,
     ),
-    "MXFP8Quantizer": Kind(
+    "MXFP8Quantizer": QuantizerKind(
         "mxfp8",
         ["_rowwise_data", "_columnwise_data"],
         [],
         lambda shape, scales: [(sum(prod(size) for size in scales.values()), torch.bfloat16)],
-        _decode_blocks,
+        _decode_mxfp8,
     ),
-    "NVFP4Quantizer": Kind(
+    "NVFP4Quantizer": QuantizerKind(
         "nvfp4",
         ["_rowwise_data"],
         ["_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"],
-        lambda shape, scales: [(_tiles(shape, 16), torch.float32), (1, torch.float32)],
-        _decode_four_bits,
+        lambda shape, scales: [(_num_tiles(shape, 16), torch.float32), (1, torch.float32)],
+        _decode_nvfp4,
         values_per_byte=2,
     ),
 }

@@ -15,7 +15,7 @@ import torch
 from fsharp.errors import AgreementError, OptionError, problem
 from fsharp.functional.formats.format import AgreeMax, Format, first_few
 
-NUMBERS = 3
+NUMBERS_PER_WEIGHT = 3
 """Number of a weight's values on which ranks agree in an update: its maximum, its scale, and the negative scale."""
 
 
@@ -54,7 +54,7 @@ class ModuleScales:
         return found
 
     @contextmanager
-    def agreeing(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
+    def agreeing_on_scales(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
         """Yield a function that takes maxima of the weights ``paths`` over ranks, by ``agree``, and compares their scales too.
 
         Raises:
@@ -79,7 +79,7 @@ class ModuleScales:
             raise AgreementError(problem("delayed scaling", "ranks have different scales of a weight.", facts, remedy))
 
     @contextmanager
-    def keeping_maxima(self) -> Iterator[None]:
+    def restoring_maxima(self) -> Iterator[None]:
         """Return a context that restores the newest entries of all histories at its end, after casts."""
         newest = [self.quantizer(path).amax for path in self._places]
         before = [x.clone() for x in newest]

@@ -62,8 +62,8 @@ class Layout:
         Raises:
             LayoutError: ``kind`` is unknown.
         """
-        if kind not in _KINDS:
-            raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {list(_KINDS)}.")
+        if kind not in _STATE_KINDS:
+            raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {list(_STATE_KINDS)}.")
         total = 0
         for unit in self.units:
             place = {"params": unit.strategy.params, "grads": unit.strategy.grads}.get(kind, unit.strategy.optim)
@@ -130,7 +130,7 @@ class Layout:
         )
 
 
-_KINDS = ("params", "grads", "main", "optim", "residuals")
+_STATE_KINDS = ("params", "grads", "main", "optim", "residuals")
 
 
 def _itemsize(kind: str, dtypes: Dtypes) -> int:

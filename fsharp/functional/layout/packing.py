@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fsharp.errors import LayoutError
 from fsharp.tracebacks import api_boundary
 
-_EXHAUSTIVE = 2048
+_NUM_EXHAUSTIVE_TRIES = 2048
 """Capacities tried one by one before larger strides take over."""
 
 
@@ -99,16 +99,16 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
 
     capacity = max(-(-total // num_parts), largest)
     capacity = -(-capacity // step) * step
-    for _ in range(_EXHAUSTIVE):
+    for _ in range(_NUM_EXHAUSTIVE_TRIES):
         capacity = _next_possible_capacity(capacity, items, step)
         if (offsets := _place_leaves(order, capacity, num_parts)) is not None:
-            return Packing(_in_order(offsets, len(sizes)), capacity)
+            return Packing(_offsets_in_order(offsets, len(sizes)), capacity)
         capacity += step
     found, capacity = _search_capacity(order, capacity, step, num_parts, total)
-    return Packing(_in_order(found, len(sizes)), capacity)
+    return Packing(_offsets_in_order(found, len(sizes)), capacity)
 
 
-def _in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
+def _offsets_in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
     return tuple(offsets.get(i, 0) for i in range(count))
 
 

@@ -106,22 +106,22 @@ class Place:
     @property
     def sharded_axes(self) -> tuple[str, ...]:
         """Axes that shard, in the order in which they cut."""
-        return self._axes(Shard)
+        return self._axes_with(Shard)
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
         """Axes along which each rank holds a summand."""
-        return self._axes(Partial)
+        return self._axes_with(Partial)
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds the same value."""
-        return self._axes(Replicate)
+        return self._axes_with(Replicate)
 
     @property
     def varying_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds a different value."""
-        return self._axes(Vary)
+        return self._axes_with(Vary)
 
     @property
     def dual(self) -> "Place":
@@ -133,10 +133,10 @@ class Place:
         swap = {Replicate: Partial, Partial: Replicate, Shard: Shard, Vary: Vary}
         return Place(self.order, tuple(swap[p] for p in self.placements))
 
-    def _axes(self, kind: Placement) -> tuple[str, ...]:
-        if kind not in self.placements:
+    def _axes_with(self, placement: Placement) -> tuple[str, ...]:
+        if placement not in self.placements:
             return ()
-        return tuple([axis for axis, p in zip(self.order, self.placements, strict=True) if p is kind])
+        return tuple([axis for axis, p in zip(self.order, self.placements, strict=True) if p is placement])
 
     def __str__(self) -> str:
         return ", ".join(f"{axis}:{p!r}" for axis, p in zip(self.order, self.placements, strict=True)) or "whole"
@@ -228,7 +228,7 @@ class Strategy:
         return ", ".join(f"{a}: {short[r.params]}{short[r.grads]}{short[r.optim]}" for a, r in self.rules)
 
 
-def _uniform(name: str, axes: tuple[str, ...], rule: AxisRule) -> Strategy:
+def _same_rule_on_axes(name: str, axes: tuple[str, ...], rule: AxisRule) -> Strategy:
     if not axes or len(set(axes)) != len(axes) or not all(isinstance(axis, str) for axis in axes):
         raise StrategyError(f"{name}(): expected one or more different axis names, got {list(axes)}.")
     return Strategy(dict.fromkeys(axes, rule))
@@ -240,7 +240,7 @@ def ddp(*axes: str) -> Strategy:
 
     Source: PyTorch DDP, arXiv 2006.15704.
     """
-    return _uniform("ddp", axes, AxisRule(Replicate, Partial, Replicate))
+    return _same_rule_on_axes("ddp", axes, AxisRule(Replicate, Partial, Replicate))
 
 
 @options_explained
@@ -249,7 +249,7 @@ def zero1(*axes: str) -> Strategy:
 
     Source: ZeRO, arXiv 1910.02054, stage 1.
     """
-    return _uniform("zero1", axes, AxisRule(Replicate, Partial, Shard))
+    return _same_rule_on_axes("zero1", axes, AxisRule(Replicate, Partial, Shard))
 
 
 @options_explained
@@ -258,7 +258,7 @@ def zero2(*axes: str) -> Strategy:
 
     Source: ZeRO, arXiv 1910.02054, stage 2.
     """
-    return _uniform("zero2", axes, AxisRule(Replicate, Shard, Shard))
+    return _same_rule_on_axes("zero2", axes, AxisRule(Replicate, Shard, Shard))
 
 
 @options_explained
@@ -267,10 +267,10 @@ def zero3(*axes: str) -> Strategy:
 
     Source: ZeRO, arXiv 1910.02054, stage 3.
     """
-    return _uniform("zero3", axes, AxisRule(Shard, Shard, Shard))
+    return _same_rule_on_axes("zero3", axes, AxisRule(Shard, Shard, Shard))
 
 
-def _hybrid(name: str, outer: str, inner: str, outer_rule: AxisRule) -> Strategy:
+def _hybrid_strategy(name: str, outer: str, inner: str, outer_rule: AxisRule) -> Strategy:
     if outer == inner:
         raise StrategyError(f"{name}(): outer and inner are the same axis {outer!r}; a hybrid needs two.")
     return Strategy({outer: outer_rule, inner: AxisRule(Shard, Shard, Shard)})
@@ -282,7 +282,7 @@ def hsdp(outer: str, inner: str) -> Strategy:
 
     Source: PyTorch FSDP, arXiv 2304.11277, section 3.2.2.
     """
-    return _hybrid("hsdp", outer, inner, AxisRule(Replicate, Partial, Replicate))
+    return _hybrid_strategy("hsdp", outer, inner, AxisRule(Replicate, Partial, Replicate))
 
 
 @options_explained
@@ -291,7 +291,7 @@ def hfsdp(outer: str, inner: str) -> Strategy:
 
     Optimizer state is sharded over both axes, parameters over ``inner`` alone. Source: Megatron-FSDP.
     """
-    return _hybrid("hfsdp", outer, inner, AxisRule(Replicate, Partial, Shard))
+    return _hybrid_strategy("hfsdp", outer, inner, AxisRule(Replicate, Partial, Shard))
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -328,9 +328,9 @@ class P:
     @api_boundary
     def __init__(self, *partitions: str | tuple[str, ...] | None) -> None:
         for dim, entry in enumerate(partitions):
-            if not isinstance(entry, str | tuple | None) or not all(isinstance(a, str) and a for a in _axes(entry)):
+            if not isinstance(entry, str | tuple | None) or not all(isinstance(a, str) and a for a in _axes_of_entry(entry)):
                 raise StrategyError(f"P(): dim {dim} is {entry!r}, expected the name of an axis, a tuple of names, or None.")
-        cuts = [_axes(entry) for entry in partitions]
+        cuts = [_axes_of_entry(entry) for entry in partitions]
         entries = tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in cuts)
         object.__setattr__(self, "partitions", entries)
         named = [axis for axes in cuts for axis in axes]
@@ -347,7 +347,7 @@ class P:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes that cut dim 0; the first axis cuts first."""
-        return _axes(self.partitions[0]) if self.partitions else ()
+        return _axes_of_entry(self.partitions[0]) if self.partitions else ()
 
     @api_boundary
     def strategy(self, mesh: Mesh, *, path: str, shape: tuple[int, ...]) -> Strategy:
@@ -363,7 +363,7 @@ class P:
             LayoutError: the spec has more dims than the leaf, or cuts another dim than dim 0.
         """
         facts = [("leaf", f"params[{path!r}] of shape {list(shape)}"), ("spec", repr(self)), ("mesh", str(mesh))]
-        unknown = [axis for entry in self.partitions for axis in _axes(entry) if axis not in mesh.names]
+        unknown = [axis for entry in self.partitions for axis in _axes_of_entry(entry) if axis not in mesh.names]
         if unknown:
             what = f"a partition spec names the unknown axis {unknown[0]!r}."
             raise StrategyError(problem("plan()", what, facts, f"Name axes of the mesh: {list(mesh.names)}."))
@@ -379,5 +379,5 @@ class P:
         return Strategy({**others, **dict.fromkeys(self.axes, AxisRule(Shard, Shard, Shard))})
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def _axes_of_entry(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else entry

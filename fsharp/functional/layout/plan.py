@@ -88,7 +88,7 @@ def plan(
             raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
     atom_of |= {path: Rows(1) for path, spec in specs.items() if spec.axes and atom_of[path] == Element()}
     label_by_path = value_by_path("plan(labels=...)", labels, paths, default="default")
-    precision_of = _precisions(precision, paths)
+    precision_of = _precision_by_path(precision, paths)
 
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         trainable = tensor.is_floating_point() and path not in frozen_paths
@@ -108,19 +108,19 @@ def plan(
         return dtypes, trainable, label_by_path[path]
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
-    _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
+    _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
     sections = cut_at(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}
     for path, tensor in zip(paths, leaves):
         of_unit[unit_of[path]].append((path, tensor))
     for name, subtree in zip(sections.names, sections.subtrees, strict=True):
-        built.append(_unit(name, subtree, of_unit[name], mesh, strategies[name], rules, ties, unit_of))
-    _check_updates(built, precision_of, {path for path, rule in rules.items() if rule[1]})
+        built.append(_unit_layout(name, subtree, of_unit[name], mesh, strategies[name], rules, ties, unit_of))
+    _check_update_formats(built, precision_of, {path for path, rule in rules.items() if rule[1]})
     return Layout(mesh, tuple(built), sections.spec)
 
 
-def _unit(
+def _unit_layout(
     name: str,
     subtree: Any,
     members: Sequence[tuple[str, torch.Tensor]],
@@ -164,7 +164,7 @@ def _aligned_sizes_and_atoms(sizes: Sequence[int], atoms: Sequence[int], step: i
     return tuple(sizes), tuple([min(math.lcm(atom, step), size) for atom, size in zip(atoms, sizes, strict=True)])
 
 
-def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precision]:
+def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str, Precision]:
     check_precisions("plan()", precision)
     found: dict[str, Precision] = value_by_path("plan(precision=...)", precision, paths, default=Precision())
     for path, each in found.items():
@@ -176,7 +176,7 @@ def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precis
     return found
 
 
-def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
+def _check_update_formats(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
     for unit in units:
         for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
             if dtypes.update is None:
@@ -210,20 +210,20 @@ def relative_path(path: str, unit: str) -> str:
     return path[len(unit) :].removeprefix(".") if unit else path
 
 
-def _is_rule(node: Any) -> bool:
+def _is_strategy_or_spec(node: Any) -> bool:
     return isinstance(node, Strategy) or hasattr(node, "partitions")
 
 
 def _rules_by_path(rules: Any) -> Any:
     """Return rules by key path for a tree of rules; return one rule, or rules by pattern, unchanged."""
-    paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_rule)
+    paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
     for rule in found:
-        if not _is_rule(rule):
+        if not _is_strategy_or_spec(rule):
             raise LayoutError(
                 f"plan(): strategy has {rule!r:.80}, expected a Strategy such as zero3('dp'), or a partition spec such as "
                 "P('dp'). Pass one of these, a tree of these, or a dict by path pattern: {'**': P('dp'), 'layers.*.b': P()}."
             )
-    if _is_rule(rules) or (isinstance(rules, Mapping) and all(map(_is_rule, rules.values()))):
+    if _is_strategy_or_spec(rules) or (isinstance(rules, Mapping) and all(map(_is_strategy_or_spec, rules.values()))):
         return rules
     return dict(zip(map(join_path, paths), found))
 
@@ -282,8 +282,8 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
         owner, other = owners.setdefault(place, (path, leaf))
         if owner == path:
             continue
-        if _view(leaf) != _view(other):
-            facts = [(f"{p!r}", _view_text(t)) for p, t in ((owner, other), (path, leaf))]
+        if _view_key(leaf) != _view_key(other):
+            facts = [(f"{p!r}", _describe_view(t)) for p, t in ((owner, other), (path, leaf))]
             remedy = "Tie leaves by using one tensor at both paths and taking the view in the function, or clone one."
             what = f"params[{owner!r}] and params[{path!r}] share storage but are different views of it."
             raise LayoutError(problem("plan()", what, facts, remedy))
@@ -291,16 +291,16 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
     return ties
 
 
-def _view_text(t: torch.Tensor) -> str:
+def _describe_view(t: torch.Tensor) -> str:
     marks = ", conjugated" * t.is_conj() + ", negated" * t.is_neg()
     return f"{dtype_name(t.dtype)}{list(t.shape)}, strides {t.stride()}{marks}"
 
 
-def _view(t: torch.Tensor) -> tuple[Any, ...]:
+def _view_key(t: torch.Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
-def _check_ties(
+def _check_rules_of_ties(
     ties: Mapping[str, str],
     rules: Mapping[str, tuple[Any, ...]],
     varying: Mapping[str, tuple[str, ...]],

@@ -169,13 +169,13 @@ def _spec_to_json(spec: optree.PyTreeSpec) -> Any:
 
 
 def _spec_from_json(data: Any) -> optree.PyTreeSpec:
-    return optree.tree_structure(_example(data))
+    return optree.tree_structure(_example_tree(data))
 
 
-def _example(data: Any) -> Any:
+def _example_tree(data: Any) -> Any:
     if data is None or data == "*":
         return None if data is None else 0
-    children = [_example(child) for child in data["children"]]
+    children = [_example_tree(child) for child in data["children"]]
     kind = data["kind"]
     if kind in ("list", "tuple"):
         return {"list": list, "tuple": tuple}[kind](children)

@@ -211,10 +211,10 @@ class Sharded:
         """
         owners = {each.name: each for each in ties} | {self.name: self}
         names = dict.fromkeys([self.name, *(leaf.tied_to[0] for leaf in self.unit.leaves if leaf.tied_to is not None)])
-        views = {name: owners[name]._views() for name in names if name in owners}  # in one order on all ranks
+        views = {name: owners[name]._leaf_views() for name in names if name in owners}  # in one order on all ranks
         return self.unit.build_subtree("Sharded.tree()", views)
 
-    def _views(self) -> dict[str, torch.Tensor]:
+    def _leaf_views(self) -> dict[str, torch.Tensor]:
         if self.place.sharded_axes or self.place.partial_axes or self.groups != self.unit.all_groups:
             facts = [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")]
             remedy = "Call gather() first." if self.groups == self.unit.all_groups else "Add the other groups by merge() first."
@@ -273,7 +273,7 @@ def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
 
 
-_EVERYWHERE: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+_GLOBAL_NAMESPACE: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
 """optree's global namespace, so that other libraries, such as TorchOpt, flatten the nodes."""
 LEAFLESS: set[type] = set()
 """Frozen dataclasses of plain values that are pytree nodes without leaves."""
@@ -282,11 +282,11 @@ LEAFLESS: set[type] = set()
 def register_leafless(kind: type) -> None:
     """Register a frozen dataclass as a pytree node without leaves, with optree and with torch."""
     LEAFLESS.add(kind)
-    optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=_EVERYWHERE)  # type: ignore[arg-type, return-value]
+    optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=_GLOBAL_NAMESPACE)  # type: ignore[arg-type, return-value]
     torch_pytree.register_pytree_node(kind, lambda node: ([], node), lambda _, node: node)
 
 
-optree.register_pytree_node(Sharded, flatten_node, unflatten_node, namespace=_EVERYWHERE)  # type: ignore[arg-type]
+optree.register_pytree_node(Sharded, flatten_node, unflatten_node, namespace=_GLOBAL_NAMESPACE)  # type: ignore[arg-type]
 torch_pytree.register_pytree_node(
     Sharded,
     lambda node: (list(flatten_node(node)[0]), flatten_node(node)[1]),
@@ -317,7 +317,7 @@ def check_not_encoded(where: str, nodes: Sequence[Sharded]) -> None:
             )
 
 
-_LENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_LOAN_BY_ADDRESS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Memory that another library treats as constant: by address, an object that lives as long as the library reads there."""
 
 
@@ -327,15 +327,15 @@ class _LoanToken:
 
 def mark_lent(address: int, holder: Any) -> None:
     """Mark the memory at an address as read-only while ``holder`` lives. The mark is kept in the attribute ``holder.loan``."""
-    holder.loan = _LENT.setdefault(address, _LoanToken())
+    holder.loan = _LOAN_BY_ADDRESS.setdefault(address, _LoanToken())
 
 
 def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
     """Raise a TreeError if buffers, which the caller is about to overwrite, are lent to another library."""
-    if not _LENT:
+    if not _LOAN_BY_ADDRESS:
         return
     for node in nodes:
-        if any(buffer.numel() and buffer.data_ptr() in _LENT for buffer in node.buffers):
+        if any(buffer.numel() and buffer.data_ptr() in _LOAN_BY_ADDRESS for buffer in node.buffers):
             raise TreeError(
                 f"{where}: arrays of JAX have the memory of unit {node.unit.display_name}, which JAX takes for constant. Leave "
                 "out donate=True, delete these arrays, or convert a copy: optree.tree_map(torch.clone, tree)."

@@ -48,7 +48,7 @@ def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
         first = alike[0]
         buffers = ", ".join(
             g.dtypes.stored_format.name
-            + (f" (main {dtype_name(g.dtypes.main)}{_updates(g)})" if g.dtypes.has_main_copy and g.trainable else "")
+            + (f" (main {dtype_name(g.dtypes.main)}{_update_format_text(g)})" if g.dtypes.has_main_copy and g.trainable else "")
             + (" frozen" if not g.trainable else "")
             + (f" {g.label}" if g.label != "default" else "")
             for g in first.groups
@@ -68,7 +68,7 @@ def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _updates(group: Group) -> str:
+def _update_format_text(group: Group) -> str:
     return "" if group.dtypes.update is None else f", updates {group.dtypes.update.name}"
 
 
@@ -105,12 +105,12 @@ def table_html(title: str, rows: Sequence[Sequence[str]], right: Collection[int]
 
 def runs_of_alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
     """Yield runs of consecutive units that differ in a number in their name alone, each with a name: ``layers.* x12``."""
-    for (pattern, *_), run in groupby(units, key=_kind):
+    for (pattern, *_), run in groupby(units, key=_key_without_number):
         alike = list(run)
         yield f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0].name or "(whole tree)", alike
 
 
-def _kind(unit: UnitLayout) -> tuple[object, ...]:
+def _key_without_number(unit: UnitLayout) -> tuple[object, ...]:
     return re.sub(r"\d+", "*", unit.name), unit.leaves, unit.groups, unit.strategy
 
 

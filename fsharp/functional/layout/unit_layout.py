@@ -246,7 +246,7 @@ class UnitLayout:
     @cached_property
     def _scales_nbytes(self) -> tuple[int, ...]:
         codecs = [group.dtypes.stored_format.leaves for group in self.groups]
-        rows = zip(codecs, self._stored, strict=True)
+        rows = zip(codecs, self._leaves_by_group, strict=True)
         return tuple(0 if c is None else sum(aligned(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows)
 
     def sent_part(self, group: int, stored: torch.Tensor) -> torch.Tensor:
@@ -406,10 +406,10 @@ class UnitLayout:
 
     def leaves_of_group(self, group: int) -> tuple[Leaf, ...]:
         """Return the leaves in a group's buffer, in order of offset; leaves without elements come first."""
-        return self._stored[group]
+        return self._leaves_by_group[group]
 
     @cached_property
-    def _stored(self) -> tuple[tuple[Leaf, ...], ...]:
+    def _leaves_by_group(self) -> tuple[tuple[Leaf, ...], ...]:
         by_offset = sorted(self.leaves, key=lambda leaf: (leaf.offset, leaf.numel))
         return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
 

@@ -59,7 +59,7 @@ class Transform:
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _dropping_unknown_keywords(fn))
-        object.__setattr__(self, "init", _refusing_stored(self.init))
+        object.__setattr__(self, "init", _refusing_encoded_parameters(self.init))
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
@@ -104,7 +104,7 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refusing_stored(init: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_encoded_parameters(init: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper of ``init`` that raises a TreeError for parameters stored in a format."""
 
     @wraps(init)
@@ -300,13 +300,13 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
 
     for g, p in zip(filter(is_sharded, ours), filter(is_sharded, theirs), strict=True):
         check_reduced(where, g)
-        for what, got, expected in _differences(g, p):
+        for what, got, expected in _gradient_mismatches(g, p):
             facts = [("differs", what), ("got", got), ("expected", expected)]
             remedy = "Pass the gradients that value_and_grad() returned, through reduce_scatter() and average()."
             raise TreeError(problem(where, f"gradients of unit {g.name!r} do not fit its parameters.", facts, remedy))
 
 
-def _differences(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
+def _gradient_mismatches(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences between a unit's gradients and its parameters, as triples of property, value and expected value."""
     if g.unit is not p.unit and g.unit != p.unit:
         yield (

@@ -50,7 +50,7 @@ def schedule_value(schedule: ScalarOrSchedule, count: int) -> float:
     return float(schedule(count) if callable(schedule) else schedule)
 
 
-def _at_tensor(schedule: Any, count: torch.Tensor) -> Any:
+def _evaluate_schedule(schedule: Any, count: torch.Tensor) -> Any:
     return schedule(count) if callable(schedule) else float(schedule)
 
 
@@ -115,15 +115,17 @@ def adamw(
     def init(params: Any, /) -> AdamState:
         device = next((x.device for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)), torch.device("cpu"))
         count = torch.zeros((), device=device) if capturable else 0
-        return AdamState(count, _zeros(params), _zeros(params))
+        return AdamState(count, _zeros_like_tree(params), _zeros_like_tree(params))
 
     def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
         before = state.count
         rate: Any = (
-            _at_tensor(learning_rate, before) if isinstance(before, torch.Tensor) else schedule_value(learning_rate, before)
+            _evaluate_schedule(learning_rate, before)
+            if isinstance(before, torch.Tensor)
+            else schedule_value(learning_rate, before)
         )
         count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
-        params, mu, nu = _writable(donate, params, state.mu, state.nu)
+        params, mu, nu = _copy_unless_donated(donate, params, state.mu, state.nu)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             p, g, m, v = lists
@@ -136,13 +138,13 @@ def adamw(
                 beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
 
-        _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
+        _for_each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
         return params, AdamState(count, mu, nu)
 
     settings = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "lr_scale": lr_scale}
     settings |= {"capturable": True} if capturable else {}
     config = {"adamw": config_texts(learning_rate=learning_rate, **settings)}
-    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(learning_rate, s.count))
+    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: _evaluate_schedule(learning_rate, s.count))
 
 
 @options_checked
@@ -172,13 +174,13 @@ def sgd(
     """
 
     def init(params: Any, /) -> MomentumState:
-        return MomentumState(0, None if momentum is None else _zeros(params))
+        return MomentumState(0, None if momentum is None else _zeros_like_tree(params))
 
     def step(
         grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
     ) -> tuple[Any, MomentumState]:
         trees = (params,) if momentum is None else (params, state.mu)
-        params, *buffers = _writable(donate, *trees)
+        params, *buffers = _copy_unless_donated(donate, *trees)
         rate = schedule_value(learning_rate, state.count)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
@@ -200,7 +202,7 @@ def sgd(
                 nesterov=nesterov and bool(momentum), maximize=False, is_first_step=False,
             )  # fmt: skip
 
-        _each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
+        _for_each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, buffers[0] if buffers else None)
 
     settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "lr_scale": lr_scale}
@@ -238,12 +240,12 @@ def lion(
     """
 
     def init(params: Any, /) -> MomentumState:
-        return MomentumState(0, _zeros(params))
+        return MomentumState(0, _zeros_like_tree(params))
 
     def step(
         grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
     ) -> tuple[Any, MomentumState]:
-        params, momentum = _writable(donate, params, state.mu)
+        params, momentum = _copy_unless_donated(donate, params, state.mu)
         rate = schedule_value(learning_rate, state.count)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
@@ -252,7 +254,7 @@ def lion(
                 p.mul_(1 - rate * scale * decay).sub_(direction, alpha=rate * scale)
                 m.lerp_(g, 1 - b2)
 
-        _each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
+        _for_each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, momentum)
 
     settings = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "lr_scale": lr_scale}
@@ -281,7 +283,7 @@ def _in_place_transform(
         if rate is None:
             grads = optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params)
             grads = add_scaled_parameters_(grads, params, 1.0, comm.rank, lr_scale, weight_decay)
-        updates, new = step(grads, state, _zeros(params), 0.0, comm=comm, donate=False)
+        updates, new = step(grads, state, _zeros_like_tree(params), 0.0, comm=comm, donate=False)
         if rate is not None:
             updates = add_scaled_parameters_(updates, params, -rate(state), comm.rank, lr_scale, weight_decay)
         return updates, new
@@ -296,19 +298,19 @@ def add_scaled_parameters_(tree: Any, params: Any, factor: Any, rank: int, lr_sc
         for x, p in zip(*lists, strict=True):
             x.add_(p * (factor * scale * decay))
 
-    _each_run(kernel, (tree, params), rank, lr_scale, weight_decay)
+    _for_each_run(kernel, (tree, params), rank, lr_scale, weight_decay)
     return tree
 
 
-def _zeros(params: Any) -> Any:
+def _zeros_like_tree(params: Any) -> Any:
     return optree.tree_map(torch.zeros_like, params)
 
 
-def _writable(donate: bool, *trees: Any) -> list[Any]:
+def _copy_unless_donated(donate: bool, *trees: Any) -> list[Any]:
     return list(trees) if donate else [optree.tree_map(torch.clone, tree) for tree in trees]
 
 
-def _each_run(
+def _for_each_run(
     kernel: Callable[..., None],
     trees: tuple[Any, ...],
     rank: int,
@@ -351,7 +353,7 @@ def _each_run(
         run = partial(kernel, scale=scale, decay=decay)
         for dtype in dict.fromkeys([x.dtype for x in lists[0]]):
             chosen = [j for j, x in enumerate(lists[0]) if x.dtype is dtype]
-            _in_whole_vectors(run, [[column[j] for j in chosen] for column in lists])
+            _run_in_whole_vectors(run, [[column[j] for j in chosen] for column in lists])
 
 
 def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
@@ -366,7 +368,7 @@ def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[s
     return [(value, start, stop) for (value, start), stop in zip(starts, stops, strict=False)]
 
 
-def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
+def _run_in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
     """Run an in-place kernel, on a CPU on whole SIMD vectors alone; see [Note: whole vectors]."""
     vector = _VECTOR_NBYTES // lists[0][0].itemsize
     rests = [x.numel() % vector for x in lists[0]]

@@ -67,14 +67,14 @@ def with_elementwise_check(inner: Any, *, steps: int = 1) -> Transform:
         expected = tx.update(*(_tree_of_whole_trained_leaves(x, comm) for x in (grads, state.inner_state, params)), **extra)
         updates, new = tx.update(grads, state.inner_state, params, comm=comm, **extra)
         found = _tree_of_whole_trained_leaves(updates, comm), _tree_of_whole_trained_leaves(new, comm)
-        check_on_all_ranks(where, comm, lambda: _compare(where, expected, found))
+        check_on_all_ranks(where, comm, lambda: _check_same_updates(where, expected, found))
         return updates, CheckedState(state.num_checked + 1, new)
 
     name = wrapper_name("check_elementwise", tx.name)  # checkpoints have this name
     return Transform(init, update, {"steps": steps, **tx.config}, name=name, extra=tx.extra)
 
 
-def _compare(where: str, expected: Any, found: Any) -> None:
+def _check_same_updates(where: str, expected: Any, found: Any) -> None:
     paths, wanted, spec = optree.tree_flatten_with_path(expected)
     got, other = optree.tree_flatten(found)
     if spec != other:

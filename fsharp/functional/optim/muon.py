@@ -14,13 +14,13 @@ from fsharp.functional.optim.base import Transform, config_texts, value_per_leaf
 from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, schedule_value
 from fsharp.type_checks import options_checked
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(
     matrix: torch.Tensor,
     *,
-    coefficients: tuple[float, float, float] = _COEFFICIENTS,
+    coefficients: tuple[float, float, float] = _NEWTON_SCHULZ_COEFFICIENTS,
     steps: int = 5,
     eps: float = 1e-8,
     dtype: torch.dtype = torch.float32,
@@ -46,7 +46,7 @@ def orthogonalise(
 @options_checked
 def muon(
     learning_rate: ScalarOrSchedule,
-    ns_coeffs: tuple[float, float, float] = _COEFFICIENTS,
+    ns_coeffs: tuple[float, float, float] = _NEWTON_SCHULZ_COEFFICIENTS,
     ns_steps: int = 5,
     beta: float = 0.95,
     eps: float = 1e-8,
@@ -94,7 +94,7 @@ def muon(
     """
 
     def init(params: Any, /) -> MomentumState:
-        _check(params)
+        _check_whole_matrices(params)
         return MomentumState(0, optree.tree_map(torch.zeros_like, params))
 
     def update(grads: Any, state: MomentumState, params: Any, *, comm: Comm) -> tuple[Any, MomentumState]:
@@ -130,7 +130,7 @@ def muon(
     return Transform(init, update, {"muon": config_texts(learning_rate=learning_rate, **settings)}, name="muon")
 
 
-def _check(params: Any) -> None:
+def _check_whole_matrices(params: Any) -> None:
     for node in units_of(params):
         for group in node.groups:
             for leaf in node.unit.leaves_of_group(group):

@@ -36,10 +36,10 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
     Cost: one ``all_reduce`` of 8 bytes for each axis along which the tree is sharded or varies. With ``deterministic`` two, of
     8 and 24 bytes, and about six passes over the elements in place of one. Not differentiable.
     """
-    return _float64_norm(tree, comm, deterministic).to(_dtype(tree))
+    return _float64_norm(tree, comm, deterministic).to(_norm_dtype(tree))
 
 
-def _dtype(tree: Any) -> torch.dtype:
+def _norm_dtype(tree: Any) -> torch.dtype:
     is_double = any(x.dtype in (torch.float64, torch.complex128) for node in units_of(tree) for x in node.buffers)
     return torch.float64 if is_double else torch.float32
 
@@ -53,7 +53,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
                     f"global_norm(): unit {node.unit.display_name} rests partial ({node.place}): sum it by reduce_scatter() "
                     "first."
                 )
-            held = [b.detach() for b in _values(node, comm.rank) if b.numel()]
+            held = [b.detach() for b in _values_without_padding(node, comm.rank) if b.numel()]
             by_axes.setdefault(node.place.sharded_axes + node.place.varying_axes, []).extend(held)
     with torch.no_grad():
         if deterministic:
@@ -64,11 +64,11 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
             for buffer in buffers:
                 for chunk in buffer.reshape(-1).split(_CHUNK):  # float64: squares neither overflow nor vanish
                     part += chunk.to(torch.float64, copy=True).square_().sum().to(part.device)
-            total += _sum(part.view(1), axes, comm)[0]
+            total += _sum_over_axes(part.view(1), axes, comm)[0]
         return total.sqrt()
 
 
-def _values(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
+def _values_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
     """Yield the values of each buffer; of decoded parameters without padding, which formats may decode as any number."""
     for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
         if values is buffer and not (node.is_gathered and node.unit.has_formats):
@@ -77,7 +77,7 @@ def _values(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
             yield from [values[span.start : span.stop] for span in node.unit.leaf_spans(g, node.place, rank)]
 
 
-def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
+def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
     for axis in axes:
         x = all_reduce(x, comm, axis)
     return x
@@ -104,7 +104,7 @@ def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) 
                     whole = rest.mul_(2.0**_BITS).floor()
                     part[limb] += whole.long().sum().to(part.device)
                     rest.sub_(whole)
-        total += _sum(part, axes, comm)
+        total += _sum_over_axes(part, axes, comm)
     value = sum(int(limb) << (_BITS * (_LIMBS - 1 - k)) for k, limb in enumerate(total.tolist()))
     norm = math.ldexp(math.sqrt(value), exponent - _BITS * _LIMBS // 2)
     return torch.tensor(norm, dtype=torch.float64, device=comm.device)
@@ -135,11 +135,11 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         raise LayoutError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")
 
     def init(params: Any, /) -> ClipState:
-        return ClipState(torch.zeros((), dtype=_dtype(params)))
+        return ClipState(torch.zeros((), dtype=_norm_dtype(params)))
 
     def update(grads: Any, state: ClipState, params: Any, *, comm: Comm) -> tuple[Any, ClipState]:
         norm = _float64_norm(grads, comm, deterministic)  # float64: the norm of finite gradients is finite
         factor = torch.clamp(max_norm / norm, max=1.0)  # stays float64: in half precision it might be zero
-        return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_dtype(grads)))
+        return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_norm_dtype(grads)))
 
     return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]}, name="clip_by_global_norm")

@@ -70,7 +70,7 @@ def partition(
         outs, new = {}, {}
         for label, tx in txs.items():
             outs[label], new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
-        return _join(params, list(outs.values())), PartitionState(new)
+        return _join_parts(params, list(outs.values())), PartitionState(new)
 
     update, apply = update_and_apply_from(step)
     return Transform(init_parts, update, config, apply, name, extra)
@@ -107,7 +107,7 @@ def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tupl
     return init, update
 
 
-def _join(like: Any, parts: list[Any]) -> Any:
+def _join_parts(like: Any, parts: list[Any]) -> Any:
     def one(whole: Sharded, *pieces: Sharded) -> Sharded:
         held = {g: b for piece in pieces for g, b in zip(piece.groups, piece.buffers, strict=True)}
         return whole.replace([held[g] for g in whole.groups])

@@ -22,13 +22,13 @@ from fsharp.type_checks import options_checked
 @api_boundary
 def identity() -> Transform:
     """Return a transformation that leaves updates unchanged."""
-    return _stateless("identity", lambda updates: updates)
+    return _stateless_transform("identity", lambda updates: updates)
 
 
 @options_checked
 def scale(step_size: float) -> Transform:
     """Return a transformation that multiplies updates by ``step_size``."""
-    return _stateless("scale", lambda updates: optree.tree_map(lambda u: u * step_size, updates), step_size=step_size)
+    return _stateless_transform("scale", lambda updates: optree.tree_map(lambda u: u * step_size, updates), step_size=step_size)
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -123,7 +123,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     return Transform(lambda params: TraceState(optree.tree_map(torch.zeros_like, params)), update, config, name="trace")
 
 
-def _stateless(name: str, fn: Callable[[Any], Any], **settings: Any) -> Transform:
+def _stateless_transform(name: str, fn: Callable[[Any], Any], **settings: Any) -> Transform:
     return Transform(
         lambda params: (), lambda updates, state, params: (fn(updates), ()), {name: config_texts(**settings)}, name=name
     )

@@ -16,7 +16,7 @@ from fsharp.errors import TreeError, problem
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 
 _LARGEST_DIM = 3
-_SCALES = (1.0, 1e-3, 1e3, 1e6, math.nan)
+_GRADIENT_SCALES = (1.0, 1e-3, 1e3, 1e6, math.nan)
 """Sizes of gradients in each step, as some rules clip large gradients. In the last step one element is NaN."""
 
 Init = Callable[[Any], Any]
@@ -73,7 +73,7 @@ def _trial_error(where: str, on: str, error: Exception) -> TreeError:
     return TreeError(problem(where, what, [(type(error).__name__, error)], remedy))
 
 
-class _Group(NamedTuple):
+class _TrialGroup(NamedTuple):
     """The leaves of a group in a :class:`_Trial`: units, paths within the units, shapes and sizes."""
 
     keys: list[tuple[str, str]]
@@ -91,8 +91,8 @@ class _Trial:
     """
 
     def __init__(self, params: Any) -> None:
-        self._like, self._groups, self._order = params, list[_Group](), list[tuple[str, str]]()
-        self._start, self._grads = Vectors(), [Vectors() for _ in _SCALES]
+        self._like, self._groups, self._order = params, list[_TrialGroup](), list[tuple[str, str]]()
+        self._start, self._grads = Vectors(), [Vectors() for _ in _GRADIENT_SCALES]
         nodes = units_of(params)
         axes = [(node.unit.mesh, axis) for node in nodes for axis in node.place.sharded_axes + node.place.varying_axes]
         self.pieces = range(2 if any(mesh.axis_size(axis) > 1 for mesh, axis in axes) else 1)
@@ -103,10 +103,10 @@ class _Trial:
                 leaves = node.unit.leaves_of_group(index)
                 shapes = [[min(size, _LARGEST_DIM) for size in leaf.shape] for leaf in leaves]
                 keys, paths = [(node.name, leaf.path) for leaf in leaves], [node.unit.path_in_tree(leaf) for leaf in leaves]
-                self._groups.append(_Group(keys, paths, shapes, [math.prod(shape) for shape in shapes]))
-                drawn = torch.randn(1 + len(_SCALES), sum(self._groups[-1].sizes), generator=generator)
+                self._groups.append(_TrialGroup(keys, paths, shapes, [math.prod(shape) for shape in shapes]))
+                drawn = torch.randn(1 + len(_GRADIENT_SCALES), sum(self._groups[-1].sizes), generator=generator)
                 self._start.append(drawn[0].to(buffer.device, buffer.dtype))
-                for vectors, scale, x in zip(self._grads, _SCALES, drawn[1:], strict=True):
+                for vectors, scale, x in zip(self._grads, _GRADIENT_SCALES, drawn[1:], strict=True):
                     grad = x if math.isnan(scale) else x * scale
                     vectors.append(grad.to(buffer.device, node.unit.groups[index].dtypes.accumulate))
             here = {key for group in self._groups for key in group.keys}
@@ -121,18 +121,18 @@ class _Trial:
 
         If only the last step raises an error, the earlier updates are returned: a pair may refuse a NaN.
         """
-        params = self._tree(self._start, piece)
+        params = self._tree_of_vectors(self._start, piece)
         state, result = init(params), list[Vectors]()
         for grads in self._grads[:num_steps]:
             try:
-                updates, state = update(self._tree(grads, piece), state, params)
+                updates, state = update(self._tree_of_vectors(grads, piece), state, params)
             except Exception:
-                if num_steps is None and len(result) == len(_SCALES) - 1:
+                if num_steps is None and len(result) == len(_GRADIENT_SCALES) - 1:
                     break
                 raise
             updates = optree.tree_map(lambda p, u: torch.zeros_like(p) + u, params, updates)  # updates may be broadcast
             params = optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
-            result.append(self._vectors(updates, piece))
+            result.append(self._vectors_of_tree(updates, piece))
         return result
 
     def first_differing_path(
@@ -142,21 +142,21 @@ class _Trial:
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-                self._part(wrong, piece).copy_(~are_close(self._part(x, piece), y.to(x.dtype)))
+                self._part_of_vector(wrong, piece).copy_(~are_close(self._part_of_vector(x, piece), y.to(x.dtype)))
                 for path, elements in zip(group.paths, wrong.split(group.sizes), strict=True):
                     if elements.any():
                         return path
         return None
 
-    def _part(self, vector: torch.Tensor, piece: int | None) -> torch.Tensor:
+    def _part_of_vector(self, vector: torch.Tensor, piece: int | None) -> torch.Tensor:
         size = math.ceil(len(vector) / len(self.pieces))
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
-    def _tree(self, vectors: Vectors, piece: int | None) -> Any:
+    def _tree_of_vectors(self, vectors: Vectors, piece: int | None) -> Any:
         """Return a tree like the user's (``piece`` is None), or a tree of shards with padding."""
         if piece is not None:
             flat = (
-                torch.cat([part := self._part(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])
+                torch.cat([part := self._part_of_vector(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])
                 for x in vectors
             )
             return map_units(lambda node: node.replace([next(flat) for _ in node.groups]), self._like)
@@ -170,9 +170,9 @@ class _Trial:
 
         return map_units(subtree, self._like)
 
-    def _vectors(self, tree: Any, piece: int | None) -> Vectors:
+    def _vectors_of_tree(self, tree: Any, piece: int | None) -> Vectors:
         if piece is not None:
-            lengths = [len(self._part(x, piece)) for x in self._start]
+            lengths = [len(self._part_of_vector(x, piece)) for x in self._start]
             return [x[:length] for x, length in zip(optree.tree_leaves(tree), lengths, strict=True)]
         leaves = dict(zip(self._order, optree.tree_leaves(tree), strict=True))
         return [torch.cat([leaves[key].reshape(-1) for key in group.keys]) for group in self._groups]

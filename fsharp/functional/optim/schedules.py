@@ -63,7 +63,7 @@ class linear_schedule:
         """Return the value after ``count`` updates."""
         if self.transition_steps <= 0:
             return self.init_value
-        left = 1 - _clip(count - self.transition_begin, self.transition_steps) / self.transition_steps
+        left = 1 - _clip_count(count - self.transition_begin, self.transition_steps) / self.transition_steps
         return (self.init_value - self.end_value) * left + self.end_value
 
 
@@ -94,7 +94,7 @@ class cosine_decay_schedule:
 
     def __call__(self, count: Any) -> Any:
         """Return the value after ``count`` updates."""
-        angle = math.pi * _clip(count, self.decay_steps) / self.decay_steps
+        angle = math.pi * _clip_count(count, self.decay_steps) / self.decay_steps
         cosine = 0.5 * (1 + (torch.cos(angle) if isinstance(angle, torch.Tensor) else math.cos(angle)))
         return self.init_value * ((1 - self.alpha) * cosine**self.exponent + self.alpha)
 
@@ -166,5 +166,5 @@ def warmup_cosine_decay_schedule(
     )
 
 
-def _clip(count: Any, high: int) -> Any:
+def _clip_count(count: Any, high: int) -> Any:
     return count.double().clamp(0, high) if isinstance(count, torch.Tensor) else min(max(count, 0), high)

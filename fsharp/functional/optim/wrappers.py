@@ -61,7 +61,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
     def init(params: Any, /, *, comm: Comm | None = None) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(0, True, 0, tx.init(params, comm=comm))
 
-    def step(grads: Any, state: ApplyIfFiniteState, run: "_Run", rest: "_Rest", comm: Comm, donate: bool) -> Any:
+    def step(grads: Any, state: ApplyIfFiniteState, run: "_RunUpdate", rest: "_SkipUpdate", comm: Comm, donate: bool) -> Any:
         if all_finite(grads, comm=comm):
             out, new = run(grads, state.inner_state)
             return out, ApplyIfFiniteState(0, True, state.total_notfinite, new)
@@ -71,7 +71,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
         return out, ApplyIfFiniteState(count, False, state.total_notfinite + 1, new)
 
     config = {"apply_if_finite": max_consecutive_errors, "inner": dict(tx.config)}
-    return _conditional("apply_if_finite", tx, init, step, config)
+    return _conditional_transform("apply_if_finite", tx, init, step, config)
 
 
 def all_finite(tree: Any, *, comm: Comm) -> bool:
@@ -140,7 +140,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
 
         return MultiStepsState(0, 0, tx.init(params, comm=comm), map_units(zeros, params))
 
-    def step(grads: Any, state: MultiStepsState, run: "_Run", rest: "_Rest", comm: Comm, donate: bool) -> Any:
+    def step(grads: Any, state: MultiStepsState, run: "_RunUpdate", rest: "_SkipUpdate", comm: Comm, donate: bool) -> Any:
         def add(acc: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
             more = (grad.to(acc.dtype) - acc) / (state.mini_step + 1) if use_grad_mean else grad.to(acc.dtype)
             return acc.add_(more) if donate else acc + more
@@ -158,14 +158,16 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         return out, MultiStepsState(0, state.gradient_step + 1, new, optree.tree_map(torch.zeros_like, acc))
 
     config = {"MultiSteps": [exact_text(every_k_schedule), use_grad_mean], "inner": dict(tx.config)}
-    return _conditional("MultiSteps", tx, init, step, config)
+    return _conditional_transform("MultiSteps", tx, init, step, config)
 
 
-_Run = Callable[[Any, Any], tuple[Any, Any]]  # (gradients, inner state) -> inner update, new inner state
-_Rest = Callable[[Any], tuple[Any, Any]]  # (inner state) -> update that changes nothing, same state
+_RunUpdate = Callable[[Any, Any], tuple[Any, Any]]  # (gradients, inner state) -> inner update, new inner state
+_SkipUpdate = Callable[[Any], tuple[Any, Any]]  # (inner state) -> update that changes nothing, same state
 
 
-def _conditional(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
+def _conditional_transform(
+    name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]
+) -> Transform:
     """Return a transformation made from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
 
     def either(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:

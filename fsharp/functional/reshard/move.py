@@ -36,7 +36,11 @@ def move_state_tree(
     device = next((buffer.device for buffers in old for buffer in buffers), comm.device)
 
     def rounds(unit: UnitLayout, source: int, target: int) -> list[list[MovedPiece]]:
-        return [] if source == target else cut_into_rounds(_pieces_between(state_tree, unit, ranks, source, target), limit)
+        return (
+            []
+            if source == target
+            else cut_into_rounds(_pieces_between_comm_ranks(state_tree, unit, ranks, source, target), limit)
+        )
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
     # All ranks take part in as many rounds as the rank with the most rounds needs.
@@ -51,8 +55,8 @@ def move_state_tree(
             )
             for group in (state_tree.groups_in(unit) if me in ranks.new else ())
         ]
-        for piece in _pieces_between(state_tree, unit, ranks, me, me):
-            _target(new, piece).copy_(_source(old, piece))
+        for piece in _pieces_between_comm_ranks(state_tree, unit, ranks, me, me):
+            _new_elements(new, piece).copy_(_old_elements(old, piece))
         leaving = [rounds(unit, me, rank) for rank in everyone]
         for k in range(num_rounds):
             send, receive = ([each[k] if k < len(each) else [] for each in way] for way in (leaving, arriving))
@@ -60,7 +64,7 @@ def move_state_tree(
             sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
             named = f"reshard {state_tree} {unit.name or '(root)'} {k}"
             # A name for the bytes would keep the bytes of one round alive during the next.
-            _unpack(comm.all_to_all(_pack_pieces(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
+            _unpack_pieces(comm.all_to_all(_pack_pieces(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
         if donate:
             moved = Counter(
                 state_tree.position_by_path[unit.path_in_tree(leaf)].node
@@ -82,18 +86,20 @@ def move_state_tree(
     return nodes
 
 
-def _pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> list[MovedPiece]:
+def _pieces_between_comm_ranks(
+    state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int
+) -> list[MovedPiece]:
     """Return the pieces of ``unit`` that move from rank ``source`` to rank ``target`` of the Comm, or stay on one rank."""
     if source not in ranks.old or target not in ranks.new:
         return []
     return list(pieces_between(state_tree, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
 
 
-def _source(old: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
+def _old_elements(old: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
     return old[piece.node][piece.buffer][piece.start : piece.start + piece.numel]
 
 
-def _target(new: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
+def _new_elements(new: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
     return new[piece.new_buffer][piece.to : piece.to + piece.numel]
 
 
@@ -105,14 +111,14 @@ def _pack_pieces(
     end = 0
     for each in send:
         for piece in each:
-            x[end : end + piece.nbytes] = _source(old, piece).to(device, dtypes[piece.new_buffer]).view(torch.uint8)
+            x[end : end + piece.nbytes] = _old_elements(old, piece).to(device, dtypes[piece.new_buffer]).view(torch.uint8)
             end += piece.nbytes
     return x
 
 
-def _unpack(x: torch.Tensor, receive: Sequence[Sequence[MovedPiece]], new: list[torch.Tensor]) -> None:
+def _unpack_pieces(x: torch.Tensor, receive: Sequence[Sequence[MovedPiece]], new: list[torch.Tensor]) -> None:
     end = 0
     for each in receive:
         for piece in each:
-            _target(new, piece).view(torch.uint8).copy_(x[end : end + piece.nbytes])
+            _new_elements(new, piece).view(torch.uint8).copy_(x[end : end + piece.nbytes])
             end += piece.nbytes

@@ -46,20 +46,20 @@ def outline_to_bytes(tree: Any) -> bytes:
             return {"leafless": name_of_class(kind), "facts": [encoded(fact, (*path, "facts")) for fact in facts]}
         if kind in _DICTS.values():
             if strange := [key for key in node if type(key) not in (str, int)]:
-                raise TreeError(f"reshard(): {_at(path)} has the key {strange[0]!r:.80}, expected strings and integers.")
+                raise TreeError(f"reshard(): {_path_text(path)} has the key {strange[0]!r:.80}, expected strings and integers.")
             parts = [[key, encoded(value, (*path, str(key)))] for key, value in node.items()]
             return {"kind": kind.__name__, "items": parts}
         if kind in _LISTS.values() or optree.is_namedtuple_class(kind):
             name = {"kind": kind.__name__} if kind in _LISTS.values() else {"namedtuple": name_of_class(kind)}
             return {**name, "parts": [encoded(value, (*path, str(i))) for i, value in enumerate(node)]}
         raise TreeError(
-            f"reshard(): {_at(path)} cannot be sent to ranks that join: {kind.__module__}.{kind.__qualname__}, expected "
+            f"reshard(): {_path_text(path)} cannot be sent to ranks that join: {kind.__module__}.{kind.__qualname__}, expected "
             "Sharded, tensors, numbers and strings in dict, OrderedDict, list, tuple or namedtuple."
         )
 
     body = encoded(tree, ())
     text = json.dumps({"tree": body, "units": [[unit.mesh.axes, unit_to_json(unit)] for unit in units]}).encode()
-    return b"".join([len(text).to_bytes(8, "little"), text, *map(_elements, tensors)])
+    return b"".join([len(text).to_bytes(8, "little"), text, *map(_bytes_of_elements, tensors)])
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
@@ -121,10 +121,10 @@ def _node_from_json(data: dict[str, Any], unit: UnitLayout) -> Sharded:
     return Sharded(buffers, unit, place, tuple(data["groups"]), scale=data["scale"])
 
 
-def _elements(x: torch.Tensor) -> bytes:
+def _bytes_of_elements(x: torch.Tensor) -> bytes:
     whole = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return bytes(whole.view(torch.uint8).numpy()) if whole.numel() else b""
 
 
-def _at(path: tuple[str, ...]) -> str:
+def _path_text(path: tuple[str, ...]) -> str:
     return repr(".".join(path)) if path else "the tree"

@@ -25,7 +25,7 @@ from fsharp.functional.state import TrainState
 from fsharp.functional.stored import encode_blocks, encode_whole_leaves
 from fsharp.type_checks import options_explained
 
-_LARGEST_ITEM = 16
+_LARGEST_ITEMSIZE = 16
 """Bytes of the largest element, a complex128."""
 
 
@@ -91,10 +91,10 @@ def reshard(
         tree = _share_outline(tree, has_tree, comm)
 
     def check() -> tuple[list[StateTree], RankMap]:
-        state_trees, where_from = _check_all(
+        state_trees, where_from = _check_arguments(
             tree, layout, place, cast, [r for r, has in enumerate(has_tree) if has], ranks, comm
         )
-        if buffer_nbytes < (least := _LARGEST_ITEM * (2 * comm.mesh.size - 1)):
+        if buffer_nbytes < (least := _LARGEST_ITEMSIZE * (2 * comm.mesh.size - 1)):
             raise LayoutError(
                 f"reshard(): buffer_nbytes is {buffer_nbytes!r}, expected at least {least} for {comm.mesh.size} ranks."
             )
@@ -117,7 +117,7 @@ def reshard(
             for name, text in describe_units(units).items()
         }
         options = {"ranks": str(route.new), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
-        return {**describe_units(layout.units), **old, "tree": "\n".join(map(_facts_text, state_trees)), **options}
+        return {**describe_units(layout.units), **old, "tree": "\n".join(map(_state_tree_text, state_trees)), **options}
 
     state_trees, route = check_on_all_ranks(where, comm, check, fields)
     with torch.no_grad():
@@ -210,7 +210,7 @@ def reshard_nbytes(
     )
 
 
-def _check_all(
+def _check_arguments(
     tree: Any, layout: Layout, place: Kind, cast: bool, old: list[int], ranks: Sequence[int] | None, comm: Comm
 ) -> tuple[list[StateTree], RankMap]:
     if not isinstance(layout, Layout):
@@ -235,7 +235,7 @@ def _check_all(
     return state_trees, RankMap(meshes[0], layout.mesh, tuple(old), new)
 
 
-def _facts_text(state_tree: StateTree) -> str:
+def _state_tree_text(state_tree: StateTree) -> str:
     """Return a text about a state tree, besides its units, for ranks to compare."""
     return "\n".join(
         f"{state_tree} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"

@@ -41,10 +41,10 @@ def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.Py
     return dotted, leaves, spec
 
 
-_SPECIAL = re.compile(r"\[(!?)([^\]]+)\]|.", re.DOTALL)
+_PATTERN_TOKEN = re.compile(r"\[(!?)([^\]]+)\]|.", re.DOTALL)
 
 
-def _translated(token: re.Match[str]) -> str:
+def _regex_of_token(token: re.Match[str]) -> str:
     negated, characters = token.groups()
     if characters is None:
         return {"*": "[^.]*", "?": "[^.]"}.get(token[0]) or re.escape(token[0])
@@ -58,13 +58,13 @@ def is_literal(pattern: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _regex_of_pattern(pattern: str) -> re.Pattern[str]:
     parts = []
     for segment in pattern.split("."):
         if segment == "**":
             parts.append(r"(?:[^.]+\.)*")
             continue
-        parts.append(_SPECIAL.sub(_translated, segment) + r"\.")
+        parts.append(_PATTERN_TOKEN.sub(_regex_of_token, segment) + r"\.")
     try:
         return re.compile("".join(parts))
     except re.error as error:
@@ -79,7 +79,7 @@ def matches(pattern: str, path: str) -> bool:
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.w"), matches("**.w", "layers.0.w")
     (True, False, True)
     """
-    return _compiled(pattern).fullmatch(path + "." if path else "") is not None
+    return _regex_of_pattern(pattern).fullmatch(path + "." if path else "") is not None
 
 
 def self_and_ancestors(path: str) -> Iterator[str]:

@@ -43,12 +43,12 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
             raise no_match_error("plan(units=...)", pattern, paths)
         for hit in hits:
             if hit in matched:
-                raise _overlap((matched[hit], hit), (pattern, hit))
+                raise _overlap_error((matched[hit], hit), (pattern, hit))
             matched[hit] = pattern
     for hit in matched:
         above = around[hit]
         if above is not None and (outer := innermost_prefix(above, matched)) is not None:
-            raise _overlap((matched[outer], outer), (matched[hit], hit))
+            raise _overlap_error((matched[outer], outer), (matched[hit], hit))
     split = set(parent_by_prefix(matched).values())
     units: dict[str, str] = {}
     for path in sorted(around, key=len):  # outer paths come before inner ones
@@ -80,7 +80,7 @@ def cut_at(tree: Any, names: frozenset[str]) -> UnitPartition:
     return UnitPartition(tuple(path for path, _ in found), tuple(node for _, node in found), spec)
 
 
-def _overlap(first: tuple[str, str], second: tuple[str, str]) -> PatternError:
+def _overlap_error(first: tuple[str, str], second: tuple[str, str]) -> PatternError:
     facts = [(f"{pattern!r}", f"matches {path or 'the root'!r}") for pattern, path in (first, second)]
     remedy = "Keep the pattern of the outer unit, or that of the inner one."
     what = "two patterns overlap: a parameter belongs to one unit only."

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsharp.errors import OptionError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.gather_hooks import format_of, hooked_in
-from fsharp.functional.formats.te import formats_in
+from fsharp.functional.formats.gather_hooks import format_of, hooked_parameters
+from fsharp.functional.formats.te import formats_of_module
 from fsharp.functional.layout.packing import Element, Rows
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.tree.paths import matches_or_contains
@@ -26,10 +26,10 @@ def formats_of_tensor_classes(
     as its class says.
     """
     found = dict(precisions)
-    for path, (form, dtype) in formats_in(module).items():
+    for path, (form, dtype) in formats_of_module(module).items():
         own = _last_match(precisions, path, Precision())
         found[path] = replace(own, compute=own.compute or dtype, main=own.main or torch.float32, stored=own.stored or form)
-    if hooked := hooked_in(module):
+    if hooked := hooked_parameters(module):
         atoms = dict(atoms) if isinstance(atoms, Mapping) else {} if atoms is None else {"**": atoms}
     for path, parameter in hooked.items():
         own = _last_match(precisions, path, Precision())

@@ -37,7 +37,7 @@ def keeping_histories(layout: Layout) -> Iterator[None]:
     formats = [group.dtypes.stored_format for unit in layout.units for group in unit.groups]
     with ExitStack() as stack:
         for scales in dict.fromkeys(form.scales for form in formats if isinstance(form, ModuleFormat)):
-            stack.enter_context(scales.keeping_maxima())
+            stack.enter_context(scales.restoring_maxima())
         yield
 
 

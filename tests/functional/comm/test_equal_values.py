@@ -35,8 +35,8 @@ def samples(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_digest_sees_every_bit(dtype, monkeypatch):
-    monkeypatch.setattr(module_values, "_NBYTES", 64)  # several pieces
-    monkeypatch.setattr(module_values, "_ROW", 8)  # of several rows
+    monkeypatch.setattr(module_values, "_CHUNK_NBYTES", 64)  # several pieces
+    monkeypatch.setattr(module_values, "_WORDS_PER_ROW", 8)  # of several rows
     for x in samples(dtype):
         assert tensor_digest(x) == tensor_digest(x.clone()) == tensor_digest(torch.stack([x, x], -1)[..., 0])
         assert tensor_digest(torch.cat([x[:0], x])[0:]) == tensor_digest(x)
@@ -61,7 +61,7 @@ def test_a_digest_sees_constants_and_signs():
 @pytest.mark.parametrize("source", [0, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_taken_to_the_bit(dtype, source, monkeypatch):
-    monkeypatch.setattr(module_values, "_NBYTES", 64)
+    monkeypatch.setattr(module_values, "_CHUNK_NBYTES", 64)
 
     def rank_fn(comm):
         mine = list(samples(dtype))

@@ -265,9 +265,9 @@ def test_a_rank_whose_messages_stop_in_a_collective_it_has_come_to_has_left():
 def test_a_store_that_does_not_answer_is_said_so_and_waited_for_once(monkeypatch):
     store, answer = job_store._StoreThread(), threading.Event()
     assert store.query(lambda: 3, 0) == (3, "")
-    monkeypatch.setattr(job_store, "_ANSWERS_WITHIN_S", 0.1)
+    monkeypatch.setattr(job_store, "_STORE_TIMEOUT_S", 0.1)
     assert store.query(answer.wait, False) == (False, "does not answer")
-    monkeypatch.setattr(job_store, "_ANSWERS_WITHIN_S", 3600.0)  # whoever waits again takes longer than a test may
+    monkeypatch.setattr(job_store, "_STORE_TIMEOUT_S", 3600.0)  # whoever waits again takes longer than a test may
     assert [store.query(lambda: 3, 0) for _ in range(50)] == [(0, "does not answer")] * 50
     answer.set()
     while store.query(lambda: 3, 0) != (3, ""):

@@ -147,11 +147,11 @@ def test_an_overflow_of_one_rank_is_found_in_its_leaf(wire):
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_long_buffers_have_the_bytes_of_their_parts(form, special):
     """A CPU encodes and decodes as many blocks at once as its cache has room for."""
-    count = 2 * microscaling._CACHED + 3
+    count = 2 * microscaling._BLOCKS_IN_CPU_CACHE + 3
     values = torch.randn(count * BLOCK, generator=torch.Generator().manual_seed(0))
     if special is not None:
-        values[(microscaling._CACHED + 1) * BLOCK + 5] = special
-    cuts = [7 * BLOCK, (microscaling._CACHED + 2) * BLOCK]
+        values[(microscaling._BLOCKS_IN_CPU_CACHE + 1) * BLOCK + 5] = special
+    cuts = [7 * BLOCK, (microscaling._BLOCKS_IN_CPU_CACHE + 2) * BLOCK]
     parts = [form.encode(part) for part in values.tensor_split(cuts)]
     planes = form.encode(values)
     for plane, pieces in zip(planes, zip(*parts, strict=True), strict=True):
@@ -166,7 +166,7 @@ SCRATCH = {"encode": (3.5, 6.5), "encode with feedback": (11.0, 14.0), "decode":
 
 @pytest.mark.parametrize("form", [*FORMATS, fs.formats.hadamard(mxint4)], ids=lambda form: form.name)
 def test_a_device_encodes_and_decodes_in_a_few_bytes_for_each_value(form, monkeypatch):
-    monkeypatch.setattr(microscaling, "_ON_DEVICE", 1 << 10)
+    monkeypatch.setattr(microscaling, "_BLOCKS_ON_DEVICE", 1 << 10)
     count = 1 << 20
     whole = torch.randn(count, generator=torch.Generator().manual_seed(0))
     expected = form.store(whole, count // 2)
