@@ -16,10 +16,10 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.formats import huggingface
-from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
-from fsharp.checkpoint.reading import Need, Reader, check_file_size, describe_damaged_files
+from fsharp.checkpoint.manifest import MANIFEST_FIRST_BYTES, MANIFEST_NAME, FileRecord, Manifest
+from fsharp.checkpoint.reading import NeededElements, Reader, check_file_size, describe_damaged_files
 from fsharp.checkpoint.shard_file import header_prefix
-from fsharp.checkpoint.storage import REMOVED, Storage, absolute_path, read_index_file, storage_of
+from fsharp.checkpoint.storage import REMOVED_SUFFIX, Storage, absolute_path, read_index_file, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.text import nbytes_text, table_html
@@ -27,10 +27,12 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
-_FOLDER = re.compile(r"step-(\d{10,})-(?P<save_id>[0-9a-f]{8,})")
-_PARTIAL = re.compile(r"\.(step-(\d{10,})-[0-9a-f]{8,})\.partial")
-_LEFT = re.compile(rf"\.step-\d{{10,}}-(?P<save_id>[0-9a-f]{{8,}})(\.partial|(\.partial)?{re.escape(REMOVED)})")
-_SHARD = re.compile(r"rank-\d{5,}\.safetensors")
+_FOLDER_PATTERN = re.compile(r"step-(\d{10,})-(?P<save_id>[0-9a-f]{8,})")
+_STAGING_FOLDER_PATTERN = re.compile(r"\.(step-(\d{10,})-[0-9a-f]{8,})\.partial")
+_LEFTOVER_FOLDER_PATTERN = re.compile(
+    rf"\.step-\d{{10,}}-(?P<save_id>[0-9a-f]{{8,}})(\.partial|(\.partial)?{re.escape(REMOVED_SUFFIX)})"
+)
+_SHARD_FILE_PATTERN = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 class CheckpointSummary(NamedTuple):
@@ -42,9 +44,9 @@ class CheckpointSummary(NamedTuple):
     files: tuple[FileRecord, ...]
 
 
-_known: dict[str, CheckpointSummary] = {}  # by digest of a manifest's bytes, as parsing many manifests takes long
-_MOST_KNOWN = 1000
-_TIMED_ID = 32  # digits of an id that begins with the time of its save
+_summary_cache: dict[str, CheckpointSummary] = {}  # by digest of a manifest's bytes, as parsing many manifests takes long
+_MAX_CACHED_SUMMARIES = 1000
+_TIMED_ID_LENGTH = 32  # digits of an id that begins with the time of its save
 
 
 def folder_name(step: int, save_id: str) -> str:
@@ -69,13 +71,13 @@ def save_time_after(before: float) -> float:
 
 def time_in_save_id(save_id: str) -> float | None:
     """Return the time in an id of :func:`new_save_id`, in seconds since 1970; None if the id has none."""
-    created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID else math.nan
+    created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID_LENGTH else math.nan
     return created if math.isfinite(created) else None
 
 
 def save_time_of(path: str) -> float:
     """Return the time of a checkpoint's save, from its name or its manifest; -inf if neither has a time."""
-    match = _FOLDER.fullmatch(path.rpartition("/")[2])
+    match = _FOLDER_PATTERN.fullmatch(path.rpartition("/")[2])
     created = time_in_save_id(match["save_id"]) if match else None
     try:
         return Checkpoint(path).summary.created if created is None else created
@@ -99,7 +101,7 @@ class Checkpoint:
         """The manifest, read at the first access."""
         storage, path = storage_of(self.path), self.path
         try:
-            data = read_index_file(storage, path, NAME)
+            data = read_index_file(storage, path, MANIFEST_NAME)
         except FileNotFoundError as error:
             if huggingface.is_huggingface_folder(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
@@ -107,7 +109,7 @@ class Checkpoint:
                 f" There are some in it, such as {path}/{name}." for name in folder_names_newest_first(storage, path)[:1]
             )
             raise CheckpointError(f"{path}: there is no checkpoint here.{hint}") from error
-        return Manifest.from_json(f"{path}/{NAME}", data)
+        return Manifest.from_json(f"{path}/{MANIFEST_NAME}", data)
 
     @cached_property
     def folder(self) -> str:
@@ -126,16 +128,16 @@ class Checkpoint:
         """The fields that describe the checkpoint as a whole. A manifest that this process has read is not parsed again."""
         storage = storage_of(self.path)
         try:
-            key = xxhash.xxh3_128_hexdigest(read_index_file(storage, self.path, NAME))
+            key = xxhash.xxh3_128_hexdigest(read_index_file(storage, self.path, MANIFEST_NAME))
         except FileNotFoundError:
             key = ""  # a checkpoint of another library, or none
-        found = _known.get(key)
+        found = _summary_cache.get(key)
         if found is None:
             found = CheckpointSummary(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
-            if len(_known) >= _MOST_KNOWN:  # _known is bounded: a Saver looks at every new checkpoint
-                _known.clear()
+            if len(_summary_cache) >= _MAX_CACHED_SUMMARIES:  # a Saver looks at every new checkpoint
+                _summary_cache.clear()
             if key:
-                _known[key] = found
+                _summary_cache[key] = found
         return found
 
     @property
@@ -175,7 +177,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.names[:8]!r:.400} ...")
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype, device="cpu")
-        self.reader.read([Need(name, 0, record.numel, whole.view(-1))])
+        self.reader.read([NeededElements(name, 0, record.numel, whole.view(-1))])
         return whole
 
     def __fspath__(self) -> str:
@@ -214,7 +216,7 @@ def _open_complete(storage: Storage, folder: str) -> Checkpoint:
 def complete_sibling_hint(folder: str) -> str:
     """Return text for an error about an incomplete checkpoint: the name of a complete one in the same folder, if any."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
-    for other in folder_names_newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
+    for other in folder_names_newest_first(storage, root) if _FOLDER_PATTERN.fullmatch(name) else ():
         if other != name:
             try:
                 return f" {_open_complete(storage, f'{root}/{other}')!r} is complete."
@@ -225,19 +227,19 @@ def complete_sibling_hint(folder: str) -> str:
 
 def folder_names_newest_first(storage: Storage, root: str) -> list[str]:
     """Return the names of checkpoints' folders, complete or not, the last saved one first."""
-    found = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
+    found = [name for name in storage.list_names(root) if _FOLDER_PATTERN.fullmatch(name)]
     return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
 
 
 def has_checkpoints(root: str) -> bool:
     """Return whether there is a checkpoint under ``root``, readable or not. A folder without a manifest is not a checkpoint."""
-    return any(_with_manifest(root))
+    return any(_folders_with_manifest(root))
 
 
 def opening_errors(root: str) -> list[str]:
     """Return an error message for each checkpoint under ``root`` that cannot be opened. Ignores folders without a manifest."""
     found = []
-    for path in _with_manifest(root):
+    for path in _folders_with_manifest(root):
         try:
             _open_complete(storage_of(root), path)
         except CheckpointError as error:
@@ -245,10 +247,10 @@ def opening_errors(root: str) -> list[str]:
     return found
 
 
-def _with_manifest(root: str) -> Iterator[str]:
+def _folders_with_manifest(root: str) -> Iterator[str]:
     storage = storage_of(root)
     for name in folder_names_newest_first(storage, root):
-        if NAME in storage.list_names(f"{root}/{name}"):
+        if MANIFEST_NAME in storage.list_names(f"{root}/{name}"):
             yield f"{root}/{name}"
 
 
@@ -289,7 +291,7 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     storage = storage_of(folder)
     newest = next(iter_complete_checkpoints(folder), None)
     for name in storage.list_names(folder):
-        match = _PARTIAL.fullmatch(name)
+        match = _STAGING_FOLDER_PATTERN.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
             instead = "there is no other" if newest is None else f"using step {newest.step}"
             _log.warning("%s/%s is incomplete, %s", folder, match[1], instead)
@@ -331,9 +333,9 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     folder = absolute_path(root)
     storage, gone = storage_of(folder), []
     for name in storage.list_names(folder):
-        path, complete_name = f"{folder}/{name}", _FOLDER.fullmatch(name)
-        found = _LEFT.fullmatch(name) or complete_name
-        if found is None or (complete_name and NAME in storage.list_names(path)):
+        path, complete_name = f"{folder}/{name}", _FOLDER_PATTERN.fullmatch(name)
+        found = _LEFTOVER_FOLDER_PATTERN.fullmatch(name) or complete_name
+        if found is None or (complete_name and MANIFEST_NAME in storage.list_names(path)):
             continue
         # In a file system no interrupted save is under its final name: if the manifest is missing there, it was lost later.
         is_left = not complete_name or storage.staging_path(path) == path
@@ -351,9 +353,9 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
     """Return whether each file in a folder begins like a file of this save; files may be cut off anywhere."""
     for name in storage.list_names(folder):
-        if name == NAME:
-            skipped, start = 0, FIRST_BYTES
-        elif _SHARD.fullmatch(name):
+        if name == MANIFEST_NAME:
+            skipped, start = 0, MANIFEST_FIRST_BYTES
+        elif _SHARD_FILE_PATTERN.fullmatch(name):
             skipped, start = 8, header_prefix({"save_id": save_id})  # 8 bytes: the length of the header
         else:
             return False

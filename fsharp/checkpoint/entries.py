@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.checkpoint.shard_file import DTYPES
+from fsharp.checkpoint.shard_file import SAVABLE_DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import PerRank as PerRank
@@ -30,7 +30,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 Value = bool | int | float | str | None
-_LEAST_NBYTES = 1 << 16
+_MIN_WRITE_NBYTES = 1 << 16
 """Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
 
 
@@ -71,8 +71,8 @@ class OwnBuffers:
 
 
 @dataclass(eq=False)
-class Entry:
-    """A tensor of a tree.
+class TensorEntry:
+    """A tensor of a tree, with the elements of it that each rank holds.
 
     Attributes:
         name: keys of the tree and of the leaf, joined by dots; the same for any units.
@@ -100,11 +100,11 @@ class Entry:
         """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
-    def run_written_by(self, rank: int) -> tuple[int, int]:
-        """Return the first element and the end of the run that a rank writes: replicas share the work."""
+    def range_written_by(self, rank: int) -> tuple[int, int]:
+        """Return the range ``(first, last)`` of elements that a rank writes: replicas share the work."""
         piece = self.piece(rank)
         size = piece.last - piece.first
-        writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _LEAST_NBYTES))
+        writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _MIN_WRITE_NBYTES))
         turn = (piece.replica + zlib.crc32(self.name.encode())) % piece.num_replicas
         if turn >= writers:
             return piece.first, piece.first
@@ -112,8 +112,8 @@ class Entry:
 
 
 @dataclass
-class Contents:
-    """The contents of a flattened tree.
+class TreeContents:
+    """The tensors and values of a tree, by name, as a checkpoint stores them.
 
     Attributes:
         values: values other than tensors, by name.
@@ -123,7 +123,7 @@ class Contents:
         settings: changes of the modules in the tree, which have to be equal on all ranks.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     values: dict[str, Value]
     aliases: dict[str, str]
     layouts: list[str]
@@ -141,26 +141,26 @@ class Contents:
             entry.release()
 
 
-def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
+def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
     """Return the contents of a tree that these ranks hold. Raises TreeError for a leaf that cannot be saved; names the leaf."""
-    found, parts, held = Contents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
+    found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
     for segments, entries, leaf in leaves_with_paths(tree):
         if is_sharded(leaf):
-            _add_unit(where, found, segments, entries, leaf, comm)
+            _add_unit_entries(where, found, segments, entries, leaf, comm)
         elif isinstance(leaf, PerRank):
             for under, _, tensor in leaves_with_paths(leaf.value):
-                _add(where, found, _stacked(where, ".".join((*segments, *under)), tensor, comm))
+                _add_entry(where, found, _per_rank_entry(where, ".".join((*segments, *under)), tensor, comm))
         elif isinstance(leaf, ShardedTensor):
             name = ".".join(segments)
             owner = parts.setdefault(id(leaf), name)  # a parameter with several names is one ShardedTensor
             if owner == name:
-                _add(where, found, _entry_of_part(where, found, name, leaf, comm, held))
+                _add_entry(where, found, _entry_of_part(where, found, name, leaf, comm, held))
             else:
                 found.aliases[name] = owner
         elif isinstance(leaf, torch.Tensor):
-            _add(where, found, _replicated(where, ".".join(segments), leaf, comm.mesh))
+            _add_entry(where, found, _replicated_entry(where, ".".join(segments), leaf, comm.mesh))
         elif isinstance(leaf, MadeBy | bool | int | float | str):
-            _check_new(where, found, name := ".".join(segments))
+            _check_new_name(where, found, name := ".".join(segments))
             found.values[name] = leaf.name if isinstance(leaf, MadeBy) else leaf
         else:
             facts = [("got", f"{type(leaf).__name__} {leaf!r:.60}")]
@@ -172,7 +172,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     return found
 
 
-def renamed(where: str, name: str, rename: Callable[[str], str] | None) -> str:
+def apply_rename(where: str, name: str, rename: Callable[[str], str] | None) -> str:
     """Return ``rename(name)``. Raises TreeError if the result is no text."""
     new = name if rename is None else rename(name)
     if not isinstance(new, str):
@@ -281,8 +281,8 @@ def leaves_with_paths(
         yield LeafWithPaths(named, tuple(str(each.entry) for each in accessor), leaf)
 
 
-def _add_unit(
-    where: str, found: Contents, segments: tuple[str, ...], entries: tuple[str, ...], node: Sharded, comm: Comm
+def _add_unit_entries(
+    where: str, found: TreeContents, segments: tuple[str, ...], entries: tuple[str, ...], node: Sharded, comm: Comm
 ) -> None:
     unit, own = node.unit, tuple(node.unit.name.split(".")) if node.unit.name else ()
     is_alone = bool(own) and entries[len(entries) - len(own) :] != own  # taken out of its planned tree
@@ -313,21 +313,21 @@ def _add_unit(
         elif leaf.group in held:
             buffer = held[leaf.group]
             if one_number[leaf.group]:
-                entry = replace(_replicated(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_group_scalar=True)
+                entry = replace(_replicated_entry(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_group_scalar=True)
             elif buffer.dim() == 1 and len(buffer) == sizes[leaf.group]:
                 shape, piece, begin, size = pieces[leaf.path]
-                entry = Entry(name(leaf.path), buffer.dtype, shape, piece, buffer.detach()[begin : begin + size])
+                entry = TensorEntry(name(leaf.path), buffer.dtype, shape, piece, buffer.detach()[begin : begin + size])
             else:
                 raise TreeError(
                     f"{where}: {name(leaf.path)!r} is in a buffer of shape {list(buffer.shape)}, expected one value, or one "
                     f"for each of the {sizes[leaf.group]} elements of unit {unit.display_name} on this rank."
                 )
-            _add(where, found, entry)
+            _add_entry(where, found, entry)
 
 
 def _entry_of_part(
-    where: str, found: Contents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _PiecesOfLeaf]]"
-) -> Entry:
+    where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _PiecesOfLeaf]]"
+) -> TensorEntry:
     """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches :func:`_leaf_pieces_by_path`."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
@@ -342,7 +342,7 @@ def _entry_of_part(
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (module := part.owner()) is not None:
         found.settings[module.scheduler.settings] = None
-    return Entry(name, part.dtype, shape, piece, part.local.view(-1))
+    return TensorEntry(name, part.dtype, shape, piece, part.local.view(-1))
 
 
 def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
@@ -393,38 +393,40 @@ def _pieces_of_leaf(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _P
     return _PiecesOfLeaf(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _replicated(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> Entry:
-    _check_plain(where, name, tensor)
-    n, local = tensor.numel(), _flat(tensor)
-    return Entry(name, tensor.dtype, tuple(tensor.shape), lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True)
+def _replicated_entry(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> TensorEntry:
+    _check_plain_tensor(where, name, tensor)
+    n, local = tensor.numel(), _flat_view(tensor)
+    return TensorEntry(
+        name, tensor.dtype, tuple(tensor.shape), lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True
+    )
 
 
-def _stacked(where: str, name: str, tensor: Any, comm: Comm) -> Entry:
+def _per_rank_entry(where: str, name: str, tensor: Any, comm: Comm) -> TensorEntry:
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"{where}: {name!r} is {type(tensor).__name__} {tensor!r:.60}: PerRank is for tensors.")
-    _check_plain(where, name, tensor)
-    n, local = tensor.numel(), _flat(tensor)
-    return Entry(name, tensor.dtype, (comm.mesh.size, *tensor.shape), lambda rank: Piece(rank * n, (rank + 1) * n), local)
+    _check_plain_tensor(where, name, tensor)
+    n, local = tensor.numel(), _flat_view(tensor)
+    return TensorEntry(name, tensor.dtype, (comm.mesh.size, *tensor.shape), lambda rank: Piece(rank * n, (rank + 1) * n), local)
 
 
-def _check_plain(where: str, name: str, tensor: torch.Tensor) -> None:
+def _check_plain_tensor(where: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TreeError(
             f"{where}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, expected a plain, dense tensor."
         )
 
 
-def _add(where: str, found: Contents, entry: Entry) -> None:
-    _check_new(where, found, entry.name)
-    if entry.dtype not in DTYPES:
+def _add_entry(where: str, found: TreeContents, entry: TensorEntry) -> None:
+    _check_new_name(where, found, entry.name)
+    if entry.dtype not in SAVABLE_DTYPES:
         raise TreeError(f"{where}: {entry.name!r} has dtype {entry.dtype}, which cannot be in a checkpoint.")
     found.entries[entry.name] = entry
 
 
-def _check_new(where: str, found: Contents, name: str) -> None:
+def _check_new_name(where: str, found: TreeContents, name: str) -> None:
     if name in found.entries or name in found.values:
         raise TreeError(f"{where}: two leaves of the tree have the name {name!r}: rename a key.")

@@ -34,10 +34,10 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
         return None, found
 
 
-def set_aside_damaged(damaged: Mapping[str, str], used: str, comm: Comm) -> None:
+def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
     """On rank 0 rename damaged checkpoints, and log a warning for each. ``damaged`` has the error of each path."""
     for path, text in damaged.items() if comm.rank == 0 else ():
-        _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used)
+        _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
 
 
 def try_set_aside(path: str) -> str:

@@ -13,22 +13,22 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, complete_sibling_hint, newest_except, open_checkpoint, opening_errors
 from fsharp.checkpoint.entries import (
-    Contents,
-    Entry,
     PerRank,
+    TensorEntry,
+    TreeContents,
+    apply_rename,
     contents_of,
     has_state_dict,
     is_checkpoint_leaf,
     leaves_with_paths,
     load_into_object,
-    renamed,
     tree_to_load_into,
 )
 from fsharp.checkpoint.falling_back import load_or_collect_damage, set_aside_damaged
 from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
-from fsharp.checkpoint.manifest import NAME, Manifest
+from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import StoredNames, check_matches, first_error_rows, stored_names, without_ignored
-from fsharp.checkpoint.reading import BUFFER_NBYTES, Need
+from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
@@ -141,7 +141,7 @@ def load_checkpoint_at(
             raise
         return seen[0]
 
-    def read(found: Checkpoint, needs: list[Need]) -> None:
+    def read(found: Checkpoint, needs: list[NeededElements]) -> None:
         try:
             found.reader.read(needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
@@ -153,7 +153,7 @@ def load_checkpoint_at(
 
 
 def load_with_reader(
-    read: Callable[[Checkpoint, list[Need]], None],
+    read: Callable[[Checkpoint, list[NeededElements]], None],
     opened: Callable[[], Checkpoint],
     like: Any,
     *,
@@ -174,10 +174,10 @@ def load_with_reader(
     prefix = f"{subtree}." if subtree else ""
 
     def stored(name: str) -> str:
-        below = renamed("load()", name, rename)
+        below = apply_rename("load()", name, rename)
         return prefix + below if below else subtree  # a subtree may be a leaf
 
-    def check() -> tuple[Checkpoint, Any, Contents, StoredNames, Any]:
+    def check() -> tuple[Checkpoint, Any, TreeContents, StoredNames, Any]:
         found = opened()
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in self_and_ancestors(name)}
@@ -201,7 +201,7 @@ def load_with_reader(
         tree = _tree_to_fill(template, manifest, stored, comm.device, donate=donate, kept=left)
         return found, tree, contents_of("load()", tree, comm), names, resting
 
-    def fields(made: tuple[Checkpoint, Any, Contents, StoredNames, Any]) -> dict[str, str]:
+    def fields(made: tuple[Checkpoint, Any, TreeContents, StoredNames, Any]) -> dict[str, str]:
         found, _, into, names, _ = made
         read_from = "\n".join(f"{name} from {source}" for name, source in names.by_tensor.items())
         how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": read_from}
@@ -248,7 +248,7 @@ def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _Ch
     if comm.rank == 0:
         try:
             names = storage_of(path).list_names(path)
-            is_one = NAME in names or is_huggingface_folder(names)
+            is_one = MANIFEST_NAME in names or is_huggingface_folder(names)
             newest = None if is_one else newest_except(path, damaged)
             if newest is None and not is_one and (unreadable := [*damaged.values(), *opening_errors(path)]):
                 raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))
@@ -261,10 +261,10 @@ def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _Ch
     return _ChosenPath(str(said["path"]), bool(said["is_asked_for"]))
 
 
-def _refuse_stale_main_copies(path: str, left: Collection[str], wanted: Collection[str]) -> None:
-    for name in sorted(left):
+def _refuse_stale_main_copies(path: str, left_out: Collection[str], wanted: Collection[str]) -> None:
+    for name in sorted(left_out):
         parameter = f"params.{name.removeprefix('main.')}"
-        if name.startswith("main.") and parameter in wanted and parameter not in left:
+        if name.startswith("main.") and parameter in wanted and parameter not in left_out:
             raise CheckpointError(
                 f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would "
                 "overwrite the parameter from the old main copy. Load parameters alone, with subtree='params', into a tree at "
@@ -319,10 +319,10 @@ def _tree_to_fill(
 
 def _fill_tree(
     found: Checkpoint,
-    into: Contents,
+    into: TreeContents,
     names: StoredNames,
     rank: int,
-    read: Callable[[Checkpoint, list[Need]], None],
+    read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],
 ) -> None:
     """Fill the tensors of a tree.
@@ -330,7 +330,7 @@ def _fill_tree(
     Raises CheckpointError for damaged bytes, for tied leaves with different values, and for different numbers in leaves that
     share one number.
     """
-    needs, numbers, again = list[Need](), list[tuple[Entry, torch.Tensor]](), list[torch.Tensor]()
+    needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
         if name in kept:
             continue
@@ -338,13 +338,13 @@ def _fill_tree(
         if entry.is_group_scalar:
             target = torch.empty_like(target)
             numbers.append((entry, target))
-        needs.append(Need(names.by_tensor[name], piece.first, piece.last, target))
+        needs.append(NeededElements(names.by_tensor[name], piece.first, piece.last, target))
     for owner, _, source in names.of_tied:
         piece = into.entries[owner].piece(rank)
         again.append(torch.empty_like(into.entries[owner].local))
-        needs.append(Need(source, piece.first, piece.last, again[-1]))
+        needs.append(NeededElements(source, piece.first, piece.last, again[-1]))
     read(found, needs)
-    seen: dict[int, tuple[Entry, torch.Tensor]] = {}
+    seen: dict[int, tuple[TensorEntry, torch.Tensor]] = {}
     for entry, value in numbers:
         first, before = seen.setdefault(entry.local.data_ptr(), (entry, value))
         if not torch.equal(before, value):

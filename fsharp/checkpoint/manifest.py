@@ -11,18 +11,18 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.entries import Value
-from fsharp.checkpoint.shard_file import DTYPES, parse_json, refuse_repeated_names
+from fsharp.checkpoint.shard_file import SAVABLE_DTYPES, parse_json, refuse_repeated_names
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 
-NAME = "manifest.json"
-FORMAT = "fsharp checkpoint"
-FIRST_BYTES = json.dumps({"format": FORMAT}, separators=(",", ":"))[:-1].encode()
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = "fsharp checkpoint"
+MANIFEST_FIRST_BYTES = json.dumps({"format": MANIFEST_FORMAT}, separators=(",", ":"))[:-1].encode()
 """The bytes that every manifest begins with."""
-VERSION = 1
-_MOST_DIMS = 64
-_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+MANIFEST_VERSION = 1
+_MAX_DIMS = 64
+_DTYPE_BY_NAME = {dtype_name(dtype): dtype for dtype in SAVABLE_DTYPES}
+_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 class Chunk(NamedTuple):
@@ -96,8 +96,8 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the bytes of the manifest's file."""
         body = {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": MANIFEST_FORMAT,
+            "version": MANIFEST_VERSION,
             "save_id": self.save_id,
             "step": self.step,
             "created": self.created,
@@ -114,7 +114,7 @@ class Manifest:
             "values": {name: _value_to_json(value) for name, value in self.values.items()},
         }
         body |= {"objects": dict(self.objects)} if self.objects else {}
-        return json.dumps({**body, "xxh3_128": _digest(body)}, separators=(",", ":")).encode()
+        return json.dumps({**body, "xxh3_128": _body_digest(body)}, separators=(",", ":")).encode()
 
     @staticmethod
     def from_json(where: str, data: bytes) -> "Manifest":
@@ -124,13 +124,15 @@ class Manifest:
         """
         try:
             body = parse_json(data)
-            if not isinstance(body, dict) or body.get("format") != FORMAT:
+            if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
                 raise CheckpointError(f"{where}: this is not the manifest of a checkpoint of fsharp.")
-            if body.get("version") != VERSION:
-                raise CheckpointError(f"{where}: version {body.get('version')!r:.40}, expected {VERSION}. Update fsharp.")
-            if body.pop("xxh3_128", None) != _digest(body):
+            if body.get("version") != MANIFEST_VERSION:
+                raise CheckpointError(
+                    f"{where}: version {body.get('version')!r:.40}, expected {MANIFEST_VERSION}. Update fsharp."
+                )
+            if body.pop("xxh3_128", None) != _body_digest(body):
                 raise CheckpointError(f"{where}: the manifest is damaged: its digest is not that of its text.")
-            made = _from_body(body)
+            made = _manifest_from_body(body)
             for name, structure in made.objects.items():
                 rebuild_from_structure(name, structure, made.values.__getitem__)
         except CheckpointError:
@@ -138,29 +140,34 @@ class Manifest:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{where}: the manifest is damaged: {type(error).__name__} {error!s:.200}.") from error
         for name, tensor in made.tensors.items():
-            _check_tiled(where, name, tensor, made.files)
+            _check_chunks_tile_tensor(where, name, tensor, made.files)
         for name, owner in made.aliases.items():
             if owner not in made.tensors or name in made.tensors:
                 raise CheckpointError(f"{where}: {name!r:.200} is tied to {owner!r:.200}, which is not there.")
         return made
 
 
-def _from_body(body: dict[str, Any]) -> Manifest:
-    files = tuple(FileRecord(checked_file_name(f["name"]), _count(f["nbytes"]), _hex(f["xxh3_128"])) for f in body["files"])
+def _manifest_from_body(body: dict[str, Any]) -> Manifest:
+    files = tuple(
+        FileRecord(checked_file_name(f["name"]), _checked_count(f["nbytes"]), _checked_hex(f["xxh3_128"]))
+        for f in body["files"]
+    )
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is named twice")
     return Manifest(
-        save_id=_hex(body["save_id"]),
-        step=_count(body["step"]),
-        created=_time(body["created"]),
-        mesh={str(name): _count(size) for name, size in body["mesh"].items()},
+        save_id=_checked_hex(body["save_id"]),
+        step=_checked_count(body["step"]),
+        created=_checked_time(body["created"]),
+        mesh={str(name): _checked_count(size) for name, size in body["mesh"].items()},
         versions={str(name): str(version) for name, version in body["versions"].items()},
         config=body["config"],
         metric=None if body["metric"] is None else float.fromhex(body["metric"]["float"]),
         files=files,
         tensors={
             name: TensorRecord(
-                _dtype(t["dtype"]), checked_shape(t["shape"]), tuple(Chunk(*map(_count, c)) for c in t["chunks"])
+                _dtype_by_name(t["dtype"]),
+                checked_shape(t["shape"]),
+                tuple(Chunk(*map(_checked_count, c)) for c in t["chunks"]),
             )
             for name, t in body["tensors"].items()
         },
@@ -201,7 +208,7 @@ def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any
     return tuple(made) if kind == "tuple" else made
 
 
-def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileRecord, ...]) -> None:
+def _check_chunks_tile_tensor(where: str, name: str, tensor: TensorRecord, files: tuple[FileRecord, ...]) -> None:
     end = 0
     for chunk in tensor.chunks:
         if chunk.first != end or chunk.last <= chunk.first or chunk.file >= len(files):
@@ -223,11 +230,11 @@ def json_round_trip(value: Any) -> Any:
     return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 
-def _digest(body: Any) -> str:
+def _body_digest(body: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _count(value: Any) -> int:
+def _checked_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r:.40} is no count")
     return value
@@ -235,13 +242,13 @@ def _count(value: Any) -> int:
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:
     """Return sizes as the shape of a tensor. Raises ValueError if they cannot be a shape."""
-    shape = tuple(map(_count, sizes))
-    if len(shape) > _MOST_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
+    shape = tuple(map(_checked_count, sizes))
+    if len(shape) > _MAX_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
         raise ValueError(f"{sizes!r:.80} is no shape")
     return shape
 
 
-def _time(value: Any) -> float:
+def _checked_time(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError(f"{value!r:.40} is no time")
     return float(value)
@@ -249,21 +256,21 @@ def _time(value: Any) -> float:
 
 def checked_file_name(value: Any) -> str:
     """Return a file's name. Raises ValueError for anything else, such as a path into another folder."""
-    if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
+    if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
         raise ValueError(f"{value!r:.80} is no plain file name")
     return value
 
 
-def _hex(value: Any) -> str:
+def _checked_hex(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8,64}", value):
         raise ValueError(f"{value!r:.80} is no digest")
     return value
 
 
-def _dtype(name: Any) -> torch.dtype:
-    if name not in _DTYPES:
+def _dtype_by_name(name: Any) -> torch.dtype:
+    if name not in _DTYPE_BY_NAME:
         raise ValueError(f"{name!r:.40} is no dtype")
-    return _DTYPES[name]
+    return _DTYPE_BY_NAME[name]
 
 
 def _value_to_json(value: Value) -> Any:

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.checkpoint.entries import Contents, Value
+from fsharp.checkpoint.entries import TreeContents, Value
 from fsharp.checkpoint.manifest import Manifest
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.tree.paths import select_paths
 
-_SHOWN = 12
+_MAX_SHOWN_ROWS = 12
 
 
 def _stored_name(manifest: Manifest, name: str) -> str:
@@ -44,7 +44,7 @@ class StoredNames(NamedTuple):
     of_tied: list[tuple[str, str, str]]
 
 
-def stored_names(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> StoredNames:
+def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNames:
     """Return the name in the checkpoint of each tensor of a tree; of a tied tensor, any of its names that is there."""
     names = {name: [name] for name in wanted.entries}
     for alias, owner in wanted.aliases.items():
@@ -69,7 +69,7 @@ class ToleratedDifferences(NamedTuple):
 def check_matches(
     path: str,
     manifest: Manifest,
-    wanted: Contents,
+    wanted: TreeContents,
     names: StoredNames,
     stored: Callable[[str], str],
     prefix: str,
@@ -128,7 +128,9 @@ def check_matches(
 def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the first rows of an error message, and a row with the number of further rows."""
     lines = _merge_alike_rows(rows)
-    return lines[:_SHOWN] + ([("...", f"and {len(lines) - _SHOWN} more lines")] if len(lines) > _SHOWN else [])
+    return lines[:_MAX_SHOWN_ROWS] + (
+        [("...", f"and {len(lines) - _MAX_SHOWN_ROWS} more lines")] if len(lines) > _MAX_SHOWN_ROWS else []
+    )
 
 
 def _value_kind(value: Value) -> type | None:

@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_names_newest_first
-from fsharp.checkpoint.manifest import NAME, Manifest, checked_file_name
-from fsharp.checkpoint.reading import Need, ShardFileReader, check_file_size, digest_table_nbytes, needs_by_file
+from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest, checked_file_name
+from fsharp.checkpoint.reading import (
+    NeededElements,
+    ShardFileReader,
+    check_file_size,
+    digest_table_nbytes,
+    needed_elements_by_file,
+)
 from fsharp.checkpoint.saving import shard_file_name
 from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_nbytes
 from fsharp.checkpoint.storage import LocalStorage
@@ -20,10 +26,10 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 
-AXIS = "ranks"  # the one axis of the Comms in this file
-PIECE_NBYTES = 4 << 20  # bytes sent at once
+RANKS_AXIS = "ranks"  # the one axis of the Comms in this file
+MESSAGE_NBYTES = 4 << 20  # bytes sent at once
 _log = logging.getLogger("fsharp")
-_files = LocalStorage()
+_local_storage = LocalStorage()
 
 
 class DamagedCopy(CheckpointError):
@@ -35,7 +41,7 @@ class DamagedCopy(CheckpointError):
 
 
 @contextmanager
-def _damage_blamed_on(rank: int, file: str) -> Iterator[None]:
+def _blaming_damage_on(rank: int, file: str) -> Iterator[None]:
     """Turn a CheckpointError that is raised in this context into a :class:`DamagedCopy` of ``file`` on the host of ``rank``."""
     try:
         yield
@@ -72,11 +78,11 @@ class HeldSave:
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
 
-Copy = tuple[str, int, str]
+CopyKey = tuple[str, int, str]
 """A file of a save on a host: name of the save, first rank of the host, name of the file."""
 
 
-def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Copy] = ()) -> list[HeldSave]:
+def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[CopyKey] = ()) -> list[HeldSave]:
     """Return the saves of which at least one host holds a file, equal on all ranks.
 
     ``domain_size`` consecutive ranks share a host, and so a folder. Copies in ``damaged`` do not count. Nor do files and
@@ -89,7 +95,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
     for first, text in enumerate(all_gather_texts(json.dumps(mine), comm)):
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
             save = found.setdefault(name, HeldSave(name, step, created, num_files, manifest_nbytes, {}))
-            if (name, first, NAME) not in damaged:
+            if (name, first, MANIFEST_NAME) not in damaged:
                 there = {int(number): size for number, size in heads.items()}
                 save.hosts[first] = {
                     no: size for no, size in there.items() if (name, first, shard_file_name(no)) not in damaged
@@ -100,24 +106,33 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
 def describe_saves_held_here(folder: str) -> list[list[Any]]:
     """Return each save in a folder: name, step, time, number of files, size of the manifest, and sizes of headers by file."""
     saves = []
-    for name in folder_names_newest_first(_files, folder):
+    for name in folder_names_newest_first(_local_storage, folder):
         path = f"{folder}/{name}"
         try:
             manifest = Checkpoint(path).manifest
         except CheckpointError as error:
             _log.warning("left out: %s", error)
             continue
-        heads, there = {}, set(_files.list_names(path))
+        heads, there = {}, set(_local_storage.list_names(path))
         for number, record in enumerate(manifest.files):
             if record.name in there:
                 file, first = f"{path}/{record.name}", bytearray(8)
                 try:
-                    check_file_size(_files, file, record.nbytes)
-                    _files.read(file, 0, memoryview(first))
+                    check_file_size(_local_storage, file, record.nbytes)
+                    _local_storage.read(file, 0, memoryview(first))
                     heads[number] = header_nbytes(file, bytes(first), record.nbytes)
                 except CheckpointError as error:
                     _log.warning("left out: %s", error)
-        saves.append([name, manifest.step, manifest.created, len(manifest.files), _files.nbytes(f"{path}/{NAME}"), heads])
+        saves.append(
+            [
+                name,
+                manifest.step,
+                manifest.created,
+                len(manifest.files),
+                _local_storage.nbytes(f"{path}/{MANIFEST_NAME}"),
+                heads,
+            ]
+        )
     return saves
 
 
@@ -136,7 +151,7 @@ class DeferredError:
                 self._error = error
         return None
 
-    def raise_(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the first error, if there is one."""
         if self._error is not None:
             raise self._error
@@ -154,13 +169,13 @@ def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *,
 
 
 class ReadRequest(NamedTuple):
-    """A request to the rank ``holder`` for bytes of a file. ``take`` is called with the bytes."""
+    """A request to the rank ``holder`` for bytes of a file. ``on_received`` is called with the bytes."""
 
     holder: int
     file: str
     start: int
     nbytes: int
-    take: Callable[[torch.Tensor], None]
+    on_received: Callable[[torch.Tensor], None]
 
 
 def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> list[ReadRequest]:
@@ -168,14 +183,14 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
     view = memoryview(into)
 
     def one(first: int) -> ReadRequest:
-        part = view[first : first + PIECE_NBYTES]
+        part = view[first : first + MESSAGE_NBYTES]
 
-        def take(data: torch.Tensor) -> None:
+        def on_received(data: torch.Tensor) -> None:
             part[:] = bytes_of(data)
 
-        return ReadRequest(holder, file, start + first, len(part), take)
+        return ReadRequest(holder, file, start + first, len(part), on_received)
 
-    return [one(first) for first in range(0, len(into), PIECE_NBYTES)]
+    return [one(first) for first in range(0, len(into), MESSAGE_NBYTES)]
 
 
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
@@ -190,16 +205,16 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
     if n == 1:
         return
     asked = [
-        batches_by_nbytes([each for each in wanted if each.holder == (comm.rank - shift) % n], PIECE_NBYTES)
+        batches_by_nbytes([each for each in wanted if each.holder == (comm.rank - shift) % n], MESSAGE_NBYTES)
         for shift in range(n)
     ]
-    rounds = comm.all_reduce(torch.tensor([*map(len, asked)]), AXIS, op="max", label="restore() rounds")
-    outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
+    rounds = comm.all_reduce(torch.tensor([*map(len, asked)]), RANKS_AXIS, op="max", label="restore() rounds")
+    outgoing = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
-        requests = json.loads(_shift_text(json.dumps(mine), comm, -shift))
+        requests = json.loads(_shift_text_over_ranks(json.dumps(mine), comm, -shift))
         wanted_here = [ReadRequest(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests]
-        theirs = batches_by_nbytes(wanted_here, PIECE_NBYTES)
+        theirs = batches_by_nbytes(wanted_here, MESSAGE_NBYTES)
         for i in range(int(rounds[shift])):
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
@@ -211,17 +226,17 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
             receive = shift_over_ranks(send, sum(each.nbytes for each in batch), shift, comm, label="restore()")
             end = 0
             for each in batch:
-                deferred.run(each.take, receive[end : end + each.nbytes])
+                deferred.run(each.on_received, receive[end : end + each.nbytes])
                 end += each.nbytes
 
 
 def _read_requested(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
     """Read the bytes that another rank has requested from ``rank``. Refuses a path outside of the save's folder."""
-    with _damage_blamed_on(rank, checked_file_name(asked.file)):
-        _files.read(f"{folder}/{asked.file}", asked.start, into)
+    with _blaming_damage_on(rank, checked_file_name(asked.file)):
+        _local_storage.read(f"{folder}/{asked.file}", asked.start, into)
 
 
-def _shift_text(text: str, comm: Comm, shift: int) -> str:
+def _shift_text_over_ranks(text: str, comm: Comm, shift: int) -> str:
     body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
     size = shift_over_ranks(head, 8, shift, comm, label="restore() sizes of requests")
@@ -230,7 +245,7 @@ def _shift_text(text: str, comm: Comm, shift: int) -> str:
 
 
 class _FetchedHeaders:
-    """A source of the headers and tables of digests of files on other hosts. ``parts`` has them by path of the file."""
+    """The headers and tables of digests that were fetched from other hosts, to read like files. ``parts``: by path."""
 
     def __init__(self) -> None:
         self.parts: dict[str, tuple[int, bytearray, bytearray]] = {}
@@ -251,19 +266,19 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = DeferredError(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)
-    exchange_requested_bytes(folder, _requests_to_fill(holder, NAME, 0, data), comm, deferred)
+    exchange_requested_bytes(folder, _requests_to_fill(holder, MANIFEST_NAME, 0, data), comm, deferred)
 
     def made() -> Manifest:
-        deferred.raise_()
-        with _damage_blamed_on(comm.rank if has_it else holder, NAME):
-            return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{NAME}", bytes(data))
+        deferred.raise_if_failed()
+        with _blaming_damage_on(comm.rank if has_it else holder, MANIFEST_NAME):
+            return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{MANIFEST_NAME}", bytes(data))
 
     return check_on_all_ranks("restore()", comm, made)
 
 
 @torch.no_grad()
 def read_from_hosts(
-    folder: str, save: HeldSave, manifest: Manifest, needs: Sequence[Need], comm: Comm, domain_size: int
+    folder: str, save: HeldSave, manifest: Manifest, needs: Sequence[NeededElements], comm: Comm, domain_size: int
 ) -> None:
     """Read elements of a save into their targets, from files on this host or on other hosts. All ranks call this function.
 
@@ -272,7 +287,7 @@ def read_from_hosts(
     headers and tables of digests of their files.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
-    parts, deferred, fetched = needs_by_file(manifest, needs), DeferredError(), _FetchedHeaders()
+    parts, deferred, fetched = needed_elements_by_file(manifest, needs), DeferredError(), _FetchedHeaders()
     away = {number: save.rank_to_fetch_from(number, comm.rank, domain_size) for number in parts if number not in here}
 
     def ask_heads() -> list[ReadRequest]:
@@ -289,21 +304,21 @@ def read_from_hosts(
         asked = []
         for number, holder in away.items():
             record = manifest.files[number]
-            with _damage_blamed_on(holder, record.name):
+            with _blaming_damage_on(holder, record.name):
                 file = ShardFileReader(fetched, _file_path(folder, holder), record, number, manifest.save_id)
-                reads = file.coalesced_reads(file.runs_of(manifest, parts[number]), PIECE_NBYTES)
+                reads = file.coalesced_reads(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
             for read in reads:
-                take = _damage_blamed_on(holder, record.name)(partial(file.fill_targets, read))
-                asked.append(ReadRequest(holder, record.name, read.start, read.nbytes, take))
+                on_received = _blaming_damage_on(holder, record.name)(partial(file.fill_targets, read))
+                asked.append(ReadRequest(holder, record.name, read.start, read.nbytes, on_received))
         return asked
 
     exchange_requested_bytes(folder, deferred.run(ask_heads) or [], comm, deferred)
     exchange_requested_bytes(folder, deferred.run(ask_elements) or [], comm, deferred)
-    deferred.raise_()
+    deferred.raise_if_failed()
     for number in parts.keys() & here.keys():
-        with _damage_blamed_on(comm.rank, manifest.files[number].name):
-            file = ShardFileReader(_files, folder, manifest.files[number], number, manifest.save_id)
-            file.read(file.runs_of(manifest, parts[number]), PIECE_NBYTES)
+        with _blaming_damage_on(comm.rank, manifest.files[number].name):
+            file = ShardFileReader(_local_storage, folder, manifest.files[number], number, manifest.save_id)
+            file.read(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
 
 
 def _file_path(folder: str, holder: int) -> str:

@@ -10,8 +10,8 @@ from fsharp.checkpoint.formats.huggingface import describe_file
 from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest
 from fsharp.checkpoint.shard_file import (
     BLOCK_NBYTES,
-    DTYPES_OF_FORMAT,
-    TABLE,
+    DIGEST_TABLE_NAME,
+    SAFETENSORS_DTYPES,
     TensorExtent,
     block_digests,
     bytes_of,
@@ -25,7 +25,7 @@ from fsharp.errors import CheckpointError
 BUFFER_NBYTES = 4 << 20  # the default: bytes stay in the processor's cache while they are compared and copied
 
 
-class Need(NamedTuple):
+class NeededElements(NamedTuple):
     """Elements ``[first, last)`` of a tensor that a rank needs. ``target`` receives them: 1-D, of any device and dtype."""
 
     name: str
@@ -34,7 +34,7 @@ class Need(NamedTuple):
     target: torch.Tensor
 
 
-class FileRun(NamedTuple):
+class FileRange(NamedTuple):
     """Elements that lie next to each other in a file: begin and end in bytes behind the header, dtype, and target tensor."""
 
     begin: int
@@ -44,11 +44,11 @@ class FileRun(NamedTuple):
 
 
 class CoalescedRead(NamedTuple):
-    """A range of a file to read at once. ``parts`` are its runs; before each run, begin and end of the bytes to copy."""
+    """Bytes of a file to read at once. ``parts``: triples of begin and end of bytes, and the FileRange to which they belong."""
 
     start: int
     nbytes: int
-    parts: list[tuple[int, int, FileRun]]
+    parts: list[tuple[int, int, FileRange]]
 
 
 class Reader:
@@ -62,28 +62,30 @@ class Reader:
         self._files: dict[int, ShardFileReader] = {}
 
     @torch.no_grad()
-    def read(self, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
+    def read(self, needs: Iterable[NeededElements], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
         """Read elements into their targets, through a buffer of ``buffer_nbytes``, and at least of one block (4 KiB).
 
         Raises CheckpointError for missing or damaged bytes; names the file, its tensors, and the rank that wrote the file.
         """
-        for number, parts in needs_by_file(self._manifest, needs).items():
+        for number, parts in needed_elements_by_file(self._manifest, needs).items():
             file = self._files.get(number)
             if file is None:
                 record = self._manifest.files[number]
                 file = ShardFileReader(self._storage, self._folder, record, number, self._manifest.save_id)
                 self._files[number] = file
-            file.read(file.runs_of(self._manifest, parts), buffer_nbytes)
+            file.read(file.ranges_of(self._manifest, parts), buffer_nbytes)
 
 
-def needs_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
-    """Return, by number of a file, the chunks that have needed elements, each with a Need for the elements in the chunk."""
-    found: dict[int, list[tuple[Chunk, Need]]] = {}
+def needed_elements_by_file(
+    manifest: Manifest, needs: Iterable[NeededElements]
+) -> dict[int, list[tuple[Chunk, NeededElements]]]:
+    """Return, by number of a file, the chunks that have needed elements, each with these elements."""
+    found: dict[int, list[tuple[Chunk, NeededElements]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
             first, last = max(chunk.first, need.first), min(chunk.last, need.last)
             if first < last:
-                part = Need(need.name, first, last, need.target[first - need.first : last - need.first])
+                part = NeededElements(need.name, first, last, need.target[first - need.first : last - need.first])
                 found.setdefault(chunk.file, []).append((chunk, part))
     return dict(sorted(found.items()))
 
@@ -112,17 +114,17 @@ class ShardFileReader:
             self._data, self._table, self._extents = described.start, b"", described.tensors
             self._end = size - described.start
             return
-        length = header_nbytes(self.path, self._fetch(0, min(8, size)), size)
-        header = self._fetch(0, length)
+        length = header_nbytes(self.path, self._read_bytes(0, min(8, size)), size)
+        header = self._read_bytes(0, length)
         # Nothing in the header or the table, which is last in the file, is used before their digest is compared.
         end = size - digest_table_nbytes(size - length)
-        table = self._fetch(end, size - end)
+        table = self._read_bytes(end, size - end)
         if file_digest(header, table) != record.digest:
             raise CheckpointError(f"{self.path}, written by rank {number}: the header or the table of digests is damaged.")
         found, metadata = parse_header(self.path, header, size)
         if metadata.get("save_id") != save_id:
             raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r:.80}, expected {save_id!r}.")
-        if found.get(TABLE) != TensorExtent(torch.uint8, end - length, size - length, (size - end,)):
+        if found.get(DIGEST_TABLE_NAME) != TensorExtent(torch.uint8, end - length, size - length, (size - end,)):
             raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
         self._data, self._table, self._extents = length, table, found
         self._end = size - length - len(table)
@@ -133,7 +135,7 @@ class ShardFileReader:
         Raises CheckpointError if the file has no chunk of the tensor, or one of another size or dtype.
         """
         found = self._extents.get(name)
-        expected = dtype if dtype in DTYPES_OF_FORMAT or not self._table else torch.uint8
+        expected = dtype if dtype in SAFETENSORS_DTYPES or not self._table else torch.uint8
         if found is not None and self._table and found.begin % dtype.itemsize:
             raise CheckpointError(f"{self.path}: {name!r:.80} begins at byte {found.begin}, within an element.")
         if found is None or found.dtype != expected or found.end - found.begin != (chunk.last - chunk.first) * dtype.itemsize:
@@ -141,45 +143,45 @@ class ShardFileReader:
             raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r:.200}, expected {size}.")
         return found.begin
 
-    def runs_of(self, manifest: Manifest, parts: Iterable[tuple[Chunk, Need]]) -> list[FileRun]:
-        """Return the runs of the file that hold needed elements, in order. Raises the errors of :meth:`chunk_begin`."""
+    def ranges_of(self, manifest: Manifest, parts: Iterable[tuple[Chunk, NeededElements]]) -> list[FileRange]:
+        """Return the ranges of the file that hold needed elements, in order. Raises the errors of :meth:`chunk_begin`."""
         found = []
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
             begin = self.chunk_begin(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
-            found.append(FileRun(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
-        return sorted(found, key=lambda run: run.begin)
+            found.append(FileRange(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
+        return sorted(found, key=lambda file_range: file_range.begin)
 
-    def _fetch(self, start: int, size: int) -> bytes:
+    def _read_bytes(self, start: int, size: int) -> bytes:
         data = bytearray(size)
         self._storage.read(self.path, start, memoryview(data))
         return bytes(data)
 
-    def read(self, runs: Sequence[FileRun], buffer_nbytes: int) -> None:
-        """Fill targets with runs of the file, which are in order of their first byte and do not overlap."""
-        reads = self.coalesced_reads(runs, buffer_nbytes)
+    def read(self, ranges: Sequence[FileRange], buffer_nbytes: int) -> None:
+        """Fill targets with ranges of the file, which are in order of their first byte and do not overlap."""
+        reads = self.coalesced_reads(ranges, buffer_nbytes)
         whole = torch.empty(max((each.nbytes for each in reads), default=0), dtype=torch.uint8, device="cpu")
         for each in reads:
             buffer = whole[: each.nbytes]
             self._storage.read(self.path, each.start, bytes_of(buffer))
             self.fill_targets(each, buffer)
 
-    def coalesced_reads(self, runs: Sequence[FileRun], buffer_nbytes: int) -> list[CoalescedRead]:
-        """Return the reads for runs, which are in order of their first byte and do not overlap.
+    def coalesced_reads(self, ranges: Sequence[FileRange], buffer_nbytes: int) -> list[CoalescedRead]:
+        """Return the reads for ranges, which are in order of their first byte and do not overlap.
 
         A read is of whole blocks: one block, or as many as fit into ``buffer_nbytes``.
         """
         block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
         found, start, stop = list[CoalescedRead](), 0, 0
-        for run in runs:
-            begin = run.begin
-            while begin < run.end:
+        for file_range in ranges:
+            begin = file_range.begin
+            while begin < file_range.end:
                 low = begin // block * block
                 if not found or block == 1 or not start <= low <= stop or begin >= start + most:
                     start = stop = low
                     found.append(CoalescedRead(self._data + start, 0, []))
-                last = min(run.end, start + most)
-                found[-1].parts.append((begin, last, run))
+                last = min(file_range.end, start + most)
+                found[-1].parts.append((begin, last, file_range))
                 stop, begin = max(stop, -(-last // block) * block), last
                 found[-1] = found[-1]._replace(nbytes=min(stop, self._end) - start)
         return found
@@ -189,12 +191,12 @@ class ShardFileReader:
         start = read.start - self._data
         if self._table and (wrong := self._damaged_blocks_in(start, bytes_of(buffer))):
             raise CheckpointError(self.damage_text(wrong))
-        for begin, stop, run in read.parts:
+        for begin, stop, file_range in read.parts:
             data = buffer[begin - start : stop - start]
-            if data.storage_offset() % run.dtype.itemsize:
+            if data.storage_offset() % file_range.dtype.itemsize:
                 data = data.clone()  # in a file of another library elements may begin at any byte
-            first, last = ((x - run.begin) // run.dtype.itemsize for x in (begin, stop))
-            run.target[first:last].copy_(data.view(run.dtype))
+            first, last = ((x - file_range.begin) // file_range.dtype.itemsize for x in (begin, stop))
+            file_range.target[first:last].copy_(data.view(file_range.dtype))
 
     def _damaged_blocks_in(self, start: int, view: memoryview) -> list[int]:
         """Return the first byte of each block whose digest differs from the table."""
@@ -210,7 +212,7 @@ class ShardFileReader:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)
             return first < len(blocks) and blocks[first] < extent.end
 
-        names = [name for name, extent in self._extents.items() if name != TABLE and is_damaged(extent)]
+        names = [name for name, extent in self._extents.items() if name != DIGEST_TABLE_NAME and is_damaged(extent)]
         shown = ", ".join(f"{name!r:.200}" for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
             f"{self.path}, written by rank {self._number}: {len(blocks)} blocks of {BLOCK_NBYTES:,} bytes are damaged, the "

@@ -16,13 +16,13 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_names_newest_first, newest_except, remove_incomplete, save_time_after
-from fsharp.checkpoint.entries import Contents, contents_of, with_state_dicts
+from fsharp.checkpoint.entries import TreeContents, contents_of, with_state_dicts
 from fsharp.checkpoint.falling_back import load_or_collect_damage, set_aside_damaged, try_set_aside
 from fsharp.checkpoint.loading import load_checkpoint_at, load_with_reader
-from fsharp.checkpoint.manifest import NAME, FileRecord
+from fsharp.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from fsharp.checkpoint.peers import (
-    PIECE_NBYTES,
-    Copy,
+    MESSAGE_NBYTES,
+    CopyKey,
     DamagedCopy,
     DeferredError,
     HeldSave,
@@ -32,7 +32,7 @@ from fsharp.checkpoint.peers import (
     read_from_hosts,
     shift_over_ranks,
 )
-from fsharp.checkpoint.reading import Need
+from fsharp.checkpoint.reading import NeededElements
 from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.checkpoint.saving import (
     Snapshot,
@@ -41,7 +41,7 @@ from fsharp.checkpoint.saving import (
     manifest_of_snapshot,
     name_path_in_errors,
     remove_staged,
-    snapshot,
+    take_snapshot,
     tensors_written_by,
     verify_written_file,
     write_manifest_and_publish,
@@ -58,7 +58,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
-_files = LocalStorage()
+_local_storage = LocalStorage()
 _TOKEN_NBYTES = 8
 
 
@@ -77,7 +77,7 @@ class RefreshNbytes(NamedTuple):
     copied: int
 
 
-class _OnDisk(NamedTuple):
+class _DiskCheckpoint(NamedTuple):
     path: str
     step: int
     created: float
@@ -148,7 +148,7 @@ class Replicas(BackgroundSaver):
                 raise CheckpointError(f"Replicas(): comm is {type(comm).__name__}, expected a Comm from connect().")
             if "://" in os.fspath(folder):
                 raise CheckpointError(f"Replicas(): {os.fspath(folder)!r} is a URL, expected a folder in this host's memory.")
-            _check_sizes(comm.mesh.size, copies, size)
+            _check_copies_and_domain_size(comm.mesh.size, copies, size)
             if comm.rank % size == 0:
                 self._claim = name_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
@@ -186,9 +186,9 @@ class Replicas(BackgroundSaver):
     @api_boundary
     def refresh_nbytes(self, tree: Any) -> RefreshNbytes:
         """Return the exact bytes that a refresh of a tree sends and keeps. Needs no other rank."""
-        return self._nbytes_of(contents_of("refresh_nbytes()", with_state_dicts(tree), self._comm))
+        return self._refresh_nbytes_of(contents_of("refresh_nbytes()", with_state_dicts(tree), self._comm))
 
-    def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
+    def _refresh_nbytes_of(self, contents: TreeContents) -> RefreshNbytes:
         rank = self._comm.rank
         written = {of: [each for _, each in tensors_written_by(contents, of)] for of in {rank, *self._ranks_on_host}}
         sizes = {of: file_nbytes(tensors, header_metadata("0" * 16, of)) for of, tensors in written.items()}
@@ -228,7 +228,7 @@ class Replicas(BackgroundSaver):
         rest, in its own process groups, in pieces of 4 MiB.
         """
 
-        def check_open(contents: Contents) -> None:
+        def check_open(contents: TreeContents) -> None:
             if self._claim is not None and self._claim.is_closed:
                 raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
 
@@ -238,62 +238,65 @@ class Replicas(BackgroundSaver):
         with self._lock:
             self.wait()
             facts = {"step": step, "config": config, "metric": None, "save_id": new_id}
-            shot = snapshot("refresh()", self._folder, tree, comm=self._comm, prepare=check_open, shared_root=False, **facts)
-            self._begin(shot, self._write)
+            snapshot = take_snapshot(
+                "refresh()", self._folder, tree, comm=self._comm, prepare=check_open, shared_root=False, **facts
+            )
+            self._begin_save(snapshot, self._write_to_hosts)
 
-    def _write(self, shot: Snapshot) -> None:
+    def _write_to_hosts(self, snapshot: Snapshot) -> None:
         """Write files, then manifests on all hosts, then remove the previous save, so that one save is always whole."""
-        staged, own = _files.staging_path(shot.folder), self._own
+        staged, own = _local_storage.staging_path(snapshot.folder), self._own
 
         def stage() -> None:
             if self._claim is not None:
-                check_free_space(self._folder, self._nbytes_of(shot.contents).held)
-                name_path_in_errors(shot.folder, lambda: _files.make_staging_folder(shot.folder))
+                check_free_space(self._folder, self._refresh_nbytes_of(snapshot.contents).held)
+                name_path_in_errors(snapshot.folder, lambda: _local_storage.make_staging_folder(snapshot.folder))
 
         def commit() -> None:
             if self._claim is not None:
                 here = [records[rank] for rank in self._ranks_on_host]
-                manifest = manifest_of_snapshot(shot, records, self._comm.mesh, created)
+                manifest = manifest_of_snapshot(snapshot, records, self._comm.mesh, created)
                 name_path_in_errors(
-                    shot.folder, lambda: write_manifest_and_publish(shot, staged, here, manifest, rank=own.rank)
+                    snapshot.folder, lambda: write_manifest_and_publish(snapshot, staged, here, manifest, rank=own.rank)
                 )
 
         def remove_others() -> None:
-            for name in folder_names_newest_first(_files, self._folder) if self._claim is not None else ():
+            for name in folder_names_newest_first(_local_storage, self._folder) if self._claim is not None else ():
                 path = f"{self._folder}/{name}"
-                if path != shot.folder and NAME in _files.list_names(path):  # a published save has a manifest
-                    _files.remove(path)
+                # A published save has a manifest.
+                if path != snapshot.folder and MANIFEST_NAME in _local_storage.list_names(path):
+                    _local_storage.remove(path)
 
         try:
             check_on_all_ranks("refresh()", own, stage)
-            records = write_shard_file(shot, staged, own, "refresh()")
-            self._send_copies(shot, staged, records)
+            records = write_shard_file(snapshot, staged, own, "refresh()")
+            self._send_copies(snapshot, staged, records)
             now = struct.pack("<d", save_time_after(self._created))
             created = self._created = max(struct.unpack("<d", each)[0] for each in all_gather_bytes(now, own))
             check_on_all_ranks("refresh()", own, commit)
             check_on_all_ranks("refresh()", own, remove_others)
         except BaseException:
             if self._claim is not None:
-                remove_staged(shot.folder)  # does nothing to a published folder, which has another name
+                remove_staged(snapshot.folder)  # does nothing to a published folder, which has another name
             raise
 
-    def _send_copies(self, shot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
+    def _send_copies(self, snapshot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
         own, deferred = self._own, DeferredError()
         for j in range(1, self._copies + 1):
             shift = j * self._domain_size
             source = (own.rank - shift) % own.mesh.size
             mine, theirs = records[own.rank], records[source]
-            outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
+            outgoing = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
             with ExitStack() as stack:
-                out = deferred.run(stack.enter_context, _files.append_to_new_file(f"{staged}/{theirs.name}"))
-                for start in range(0, max(record.nbytes for record in records), PIECE_NBYTES):
-                    send, due = outgoing[: max(mine.nbytes - start, 0)], max(min(theirs.nbytes - start, PIECE_NBYTES), 0)
-                    deferred.run(_files.read, f"{staged}/{mine.name}", start, bytes_of(send))
-                    receive = shift_over_ranks(send, due, shift, own, label=f"refresh() of step {shot.step}")
+                out = deferred.run(stack.enter_context, _local_storage.append_to_new_file(f"{staged}/{theirs.name}"))
+                for start in range(0, max(record.nbytes for record in records), MESSAGE_NBYTES):
+                    send, due = outgoing[: max(mine.nbytes - start, 0)], max(min(theirs.nbytes - start, MESSAGE_NBYTES), 0)
+                    deferred.run(_local_storage.read, f"{staged}/{mine.name}", start, bytes_of(send))
+                    receive = shift_over_ranks(send, due, shift, own, label=f"refresh() of step {snapshot.step}")
                     deferred.run(out, bytes_of(receive))
                 deferred.run(stack.close)
-            deferred.run(verify_written_file, staged, theirs, source, shot.save_id)
-        check_on_all_ranks("refresh()", own, lambda: name_path_in_errors(staged, deferred.raise_))
+            deferred.run(verify_written_file, staged, theirs, source, snapshot.save_id)
+        check_on_all_ranks("refresh()", own, lambda: name_path_in_errors(staged, deferred.raise_if_failed))
 
     @api_boundary
     def latest(self) -> int | None:
@@ -339,14 +342,14 @@ class Replicas(BackgroundSaver):
 
         The path of the checkpoint is below ``root`` for values from disk, else below the folder of the hosts.
         """
-        on_disk, copies = dict[str, str](), dict[Copy, str]()
+        on_disk, copies = dict[str, str](), dict[CopyKey, str]()
         while True:
             found, damage = self._find_newest(on_disk, copies), list[Any]()
             if found is None:
                 nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
                 raise CheckpointError("\n".join([nothing, *on_disk.values()]))
             how = {"subtree": subtree, "cast": cast, "donate": donate}
-            loaded, said = load_or_collect_damage(partial(self._load, found, like, damage, **how), damage, self._comm)
+            loaded, said = load_or_collect_damage(partial(self._load_save, found, like, damage, **how), damage, self._comm)
             if loaded is not None:
                 where = "on hosts" if isinstance(found, HeldSave) else "on disk"
                 self._set_aside(on_disk, copies, f"what was saved of step {found.step} {where}")
@@ -356,14 +359,16 @@ class Replicas(BackgroundSaver):
             else:
                 on_disk[found.path] = said[0]
 
-    def _load(self, found: "HeldSave | _OnDisk", like: Any, damage: list[Any], **how: Any) -> tuple[Checkpoint, Any]:
+    def _load_save(
+        self, found: "HeldSave | _DiskCheckpoint", like: Any, damage: list[Any], **how: Any
+    ) -> tuple[Checkpoint, Any]:
         """Load a save from hosts or from disk; append the damage that this rank finds."""
         if not isinstance(found, HeldSave):
             return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **how)
         folder, own = f"{self._folder}/{found.name}", self._own
         held = Checkpoint(folder)
 
-        def read(held: Checkpoint, needs: list[Need]) -> None:
+        def read(held: Checkpoint, needs: list[NeededElements]) -> None:
             read_from_hosts(folder, found, held.manifest, needs, own, self._domain_size)
 
         try:
@@ -375,23 +380,25 @@ class Replicas(BackgroundSaver):
                 damage.append([str(own_error), own_error.rank, own_error.file])
             raise
 
-    def _set_aside(self, on_disk: Mapping[str, str], copies: Mapping[Copy, str], used: str) -> None:
-        set_aside_damaged(on_disk, used, self._comm)
+    def _set_aside(self, on_disk: Mapping[str, str], copies: Mapping[CopyKey, str], used_instead: str) -> None:
+        set_aside_damaged(on_disk, used_instead, self._comm)
         for (save, first, file), text in copies.items():
             if first == self._comm.rank:
                 path = f"{self._folder}/{save}/{file}"
                 what = try_set_aside(path)
-                _log.warning("%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used)
+                _log.warning(
+                    "%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used_instead
+                )
 
     def _find_newest(
-        self, on_disk: Collection[str] = (), copies: Mapping[Copy, str] | None = None
-    ) -> HeldSave | _OnDisk | None:
+        self, on_disk: Collection[str] = (), copies: Mapping[CopyKey, str] | None = None
+    ) -> HeldSave | _DiskCheckpoint | None:
         """Return the newest complete save that is not known to be damaged; equal on all ranks."""
         self.wait()
         copies = copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
         held = sorted(saves, key=lambda save: save.created, reverse=True)
-        whole, disk = next((save for save in held if not save.missing_file_numbers), None), self._on_disk(on_disk)
+        whole, disk = next((save for save in held if not save.missing_file_numbers), None), self._newest_on_disk(on_disk)
         found = disk if whole is None or (disk is not None and disk.created > whole.created) else whole
         since = -math.inf if found is None else found.created
         lost = [
@@ -410,7 +417,7 @@ class Replicas(BackgroundSaver):
             _log.warning(problem("restore()", f"using step {found and found.step}: newer saves are incomplete.", lost))
         return found
 
-    def _on_disk(self, damaged: Collection[str]) -> "_OnDisk | None":
+    def _newest_on_disk(self, damaged: Collection[str]) -> "_DiskCheckpoint | None":
         """Return the newest checkpoint that rank 0 sees under ``root`` and that is not in ``damaged``."""
         if self._root is None:
             return None
@@ -420,7 +427,7 @@ class Replicas(BackgroundSaver):
         )
         facts = [] if found is None else [found.path, found.step, found.summary.created]
         said = json.loads(all_gather_texts(json.dumps(facts), self._comm)[0])
-        return _OnDisk(*said) if said else None
+        return _DiskCheckpoint(*said) if said else None
 
     @api_boundary
     def close(self) -> None:
@@ -431,7 +438,7 @@ class Replicas(BackgroundSaver):
             self._close_claim()
 
 
-def _check_sizes(n: int, copies: int, domain_size: int) -> None:
+def _check_copies_and_domain_size(n: int, copies: int, domain_size: int) -> None:
     if domain_size < 1 or n % domain_size:
         raise CheckpointError(f"Replicas(): domain_size is {domain_size}, and {n} ranks are not whole hosts of as many.")
     if not 0 <= copies < n // domain_size:

@@ -63,7 +63,7 @@ class Retention(NamedTuple):
             if value is not None and not 0 < value < math.inf:
                 raise CheckpointError(f"{where}: {name} is {value!r}, expected a number above 0, or None.")
 
-    def _periods(self, root: str, name: str) -> set[tuple[str, int]]:
+    def _step_and_hour_intervals(self, root: str, name: str) -> set[tuple[str, int]]:
         """Return the interval of steps and the interval of hours to which a checkpoint belongs."""
         found = set()
         if self.keep_steps is not None:
@@ -76,7 +76,7 @@ class Retention(NamedTuple):
     def prune(self, root: str) -> list[str]:
         """Remove checkpoints: see :func:`prune`."""
         names = folder_names_newest_first(storage_of(root), root)
-        periods = {name: self._periods(root, name) for name in names}
+        periods = {name: self._step_and_hour_intervals(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
         stay, gone, seen = self._best_of(root, names), list[str](), set[tuple[str, int]]()
         num_newest = 0

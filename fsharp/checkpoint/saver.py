@@ -22,7 +22,7 @@ from fsharp.checkpoint.catalog import (
     save_time_of,
 )
 from fsharp.checkpoint.retention import Retention
-from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, name_path_in_errors, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, name_path_in_errors, stage_snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
@@ -34,8 +34,8 @@ from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-_busy: "set[BackgroundSaver]" = set()  # Savers with a save under way, kept alive so that their errors are reported
-os.register_at_fork(after_in_child=_busy.clear)  # a child has no threads of its parent
+_busy_savers: "set[BackgroundSaver]" = set()  # Savers with a save under way, kept alive so that their errors are reported
+os.register_at_fork(after_in_child=_busy_savers.clear)  # a child has no threads of its parent
 
 
 class BackgroundSaver:
@@ -55,34 +55,34 @@ class BackgroundSaver:
 
     def _begin_generation(self) -> None:
         """Begin as a new one does, with a restarted rank: forget the save that was under way, which has ended."""
-        self._forget()
+        self._forget_save()
 
-    def _begin(self, shot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
+    def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
         if self._worker is None:
-            job(shot)
+            job(snapshot)
             return
         try:
-            self._copy_to_host(shot)
+            self._copy_to_host(snapshot)
         except Exception as error:  # other ranks go on, and get the error in the job
-            shot.fail_write_with(error)
+            snapshot.fail_write_with(error)
         outcome = Outcome()
-        self._worker.submit(lambda: job(shot), outcome)
+        self._worker.submit(lambda: job(snapshot), outcome)
         self._under_way = outcome
-        _busy.add(self)
+        _busy_savers.add(self)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
-    def _copy_to_host(self, shot: Snapshot) -> None:
+    def _copy_to_host(self, snapshot: Snapshot) -> None:
         """Replace values by copies in host memory. The memory of the last save is reused."""
-        values, devices = list(shot.values), {x.device for x in shot.values if x.device.type != "cpu"}
-        if shot.tensors != self._staged_as:
+        values, devices = list(snapshot.values), {x.device for x in snapshot.values if x.device.type != "cpu"}
+        if snapshot.tensors != self._staged_as:
             is_pinned = bool(devices)
             self._staged = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=is_pinned) for x in values]
-            self._staged_as = shot.tensors
+            self._staged_as = snapshot.tensors
         if values:
             torch._foreach_copy_(self._staged, values, non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
-        shot.use_copies(list(self._staged))
+        snapshot.use_copies(list(self._staged))
 
     @property
     def is_busy(self) -> bool:
@@ -96,7 +96,7 @@ class BackgroundSaver:
         Ranks may see the error at different times. The next call that waits raises the error again, on all ranks.
         """
         if self._under_way is not None and self._under_way.error is not None:
-            raise self._failed(self._under_way.error) from self._under_way.error
+            raise self._save_error(self._under_way.error) from self._under_way.error
 
     @api_boundary
     def wait(self) -> None:
@@ -106,16 +106,16 @@ class BackgroundSaver:
                 if self._under_way is not None:
                     self._under_way.take_result()
             except Exception as error:
-                self._forget()
-                raise self._failed(error) from error
-            self._forget()  # not after an interrupt: the save goes on, and reads the memory that the next one overwrites
+                self._forget_save()
+                raise self._save_error(error) from error
+            self._forget_save()  # not after an interrupt: the save goes on, and reads the memory that the next one overwrites
 
-    def _failed(self, error: BaseException) -> CheckpointError:
+    def _save_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"the {self._name} that was under way has failed: {error}")
 
-    def _forget(self) -> None:
+    def _forget_save(self) -> None:
         self._under_way = None
-        _busy.discard(self)
+        _busy_savers.discard(self)
 
     @api_boundary
     def close(self) -> None:
@@ -186,10 +186,10 @@ class Saver(BackgroundSaver):
 
         def check() -> None:
             self._retention.check("Saver()")
-            if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy):
+            if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy_savers):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
-                name_path_in_errors(self._root, lambda: _prepare(self._root))
+                name_path_in_errors(self._root, lambda: _prepare_root(self._root))
 
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self.saved, self._saved_at = -1, math.inf
@@ -201,7 +201,7 @@ class Saver(BackgroundSaver):
         super()._begin_generation()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
         if self._comm.rank == 0:
-            name_path_in_errors(self._root, lambda: _prepare(self._root))
+            name_path_in_errors(self._root, lambda: _prepare_root(self._root))
 
     @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
@@ -219,11 +219,11 @@ class Saver(BackgroundSaver):
         """
         with self._lock:
             self.wait()
-            shot = agreed_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
-            self._begin(shot, self._write)
+            snapshot = stage_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
+            self._begin_save(snapshot, self._write_checkpoint)
 
-    def _write(self, shot: Snapshot) -> Checkpoint:
-        made, since = write_snapshot(shot, self._own), self._saved_at
+    def _write_checkpoint(self, snapshot: Snapshot) -> Checkpoint:
+        made, since = write_snapshot(snapshot, self._own), self._saved_at
         self.saved = made.step
 
         def forget_old() -> None:
@@ -244,7 +244,7 @@ class Saver(BackgroundSaver):
         return made
 
 
-def _prepare(root: str) -> None:
+def _prepare_root(root: str) -> None:
     """Remove interrupted saves, and try to write, to find an error before the first save."""
     remove_incomplete(root)
     storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
@@ -252,21 +252,21 @@ def _prepare(root: str) -> None:
     storage.remove(storage.staging_path(trial))
 
 
-def _finish_all() -> None:
+def _wait_for_all_saves() -> None:
     """Wait for all saves under way. The next call of each Saver raises its error."""
-    for each in list(_busy):
+    for each in list(_busy_savers):
         if each._under_way is not None:
             each._under_way.is_done(within_s=threading.TIMEOUT_MAX)
 
 
-before_leaving.append(_finish_all)
+before_leaving.append(_wait_for_all_saves)
 
 
 @atexit.register
-def _close_all() -> None:
+def _exit_if_save_failed() -> None:
     """Exit with status 1 if a save has failed, and no call has raised its error."""
     failed = False
-    for each in list(_busy):
+    for each in list(_busy_savers):
         try:
             each.close()
         except BaseException:

@@ -14,15 +14,15 @@ import xxhash
 import fsharp
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in_save_id
 from fsharp.checkpoint.entries import (
-    Contents,
-    Entry,
+    TensorEntry,
+    TreeContents,
     contents_of,
     has_state_dict,
     is_checkpoint_leaf,
     leaves_with_paths,
     with_state_dicts,
 )
-from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
+from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
 from fsharp.checkpoint.reading import ShardFileReader
 from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, write_file, write_order
 from fsharp.checkpoint.storage import absolute_path, storage_of
@@ -49,7 +49,7 @@ class Snapshot:
         failure: why this rank has no values, found after ranks have agreed; writing raises it on all of them.
     """
 
-    contents: Contents
+    contents: TreeContents
     step: int
     config: Any
     metric: float | None
@@ -106,16 +106,16 @@ def save(
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
     collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
     """
-    return write_snapshot(agreed_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
+    return write_snapshot(stage_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
 
 
-def agreed_snapshot(
+def stage_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
-    """Return the tensors and values to save, once all ranks agree and there is room for them. See :func:`save`."""
+    """Return the tensors and values to save, once all ranks agree and rank 0 has made a folder with room. See :func:`save`."""
     where, draw, folder = absolute_path(root), bytes(16), ""
 
-    def stage(contents: Contents) -> None:
+    def stage(contents: TreeContents) -> None:
         nonlocal folder, draw
         if comm.rank == 0:
             check_free_space(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
@@ -126,14 +126,14 @@ def agreed_snapshot(
 
     try:
         facts = {"step": step, "config": config, "metric": metric, "save_id": lambda: all_gather_bytes(draw, comm)[0].hex()}
-        return snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
+        return take_snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
     except BaseException:
         if folder:
             remove_staged(folder)
         raise
 
 
-def snapshot(
+def take_snapshot(
     where: str,
     root: str,
     tree: Any,
@@ -143,7 +143,7 @@ def snapshot(
     config: Any,
     metric: float | None,
     save_id: Callable[[], str],
-    prepare: Callable[[Contents], None],
+    prepare: Callable[[TreeContents], None],
     shared_root: bool = True,
 ) -> Snapshot:
     """Return the tensors and values to save, once all ranks agree.
@@ -154,7 +154,7 @@ def snapshot(
     has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
     states = check_on_all_ranks(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
 
-    def check() -> Contents:
+    def check() -> TreeContents:
         nonlocal config
         config = checked_config(where, step, config)
         if not isinstance(metric, float | int | None):
@@ -165,14 +165,14 @@ def snapshot(
         prepare(contents)
         return contents
 
-    def fields(contents: Contents) -> dict[str, str]:
+    def fields(contents: TreeContents) -> dict[str, str]:
         text, same = json.dumps(config, sort_keys=True), {"root": root} if shared_root else {}
-        return {"step": str(step), **same, "config": text, "metric": repr(metric), **_texts_to_compare(contents)}
+        return {"step": str(step), **same, "config": text, "metric": repr(metric), **_snapshot_texts_to_compare(contents)}
 
     contents = check_on_all_ranks(where, comm, check, fields)
     name, tensors, values = save_id(), [], []
     for entry, tensor in tensors_written_by(contents, comm.rank):
-        (first, last), mine = entry.run_written_by(comm.rank), entry.piece(comm.rank)
+        (first, last), mine = entry.range_written_by(comm.rank), entry.piece(comm.rank)
         tensors.append(tensor)
         values.append(entry.local[first - mine.first : last - mine.first])
     folder, best_by = f"{root}/{folder_name(step, name)}", None if metric is None else float(metric)
@@ -201,11 +201,11 @@ def _structures_by_name(tree: Any) -> dict[str, Any]:
     return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
 
 
-def tensors_written_by(contents: Contents, rank: int) -> list[tuple[Entry, StoredTensor]]:
+def tensors_written_by(contents: TreeContents, rank: int) -> list[tuple[TensorEntry, StoredTensor]]:
     """Return the tensors that a rank writes, in the order in which it writes them."""
     found = []
     for entry in contents.entries.values():
-        first, last = entry.run_written_by(rank)
+        first, last = entry.range_written_by(rank)
         if first < last:
             shape = entry.shape if last - first == entry.numel else (last - first,)
             found.append((entry, StoredTensor(entry.name, entry.dtype, shape)))
@@ -219,7 +219,7 @@ def check_free_space(root: str, nbytes: int) -> None:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
 
 
-def _texts_to_compare(contents: Contents) -> dict[str, str]:
+def _snapshot_texts_to_compare(contents: TreeContents) -> dict[str, str]:
     entries = contents.entries.values()
     on_host = ((e.name, e.local.cpu()) for e in entries if e.is_replicated)  # the name keeps a copy alive; bytes do not
     same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
@@ -245,42 +245,44 @@ def name_path_in_errors(path: str, write: Callable[[], T]) -> T:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}.") from error
 
 
-def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
+def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
     """Write a checkpoint on all ranks: see :func:`save`."""
-    staged = storage_of(shot.folder).staging_path(shot.folder)
+    staged = storage_of(snapshot.folder).staging_path(snapshot.folder)
     is_published = False
 
     def commit(records: list[FileRecord]) -> None:
         nonlocal is_published
-        created = time_in_save_id(shot.save_id)
+        created = time_in_save_id(snapshot.save_id)
         assert created is not None
-        write_manifest_and_publish(shot, staged, records, manifest_of_snapshot(shot, records, comm.mesh, created), rank=0)
+        write_manifest_and_publish(
+            snapshot, staged, records, manifest_of_snapshot(snapshot, records, comm.mesh, created), rank=0
+        )
         is_published = True
 
     try:
-        records = write_shard_file(shot, staged, comm)
+        records = write_shard_file(snapshot, staged, comm)
         check_on_all_ranks(
-            "save()", comm, lambda: name_path_in_errors(shot.folder, lambda: commit(records)) if comm.rank == 0 else None
+            "save()", comm, lambda: name_path_in_errors(snapshot.folder, lambda: commit(records)) if comm.rank == 0 else None
         )
     except BaseException:
         if comm.rank == 0 and not is_published:
-            remove_staged(shot.folder)
+            remove_staged(snapshot.folder)
         raise
-    return Checkpoint(shot.folder)
+    return Checkpoint(snapshot.folder)
 
 
-def write_shard_file(shot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
+def write_shard_file(snapshot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
     """Write this rank's file into a folder, and read it back; return the records of all ranks' files, in order of rank."""
     path = f"{staged}/{shard_file_name(comm.rank)}"
 
     def write() -> FileRecord:
-        if shot.failure is not None:
-            raise shot.failure
-        header = encode_header(shot.tensors, header_metadata(shot.save_id, comm.rank))
+        if snapshot.failure is not None:
+            raise snapshot.failure
+        header = encode_header(snapshot.tensors, header_metadata(snapshot.save_id, comm.rank))
         with storage_of(path).append_to_new_file(path) as out:
-            digest = write_file(out, header, (value.cpu() for value in shot.values))
+            digest = write_file(out, header, (value.cpu() for value in snapshot.values))
         record = FileRecord(shard_file_name(comm.rank), storage_of(path).nbytes(path), digest)
-        verify_written_file(staged, record, comm.rank, shot.save_id)
+        verify_written_file(staged, record, comm.rank, snapshot.save_id)
         return record
 
     mine = check_on_all_ranks(where, comm, lambda: name_path_in_errors(path, write))
@@ -297,22 +299,22 @@ def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str
 
 
 def write_manifest_and_publish(
-    shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int
+    snapshot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int
 ) -> None:
     """Write the manifest to the folder ``staged``, and publish the folder.
 
     Raises CheckpointError if this rank, which is ``rank``, does not see all bytes of the files ``records``.
     """
-    storage = storage_of(shot.folder)
+    storage = storage_of(snapshot.folder)
     for record in records:
         found = storage.nbytes(f"{staged}/{record.name}")
         if found != record.nbytes:
             raise CheckpointError(f"{staged}/{record.name}: rank {rank} sees {found:,} bytes of {record.nbytes:,}.")
-    with storage.append_to_new_file(f"{staged}/{NAME}") as out:
+    with storage.append_to_new_file(f"{staged}/{MANIFEST_NAME}") as out:
         out(memoryview(manifest.to_json()))
-    if Checkpoint(staged).manifest.save_id != shot.save_id:
-        raise CheckpointError(f"{staged}/{NAME}: does not read back as it was written.")
-    storage.publish(staged, shot.folder)
+    if Checkpoint(staged).manifest.save_id != snapshot.save_id:
+        raise CheckpointError(f"{staged}/{MANIFEST_NAME}: does not read back as it was written.")
+    storage.publish(staged, snapshot.folder)
 
 
 def remove_staged(folder: str) -> None:
@@ -334,24 +336,24 @@ def header_metadata(save_id: str, rank: int) -> dict[str, str]:
     return {"save_id": save_id, "rank": str(rank)}
 
 
-def manifest_of_snapshot(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
+def manifest_of_snapshot(snapshot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
     """Return the manifest of all ranks' tensors, which follow from the layouts."""
     tensors = {}
-    for entry in shot.contents.entries.values():
-        chunks = (Chunk(rank, *entry.run_written_by(rank)) for rank in range(mesh.size))
+    for entry in snapshot.contents.entries.values():
+        chunks = (Chunk(rank, *entry.range_written_by(rank)) for rank in range(mesh.size))
         in_place = sorted((chunk for chunk in chunks if chunk.first < chunk.last), key=lambda chunk: chunk.first)
         tensors[entry.name] = TensorRecord(entry.dtype, entry.shape, tuple(in_place))
     return Manifest(
-        save_id=shot.save_id,
-        step=shot.step,
+        save_id=snapshot.save_id,
+        step=snapshot.step,
         created=created,
         mesh=dict(mesh.axes),
         versions={"fsharp": fsharp.__version__, "torch": torch.__version__},
-        config=shot.config,
-        metric=shot.metric,
+        config=snapshot.config,
+        metric=snapshot.metric,
         files=tuple(records),
         tensors=tensors,
-        aliases=shot.contents.aliases,
-        values=shot.contents.values,
-        objects=shot.contents.objects,
+        aliases=snapshot.contents.aliases,
+        values=snapshot.contents.values,
+        objects=snapshot.contents.objects,
     )

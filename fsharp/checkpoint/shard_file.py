@@ -18,20 +18,20 @@ import xxhash
 from fsharp.errors import CheckpointError
 
 BLOCK_NBYTES = 1 << 12  # under one digest: a reader of a part of a tensor reads at most two blocks more
-TABLE = "fsharp.block_digests"
-METADATA = "__metadata__"
+DIGEST_TABLE_NAME = "fsharp.block_digests"
+METADATA_NAME = "__metadata__"
 _DIGEST_NBYTES = 8
-_STEP_NBYTES = 1 << 20
-_MOST_HEADER_NBYTES = 100 << 20
-_NAMES = {
+_DIGEST_STEP_NBYTES = 1 << 20
+_MAX_HEADER_NBYTES = 100 << 20
+_DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.float64: "F64",
     torch.int64: "I64", torch.uint64: "U64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-DTYPES_OF_FORMAT = frozenset(_NAMES)  # tensors of other dtypes are written as U8
-DTYPES = DTYPES_OF_FORMAT | {
+_DTYPE_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+SAFETENSORS_DTYPES = frozenset(_DTYPE_NAMES)  # tensors of other dtypes are written as U8
+SAVABLE_DTYPES = SAFETENSORS_DTYPES | {
     torch.complex32, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     torch.float4_e2m1fn_x2,
 }  # fmt: skip
@@ -51,7 +51,7 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Sized(Protocol):
+class HasNbytes(Protocol):
     """Protocol of an object with a size in bytes."""
 
     @property
@@ -59,7 +59,7 @@ class Sized(Protocol):
         """Size of the object in bytes."""
 
 
-S = TypeVar("S", bound=Sized)
+S = TypeVar("S", bound=HasNbytes)
 
 
 def batches_by_nbytes(items: Iterable[S], max_nbytes: int) -> list[list[S]]:
@@ -86,22 +86,22 @@ class TensorExtent(NamedTuple):
 
 def check_reserved_names(where: str, names: Iterable[str]) -> None:
     """Raise a CheckpointError if a tensor has a name that the file format reserves."""
-    if taken := {METADATA, TABLE}.intersection(names):
+    if taken := {METADATA_NAME, DIGEST_TABLE_NAME}.intersection(names):
         raise CheckpointError(f"{where}: the name {min(taken)!r} is reserved in the file format: choose another.")
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
     """Return length field and header of a file with these tensors in this order, followed by the table of digests."""
-    described: dict[str, Any] = {METADATA: dict(metadata)}
+    described: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     end = 0
     for tensor in tensors:
-        name = _NAMES.get(tensor.dtype, "U8")
-        shape = list(tensor.shape) if tensor.dtype in _NAMES else [tensor.nbytes]
+        name = _DTYPE_NAMES.get(tensor.dtype, "U8")
+        shape = list(tensor.shape) if tensor.dtype in _DTYPE_NAMES else [tensor.nbytes]
         described[tensor.name] = {"dtype": name, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     if with_digests:
         table = -(-end // BLOCK_NBYTES) * _DIGEST_NBYTES
-        described[TABLE] = {"dtype": "U8", "shape": [table], "data_offsets": [end, end + table]}
+        described[DIGEST_TABLE_NAME] = {"dtype": "U8", "shape": [table], "data_offsets": [end, end + table]}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # elements start at multiples of 64 bytes
     return struct.pack("<Q", len(text)) + text
@@ -109,7 +109,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
 
 def header_prefix(metadata: Mapping[str, str]) -> bytes:
     """Return the first bytes, behind the length field, of a header whose metadata begins with ``metadata``."""
-    return json.dumps({METADATA: dict(metadata)}, separators=(",", ":"))[:-2].encode()
+    return json.dumps({METADATA_NAME: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 
 def file_nbytes(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) -> int:
@@ -133,8 +133,8 @@ def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterato
     write(memoryview(header))
     for tensor in data:
         view = bytes_of(tensor)
-        for start in range(0, len(view), _STEP_NBYTES):
-            part = view[start : start + _STEP_NBYTES]
+        for start in range(0, len(view), _DIGEST_STEP_NBYTES):
+            part = view[start : start + _DIGEST_STEP_NBYTES]
             digests.update(part)
             write(part)
     table = digests.table()
@@ -189,13 +189,13 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Tens
     """
     try:
         described = parse_json(header[8:])
-        metadata = {str(k): str(v) for k, v in (described.pop(METADATA, None) or {}).items()}
+        metadata = {str(k): str(v) for k, v in (described.pop(METADATA_NAME, None) or {}).items()}
         found = {}
         for name, each in described.items():
             (begin, end), shape = each["data_offsets"], [*each["shape"]]
             if any(type(x) is not int or x < 0 for x in (begin, end, *shape)):
                 raise ValueError(f"{name!r:.80} has an offset or size that is no count")
-            dtype = _DTYPES.get(each["dtype"])
+            dtype = _DTYPE_BY_NAME.get(each["dtype"])
             if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(f"{name!r:.80} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")
             found[str(name)] = (
@@ -255,6 +255,6 @@ def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
     Raises CheckpointError if the header would be larger than any header may be, or than the file.
     """
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-    if not 2 <= length <= min(_MOST_HEADER_NBYTES, nbytes - 8):
+    if not 2 <= length <= min(_MAX_HEADER_NBYTES, nbytes - 8):
         raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")
     return 8 + int(length)

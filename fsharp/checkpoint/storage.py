@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
-from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import CheckpointError
 
 _log = logging.getLogger("fsharp")
-Write = Callable[[memoryview], None]
-REMOVED = ".removed"
+WriteFunction = Callable[[memoryview], None]
+REMOVED_SUFFIX = ".removed"
 """Ending of the name of a folder that is being removed."""
-DAMAGED = ".damaged"
+DAMAGED_SUFFIX = ".damaged"
 """Ending of the name of a folder or file that was set aside."""
 
 
@@ -46,7 +46,7 @@ class Storage(Readable, Protocol):
     def make_staging_folder(self, folder: str) -> None:
         """Make the folder in which the files of ``folder`` are collected."""
 
-    def append_to_new_file(self, path: str) -> AbstractContextManager[Write]:
+    def append_to_new_file(self, path: str) -> AbstractContextManager[WriteFunction]:
         """Return a context that yields a function which appends to a new file. At its end the bytes are synced."""
 
     def publish(self, staged: str, folder: str) -> None:
@@ -91,7 +91,7 @@ def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int 
     """
     path = f"{folder}/{storage.resolve_links(folder, name)}"
     size = storage.nbytes(path)
-    most = size if size <= spare_nbytes else spare_nbytes + 2 * sum(_sizes(storage, folder, but=name))
+    most = size if size <= spare_nbytes else spare_nbytes + 2 * sum(_file_sizes(storage, folder, except_name=name))
     if size > most:
         raise CheckpointError(
             f"{folder}/{name}: {size:,} bytes, expected at most {most:,}: twice the size of the files that it describes, and "
@@ -102,10 +102,10 @@ def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int 
     return bytes(data)
 
 
-def _sizes(storage: Storage, folder: str, *, but: str) -> Iterator[int]:
+def _file_sizes(storage: Storage, folder: str, *, except_name: str) -> Iterator[int]:
     for name in storage.list_names(folder):
         with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
-            if name != but:
+            if name != except_name:
                 yield storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
 
 
@@ -129,7 +129,7 @@ class LocalStorage:
         os.mkdir(self.staging_path(folder))
 
     @contextmanager
-    def append_to_new_file(self, path: str) -> Iterator[Write]:
+    def append_to_new_file(self, path: str) -> Iterator[WriteFunction]:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
 
@@ -143,9 +143,9 @@ class LocalStorage:
             os.close(file)
 
     def publish(self, staged: str, folder: str) -> None:
-        _sync(staged)
+        _sync_folder(staged)
         os.rename(staged, folder)
-        _sync(os.path.dirname(folder))
+        _sync_folder(os.path.dirname(folder))
 
     def nbytes(self, path: str) -> int:
         try:
@@ -177,11 +177,11 @@ class LocalStorage:
 
     def remove(self, folder: str) -> None:
         parent, name = os.path.split(folder)
-        gone = folder if name.endswith(REMOVED) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED}")
+        gone = folder if name.endswith(REMOVED_SUFFIX) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED_SUFFIX}")
         try:
             # After the rename a save under way cannot publish the folder, and an interrupted removal leaves no checkpoint.
             os.rename(folder, gone)
-            _sync(parent)
+            _sync_folder(parent)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -192,9 +192,9 @@ class LocalStorage:
             _log.warning("%s: left behind: %s", gone, error)
 
     def set_aside(self, path: str) -> str:
-        os.rename(path, path + DAMAGED)
-        _sync(os.path.dirname(path))
-        return path + DAMAGED
+        os.rename(path, path + DAMAGED_SUFFIX)
+        _sync_folder(os.path.dirname(path))
+        return path + DAMAGED_SUFFIX
 
     def free_nbytes(self, folder: str) -> int | None:
         while not os.path.isdir(folder):
@@ -214,10 +214,10 @@ def _make_folders(folder: str) -> None:
         if not os.path.isdir(folder):  # if it is one, another process has made it a moment ago
             raise
     with suppress(PermissionError):  # some shared file systems let a process write to a folder that it may not read
-        _sync(parent)
+        _sync_folder(parent)
 
 
-def _sync(folder: str) -> None:
+def _sync_folder(folder: str) -> None:
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -239,7 +239,7 @@ class FolderClaim:
         in_use = CheckpointError(f"{folder}: in use. Each run, and each host of it, needs a folder of its own.")
         if folder in self._claimed:  # a lock does not keep a process from itself
             raise in_use
-        file = os.open(self._path(folder), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        file = os.open(self._claim_path(folder), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by this process alone, not by children that outlive it
         except (BlockingIOError, PermissionError) as error:
@@ -255,7 +255,7 @@ class FolderClaim:
         os.close(file)
 
     @staticmethod
-    def _path(folder: str) -> str:
+    def _claim_path(folder: str) -> str:
         return os.path.join(folder, "claim")
 
     @classmethod
@@ -266,7 +266,7 @@ class FolderClaim:
         """
         data = bytearray(size)
         with suppress(FileNotFoundError):
-            LocalStorage().read(cls._path(folder), 0, memoryview(data))
+            LocalStorage().read(cls._claim_path(folder), 0, memoryview(data))
         return bytes(data)
 
     @property
@@ -302,7 +302,7 @@ class ObjectStore:
         self._files.makedirs(folder, exist_ok=True)
 
     @contextmanager
-    def append_to_new_file(self, path: str) -> Iterator[Write]:
+    def append_to_new_file(self, path: str) -> Iterator[WriteFunction]:
         with self._files.open(path, "wb") as file:
 
             def write(data: memoryview) -> None:
@@ -334,13 +334,13 @@ class ObjectStore:
 
     def remove(self, folder: str) -> None:
         with suppress(FileNotFoundError):
-            self._files.rm_file(f"{folder}/{NAME}")
+            self._files.rm_file(f"{folder}/{MANIFEST_NAME}")
         with suppress(FileNotFoundError):
             self._files.rm(folder, recursive=True)
 
     def set_aside(self, path: str) -> str:
-        self._files.mv(path, path + DAMAGED, recursive=True)
-        return path + DAMAGED
+        self._files.mv(path, path + DAMAGED_SUFFIX, recursive=True)
+        return path + DAMAGED_SUFFIX
 
     def free_nbytes(self, folder: str) -> int | None:
         return None

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import fsharp as fs
 from fsharp.checkpoint import catalog
-from fsharp.checkpoint.manifest import NAME, Manifest
+from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.errors import CheckpointError
 from fsharp.testing import simulate
 
@@ -36,8 +36,8 @@ def test_the_newest_is_computed_from_manifests(tmp_path):
 def test_what_is_incomplete_is_left_out_and_said(tmp_path, caplog):
     good = save(tmp_path, 1)
     for step, damage in (
-        (2, lambda path: (path / NAME).unlink()),
-        (3, lambda path: (path / NAME).write_bytes((path / NAME).read_bytes()[:-9])),
+        (2, lambda path: (path / MANIFEST_NAME).unlink()),
+        (3, lambda path: (path / MANIFEST_NAME).write_bytes((path / MANIFEST_NAME).read_bytes()[:-9])),
         (4, lambda path: (path / "rank-00000.safetensors").unlink()),
         (5, lambda path: os.truncate(path / "rank-00000.safetensors", 99)),
     ):
@@ -69,7 +69,7 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
         return fs.checkpoint.save(tmp_path, {"params": params, "step": 5}, step=5, comm=comm, config={"lr": 0.1}).path
 
     path = tmp_path / simulate(fs.Mesh({"dp": 2}), run)[0]
-    manifest = json.loads((path / NAME).read_text())
+    manifest = json.loads((path / MANIFEST_NAME).read_text())
     assert manifest["step"] == 5
     assert manifest["config"] == {"lr": 0.1}
     assert manifest["values"] == {"step": 5}
@@ -119,7 +119,7 @@ def test_an_object_store_has_a_manifest_last(tmp_path):
     assert [c.step for c in found] == [3, 2]
     fs.checkpoint.verify(found[0].path)
     assert fs.checkpoint.load(root, {"x": torch.zeros(5000)}, comm=COMM)["x"][0] == 3
-    files.rm_file(f"{found[0].path}/{NAME}")
+    files.rm_file(f"{found[0].path}/{MANIFEST_NAME}")
     assert fs.checkpoint.latest(root).step == 2
     fs.checkpoint.Saver(root, COMM).close()
     assert len(files.ls("/run")) == 1
@@ -146,7 +146,7 @@ def test_the_newest_is_found_without_reading_older_manifests(tmp_path, monkeypat
     read = []
     real = Manifest.from_json
     monkeypatch.setattr(Manifest, "from_json", lambda where, data: [read.append(where), real(where, data)][1])
-    catalog._known.clear()
+    catalog._summary_cache.clear()
     assert fs.checkpoint.latest(tmp_path).step == 4
     save(tmp_path, 3)
     assert len([where for where in read if "partial" not in where]) == 2  # the newest, and the one whose name has no time

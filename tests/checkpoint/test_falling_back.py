@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import LocalStorage
 from fsharp.errors import CheckpointError, FsharpError, TreeError
 from fsharp.testing import simulate
@@ -150,4 +150,4 @@ def test_in_an_object_store_too(tmp_path):
     files.pipe_file(f"{path}/rank-00000.safetensors", bytes(data))
     assert fs.checkpoint.load("memory://back", {"x": torch.zeros(3000)}, comm=ONE)["x"][0] == 1
     assert [found.step for found in fs.checkpoint.checkpoints("memory://back")] == [1]
-    assert files.exists(f"{path}.damaged/{NAME}")
+    assert files.exists(f"{path}.damaged/{MANIFEST_NAME}")

@@ -14,7 +14,7 @@ import torch
 import fsharp as fs
 from fsharp.checkpoint import saving
 from fsharp.checkpoint.catalog import remove_incomplete
-from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.saving import header_metadata
 from fsharp.checkpoint.shard_file import encode_header, write_file
 from fsharp.errors import CheckpointError, CommError
@@ -191,7 +191,7 @@ def test_names_of_any_script_and_five_thousand_tensors(tmp_path):
     assert set(fs.checkpoint.verify(found.path).names) == set(names)
     got = fs.checkpoint.load(tmp_path, {name: torch.empty_like(x) for name, x in tree.items()}, comm=ONE)
     assert all(torch.equal(got[name], tree[name]) for name in names)
-    assert sorted(os.listdir(found.path)) == [NAME, FILE]
+    assert sorted(os.listdir(found.path)) == [MANIFEST_NAME, FILE]
 
 
 def test_keys_of_a_config_are_text_when_it_comes_back(tmp_path):
@@ -246,7 +246,7 @@ def test_the_next_saver_removes_what_was_left(tmp_path, suffix, data):
     left = tmp_path / f".step-0000000009-{ID}.{suffix}"
     left.mkdir()
     (left / FILE).write_bytes(data)
-    (left / NAME).write_bytes(b'{"form')
+    (left / MANIFEST_NAME).write_bytes(b'{"form')
     (tmp_path / "notes.txt").write_text("not ours")
     fs.checkpoint.Saver(tmp_path, ONE).close()
     assert left_behind(tmp_path) == [str(tmp_path / "notes.txt")]
@@ -262,7 +262,7 @@ def test_the_next_saver_removes_what_was_left(tmp_path, suffix, data):
         ("notes.txt", b""),
         (FILE, b"a file of another program"),
         (FILE, encode_header([], header_metadata("f" * 16, 0))),
-        (NAME + "/own", b"{}"),
+        (MANIFEST_NAME + "/own", b"{}"),
         ("rank-00000.safetensors.bak", WHOLE),
     ],
 )
@@ -275,13 +275,13 @@ def test_a_saver_leaves_what_no_save_has_made(tmp_path, caplog, folder, name, da
     with caplog.at_level("WARNING", logger="fsharp"):
         fs.checkpoint.Saver(tmp_path, ONE).close()
     assert own.read_bytes() == data
-    assert (f"{folder}: left alone" in caplog.text) == (name != NAME + "/own" or folder.startswith("."))
+    assert (f"{folder}: left alone" in caplog.text) == (name != MANIFEST_NAME + "/own" or folder.startswith("."))
 
 
 def test_in_a_file_system_a_checkpoint_without_its_manifest_is_left(tmp_path):
     """As one that is being copied, or that somebody has taken apart: a save leaves none under this name."""
     path = Path(save(tmp_path, 1).path)
-    (path / NAME).unlink()
+    (path / MANIFEST_NAME).unlink()
     fs.checkpoint.Saver(tmp_path, ONE).close()
     assert left_behind(tmp_path) == [str(path)]
 
@@ -313,7 +313,7 @@ def test_names_of_a_save_are_synced_in_the_folders_that_have_them(tmp_path, monk
 
 
 def forge(path, body):
-    (path / NAME).write_bytes(signed(body))
+    (path / MANIFEST_NAME).write_bytes(signed(body))
 
 
 def plain(shape, chunks):
@@ -346,7 +346,7 @@ def file(name):
 )
 def test_manifests_that_cannot_be(tmp_path, fields, match):
     path = Path(save(tmp_path, 1).path)
-    forge(path, json.loads((path / NAME).read_bytes()) | fields)
+    forge(path, json.loads((path / MANIFEST_NAME).read_bytes()) | fields)
     with pytest.raises(CheckpointError, match=match):
         fs.checkpoint.open_checkpoint(path)
     assert fs.checkpoint.latest(tmp_path) is None
@@ -355,7 +355,7 @@ def test_manifests_that_cannot_be(tmp_path, fields, match):
 def test_elements_across_blocks_are_refused_in_files_that_have_digests(tmp_path):
     """Nobody who writes with digests puts them so, and whoever reads in blocks would cut one."""
     path = Path(save(tmp_path, 1).path)
-    body = json.loads((path / NAME).read_bytes())
+    body = json.loads((path / MANIFEST_NAME).read_bytes())
     tensors = [fs.checkpoint.shard_file.StoredTensor(name, torch.uint8, (size,)) for name, size in (("a", 3), ("x", 8))]
     header = encode_header(tensors, {"save_id": body["save_id"]})
     header = header.replace(b'"dtype":"U8","shape":[8]', b'"dtype":"F32","shape":[2]', 1)
@@ -386,7 +386,7 @@ def as_safetensors(folder, data):
 
 
 def in_a_manifest(folder, data):
-    (folder / NAME).write_bytes(data)
+    (folder / MANIFEST_NAME).write_bytes(data)
 
 
 def in_an_index(folder, data):

@@ -78,7 +78,7 @@ def test_a_rank_reads_its_part_alone(tmp_path):
         half = 1 << 17
         target = torch.empty(half)
         reader, files = counted_reader(found)
-        reader.read([reading.Need("w", comm.rank * half, (comm.rank + 1) * half, target)])
+        reader.read([reading.NeededElements("w", comm.rank * half, (comm.rank + 1) * half, target)])
         return target, files.num_read
 
     for rank, (target, nbytes) in enumerate(simulate(MESH, run)):

@@ -13,7 +13,7 @@ import torch
 
 import fsharp as fs
 from fsharp.checkpoint import replicas as replicas_module
-from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import AgreementError, CheckpointError, CommError
 from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
@@ -137,7 +137,7 @@ def test_bytes_are_those_that_were_predicted_and_no_more_are_restored(tmp_path):
                 replicas.wait()
         (folder,) = (path for path in os.listdir(host(root, comm.rank)) if path.startswith("step-"))
         names = os.listdir(f"{host(root, comm.rank)}/{folder}")
-        sizes = {name: os.path.getsize(f"{host(root, comm.rank)}/{folder}/{name}") for name in names if name != NAME}
+        sizes = {name: os.path.getsize(f"{host(root, comm.rank)}/{folder}/{name}") for name in names if name != MANIFEST_NAME}
         copied = sum(x.numel() * x.element_size() for x in replicas._staged)
         assert sorted(sizes) == sorted(f"rank-{(comm.rank - j) % 4:05d}.safetensors" for j in range(3))
         assert replicas.refresh_nbytes(state) == fs.checkpoint.RefreshNbytes(

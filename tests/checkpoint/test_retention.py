@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.checkpoint import catalog
-from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import CheckpointError
 
 COMM = fs.SingleComm()
@@ -63,11 +63,11 @@ def test_what_is_kept_adds_up(tmp_path):
 
 def test_what_is_incomplete_is_not_the_one_that_stays(tmp_path):
     paths = [save(tmp_path, step).path for step in (1, 2, 3, 4, 5)]
-    os.remove(f"{paths[3]}/{NAME}")
+    os.remove(f"{paths[3]}/{MANIFEST_NAME}")
     fs.checkpoint.prune(tmp_path, keep=1, keep_steps=4)
     assert steps(tmp_path) == [3, 5]
     assert os.path.exists(paths[3])
-    os.remove(f"{paths[4]}/{NAME}")
+    os.remove(f"{paths[4]}/{MANIFEST_NAME}")
     assert fs.checkpoint.prune(tmp_path, keep=1) == []
     assert steps(tmp_path) == [3]
 

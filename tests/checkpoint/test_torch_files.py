@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fsharp as fs
-from fsharp.checkpoint.reading import Need
+from fsharp.checkpoint.reading import NeededElements
 from fsharp.errors import CheckpointError, TreeError
 from tests.checkpoint.counted import counted_reader
 from tests.checkpoint.models import llama, parameters, shapes
@@ -85,7 +85,7 @@ def test_a_rank_reads_its_part_of_an_archive_alone(tmp_path):
     torch.save({"w": torch.arange(1 << 18, dtype=torch.float32)}, tmp_path / "a.pt")
     found, target = fs.checkpoint.open_checkpoint(tmp_path / "a.pt"), torch.empty(1000)
     reader, files = counted_reader(found)
-    reader.read([Need("w", 5000, 6000, target)])
+    reader.read([NeededElements("w", 5000, 6000, target)])
     assert torch.equal(target, torch.arange(5000.0, 6000.0))
     assert 4000 <= files.num_read < 20000
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import fsharp as fs
-from fsharp.checkpoint.manifest import NAME, _digest
-from fsharp.checkpoint.shard_file import BLOCK_NBYTES, TABLE
+from fsharp.checkpoint.manifest import MANIFEST_NAME, _body_digest
+from fsharp.checkpoint.shard_file import BLOCK_NBYTES, DIGEST_TABLE_NAME
 from fsharp.testing import simulate
 from tests.faults.registry import Outcome, row
 from tests.faults.trees import latest_step, new_root, refusal, save, tree_of
@@ -69,7 +69,7 @@ def changed_bytes(folder: Path, short: bool) -> Outcome:
     for file in rank_files(path):
         data = file.read_bytes()
         for name, (first, last) in regions(file).items():
-            is_data = name not in ("length", "header", TABLE)
+            is_data = name not in ("length", "header", DIGEST_TABLE_NAME)
             blocks = range(first, last, BLOCK_NBYTES) if is_data else [first]
             for start in blocks[:1] if short else blocks:
                 stop = min(start + BLOCK_NBYTES, last)
@@ -86,9 +86,13 @@ def changed_bytes(folder: Path, short: bool) -> Outcome:
             if swapped != data:
                 changed(file, bytes(swapped), lambda f=file: refused(path, f.name))
                 faults += 1
-    manifest = (path / NAME).read_bytes()
+    manifest = (path / MANIFEST_NAME).read_bytes()
     for at in draw.sample(range(len(manifest)), 4 if short else 100):
-        changed(path / NAME, manifest[:at] + bytes([manifest[at] ^ 1]) + manifest[at + 1 :], lambda: refused(path, NAME))
+        changed(
+            path / MANIFEST_NAME,
+            manifest[:at] + bytes([manifest[at] ^ 1]) + manifest[at + 1 :],
+            lambda: refused(path, MANIFEST_NAME),
+        )
         faults += 1
     assert latest_step(root) == 5
     return Outcome(f"{faults} changes, each refused by name of file and tensor")
@@ -141,12 +145,12 @@ def save_again(folder: Path, name: str) -> bytes:
 @row(9, "metadata that lacks a chunk")
 def missing_chunks(folder: Path, short: bool) -> Outcome:
     _, path = saved(folder, 5)
-    body, faults = json.loads((path / NAME).read_bytes()), 0
+    body, faults = json.loads((path / MANIFEST_NAME).read_bytes()), 0
     for name, tensor in body["tensors"].items():
         for i in range(len(tensor["chunks"])):
             changed_body = json.loads(json.dumps(body))
             del changed_body["tensors"][name]["chunks"][i]
-            changed(path / NAME, signed(changed_body), lambda n=name: refused(path, n))
+            changed(path / MANIFEST_NAME, signed(changed_body), lambda n=name: refused(path, n))
             faults += 1
     return Outcome(f"{faults} chunks, each missed by name, under a digest that is right")
 
@@ -154,7 +158,7 @@ def missing_chunks(folder: Path, short: bool) -> Outcome:
 def signed(body: dict) -> bytes:
     """A manifest with the digest of what it says, as whoever wants to harm would write it."""
     rest = {name: value for name, value in body.items() if name != "xxh3_128"}
-    return json.dumps({**rest, "xxh3_128": _digest(rest)}).encode()
+    return json.dumps({**rest, "xxh3_128": _body_digest(rest)}).encode()
 
 
 @row(10, "one rank's file deleted")
@@ -172,12 +176,12 @@ def deleted(folder: Path, short: bool) -> Outcome:
 @row(25, "manifest missing or truncated")
 def manifests(folder: Path, short: bool) -> Outcome:
     root, path = saved(folder, 3, 5)
-    data, draw = (path / NAME).read_bytes(), random.Random(25)
+    data, draw = (path / MANIFEST_NAME).read_bytes(), random.Random(25)
     for size in [0, *draw.sample(range(1, len(data)), 3 if short else 40)]:
-        (path / NAME).write_bytes(data[:size])
-        refused(path, NAME, "step 3")
+        (path / MANIFEST_NAME).write_bytes(data[:size])
+        refused(path, MANIFEST_NAME, "step 3")
         assert latest_step(root) == 3
-    (path / NAME).unlink()
+    (path / MANIFEST_NAME).unlink()
     refused(path, "incomplete", "step 3")
     refusal(lambda: fs.checkpoint.verify(root / "nothing"), "no checkpoint here")
     assert latest_step(root) == 3

@@ -17,8 +17,8 @@ import torch
 import xxhash
 
 import fsharp as fs
-from fsharp.checkpoint.manifest import NAME
-from fsharp.checkpoint.shard_file import BLOCK_NBYTES, TABLE
+from fsharp.checkpoint.manifest import MANIFEST_NAME
+from fsharp.checkpoint.shard_file import BLOCK_NBYTES, DIGEST_TABLE_NAME
 from fsharp.errors import CheckpointError, TreeError
 from fsharp.testing import processes
 from tests.faults.damage import signed
@@ -31,9 +31,9 @@ ROOM_NBYTES = 512 << 20
 """Memory that a process may take besides what it has."""
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 7, 1 << 31, (1 << 62) - 1, 1 << 62, 1 << 63, 1 << 64, 10**300, 0.5, -0.0, 1e308, float("nan"),
-    float("inf"), "", "x", "x" * 5000, "nan", "..", "../../etc/passwd", "/etc/passwd", "a/b", "a\0b", ".hidden", FILE, NAME,
-    "\ud800", "float64", "quint8", "int4", "bits8", "F64", "U8", "XX", "dtype", "0x1p99999", [], {}, [[]], [0], [-1],
-    [1 << 40, 1 << 40], [0, 1 << 61, 1 << 61], [1 << 61], [1] * 2000, [1 << 63], [0, 0], [0, 0, 1 << 61],
+    float("inf"), "", "x", "x" * 5000, "nan", "..", "../../etc/passwd", "/etc/passwd", "a/b", "a\0b", ".hidden", FILE,
+    MANIFEST_NAME, "\ud800", "float64", "quint8", "int4", "bits8", "F64", "U8", "XX", "dtype", "0x1p99999", [], {}, [[]],
+    [0], [-1], [1 << 40, 1 << 40], [0, 1 << 61, 1 << 61], [1 << 61], [1] * 2000, [1 << 63], [0, 0], [0, 0, 1 << 61],
     [[0, 0, 1 << 61]], [[0, 0, 5], [0, 5, 9]],
     {"float": "nan"}, {"float": 3}, {"name": "../x"}, {"data_offsets": [0, 4]}, {"__metadata__": {}},
 ]  # fmt: skip
@@ -108,7 +108,7 @@ class Forged:
     """
 
     def __init__(self, path: Path) -> None:
-        self.body, self.file = json.loads((path / NAME).read_bytes()), (path / FILE).read_bytes()
+        self.body, self.file = json.loads((path / MANIFEST_NAME).read_bytes()), (path / FILE).read_bytes()
         (self.length,) = struct.unpack("<Q", self.file[:8])
         self.header, self.data = json.loads(self.file[8 : 8 + self.length]), self.file[8 + self.length :]
 
@@ -146,17 +146,17 @@ class Forged:
             file = struct.pack("<Q", length) + header + data
             if not honest:
                 manifest = signed(vouching_for(body, file, 8 + len(header)))
-        (folder / NAME).write_bytes(manifest)
+        (folder / MANIFEST_NAME).write_bytes(manifest)
         (folder / FILE).write_bytes(file)
         if what == "kind":
-            put_another_kind(folder / draw.choice([NAME, FILE]), draw)
+            put_another_kind(folder / draw.choice([MANIFEST_NAME, FILE]), draw)
         return honest
 
     def without_digests(self, draw: random.Random) -> bytes:
         """Its file as others write them, with a change: it is read without a manifest."""
-        header = {name: each for name, each in self.header.items() if name != TABLE}
+        header = {name: each for name, each in self.header.items() if name != DIGEST_TABLE_NAME}
         text = json.dumps(mutated(draw, header) if draw.random() < 0.8 else header).encode()
-        return struct.pack("<Q", len(text)) + text + self.data[: self.header[TABLE]["data_offsets"][0]]
+        return struct.pack("<Q", len(text)) + text + self.data[: self.header[DIGEST_TABLE_NAME]["data_offsets"][0]]
 
 
 def vouching_for(body: dict[str, Any], file: bytes, header_nbytes: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id
-from fsharp.checkpoint.entries import Contents, Entry, Piece, Value
+from fsharp.checkpoint.entries import Piece, TensorEntry, TreeContents, Value
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor, check_reserved_names, write_order
 from fsharp.checkpoint.storage import absolute_path, storage_of
@@ -15,16 +15,16 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
 
 
-def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
+def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
     """Return the entry of a tensor that one process writes as a whole."""
     n = torch.Size(shape).numel()
-    return Entry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
+    return TensorEntry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
 
 
 def write_converted(
     where: str,
     root: str | os.PathLike[str],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorEntry],
     values: dict[str, Value],
     read: Callable[[list[StoredTensor]], Iterable[torch.Tensor]],
     *,
@@ -47,7 +47,7 @@ def write_converted(
     into = absolute_path(root)
     save_id = new_save_id(into)
     made = f"{into}/{folder_name(step, save_id)}"
-    contents = Contents(dict(entries), values, {}, [], dict(objects or {}))
+    contents = TreeContents(dict(entries), values, {}, [], dict(objects or {}))
     shot = Snapshot(contents, step, config, None, save_id, made, tensors, read(tensors))
     storage_of(made).make_staging_folder(made)
     return write_snapshot(shot, SingleComm())

@@ -10,12 +10,12 @@ import optree
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
-from fsharp.checkpoint.entries import Entry, Value, renamed
+from fsharp.checkpoint.entries import TensorEntry, Value, apply_rename
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import stored_name_by_new_name, write_folder_atomically
 from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import checked_file_name, checked_shape, rebuild_from_structure, structure_of
-from fsharp.checkpoint.reading import Need
+from fsharp.checkpoint.reading import NeededElements
 from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import Storage, read_index_file, storage_of
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
 _CHUNK_NBYTES = 64 << 20  # of a chunk: a rank of DCP reads each chunk of which it needs a part
-_METADATA = ".metadata"
+_METADATA_FILE = ".metadata"
 _SPARE_NBYTES = 1 << 20  # that metadata may have beyond twice the size of the files: a pickled byte can take 200 in memory
-_CLASSES = {
+_METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
         "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
@@ -89,7 +89,7 @@ def to_dcp(
     values: dict[str, Any] = {name: rebuild_from_structure(name, each, part) for name, each in found.manifest.objects.items()}
     values |= {name: value for name, value in there.items() if name not in within}
     values = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
-    values = {renamed("to_dcp()", name, rename): value for name, value in values.items()}
+    values = {apply_rename("to_dcp()", name, rename): value for name, value in values.items()}
     if twice := names.keys() & values.keys():
         raise CheckpointError(f"to_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
     planner = _lazy_save_planner(found, names, values)
@@ -137,7 +137,7 @@ def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapp
             row = torch.Size(data.size[1:]).numel()
             first = data.chunk.offsets[0] * row if data.size else 0
             target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
-            found.reader.read([Need(name, first, first + size, target.view(-1))])
+            found.reader.read([NeededElements(name, first, first + size, target.view(-1))])
             return target
 
     return Planner()
@@ -210,7 +210,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of DCP's metadata, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if name in _CLASSES.get(module, ()) else None
+        found = super().find_class(module, name) if name in _METADATA_CLASSES.get(module, ()) else None
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
@@ -221,11 +221,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _read_metadata(storage: Storage, folder: str) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    where = f"{folder}/{_METADATA}"
+    where = f"{folder}/{_METADATA_FILE}"
     try:
-        data = read_index_file(storage, folder, _METADATA, _SPARE_NBYTES)
+        data = read_index_file(storage, folder, _METADATA_FILE, _SPARE_NBYTES)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA}.") from error
+        raise CheckpointError(
+            f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA_FILE}."
+        ) from error
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # of any kind: bytes of a pickle may say anything
@@ -235,7 +237,7 @@ def _read_metadata(storage: Storage, folder: str) -> Any:
     return found
 
 
-def _entry_from_metadata(folder: str, name: str, metadata: Any) -> Entry:
+def _entry_from_metadata(folder: str, name: str, metadata: Any) -> TensorEntry:
     try:
         shape, dtype = checked_shape(metadata.size), metadata.properties.dtype
         return whole_entry(name, dtype, shape)
@@ -243,7 +245,7 @@ def _entry_from_metadata(folder: str, name: str, metadata: Any) -> Entry:
         raise CheckpointError(f"{folder}: {name!r:.200} is no tensor: {type(error).__name__} {error!s:.200}.") from error
 
 
-def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, Entry]) -> None:
+def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, TensorEntry]) -> None:
     """Raise a CheckpointError, before memory is allocated, if tensors are larger than the files that hold them."""
     declared, held = sum(entry.numel * entry.dtype.itemsize for entry in entries.values()), 0
     try:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
-from fsharp.checkpoint.entries import renamed
-from fsharp.checkpoint.formats.huggingface import INDEX
+from fsharp.checkpoint.entries import apply_rename
+from fsharp.checkpoint.formats.huggingface import INDEX_FILE
 from fsharp.checkpoint.shard_file import (
-    DTYPES_OF_FORMAT,
+    SAFETENSORS_DTYPES,
     StoredTensor,
     batches_by_nbytes,
     bytes_of,
@@ -67,7 +67,7 @@ def export_safetensors(
     for name, stored in names.items():
         record = found.manifest.tensors[stored]
         kind = dtype if dtype and record.dtype.is_floating_point else record.dtype
-        if kind not in DTYPES_OF_FORMAT:
+        if kind not in SAFETENSORS_DTYPES:
             raise CheckpointError(f"{where}: {stored!r} is {dtype_name(kind)}, which safetensors has no name for.")
         described.append(StoredTensor(name, kind, record.shape))
     files = _tensors_by_file(described, max_file_nbytes)
@@ -84,7 +84,7 @@ def export_safetensors(
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in described)},
                 "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
             }
-            with storage.append_to_new_file(f"{staged}/{INDEX}") as out:
+            with storage.append_to_new_file(f"{staged}/{INDEX_FILE}") as out:
                 out(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
 
 
@@ -99,7 +99,7 @@ def stored_name_by_new_name(
     result: dict[str, str] = {}
     for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):
         if stored.startswith(prefix):
-            name = renamed(where, stored[len(prefix) :], rename)
+            name = apply_rename(where, stored[len(prefix) :], rename)
             if name in result:
                 raise CheckpointError(f"{where}: {result[name]!r} and {stored!r} would both have the name {name!r}.")
             result[name] = stored

@@ -10,13 +10,20 @@ import xxhash
 
 from fsharp.checkpoint.formats import torch_archive
 from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checked_file_name
-from fsharp.checkpoint.shard_file import DTYPES, TABLE, TensorExtent, header_nbytes, parse_header, parse_json
+from fsharp.checkpoint.shard_file import (
+    DIGEST_TABLE_NAME,
+    SAVABLE_DTYPES,
+    TensorExtent,
+    header_nbytes,
+    parse_header,
+    parse_json,
+)
 from fsharp.checkpoint.storage import Readable, Storage, read_index_file
 from fsharp.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
-_FILES = (re.compile(r".*\.safetensors"), re.compile(r"(.*_)?model(-\d+-of-\d+)?\.bin"))
-_INDICES = (".safetensors.index.json", ".bin.index.json")
+INDEX_FILE = "model.safetensors.index.json"
+_FILE_PATTERNS = (re.compile(r".*\.safetensors"), re.compile(r"(.*_)?model(-\d+-of-\d+)?\.bin"))
+_INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 
 class FileDescription(NamedTuple):
@@ -45,7 +52,7 @@ def is_file(storage: Storage, path: str) -> bool:
 
 def _index_and_file_names(names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the names of indices and of files of tensors: of safetensors if there are any, else of ``torch.save``."""
-    for file, index in zip(_FILES, _INDICES, strict=True):
+    for file, index in zip(_FILE_PATTERNS, _INDEX_SUFFIXES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
         if any(found):
             return found
@@ -105,7 +112,7 @@ def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}/{name}: missing.") from error
     found = describe_file(storage, f"{folder}/{path}")
-    if TABLE in found.tensors:
+    if DIGEST_TABLE_NAME in found.tensors:
         raise CheckpointError(f"{folder}: this checkpoint is incomplete: it has no manifest.")
     return FileRecord(path, size, None), found
 
@@ -118,7 +125,7 @@ def describe_file(storage: Readable, path: str) -> FileDescription:
     size = storage.nbytes(path)
     head = bytearray(min(16, size))
     storage.read(path, 0, memoryview(head))
-    if head.startswith(torch_archive.FIRST_BYTES):
+    if head.startswith(torch_archive.ZIP_FIRST_BYTES):
         return _describe_archive(storage, path, size)
     if head[8:9] != b"{":
         raise CheckpointError(
@@ -137,7 +144,8 @@ def _describe_archive(storage: Readable, path: str, size: int) -> FileDescriptio
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
         data, tree = torch_archive.describe_archive(storage, path)
-        leaves = list(islice(_leaves(tree, ""), len(data)))  # at least a byte for each leaf, else the pickle repeats leaves
+        # There is at least a byte for each leaf, else the pickle repeats leaves.
+        leaves = list(islice(_named_leaves(tree, ""), len(data)))
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error
@@ -147,7 +155,7 @@ def _describe_archive(storage: Readable, path: str, size: int) -> FileDescriptio
             raise CheckpointError(f"{path}: two keys are both {name!r:.200} when they are joined by dots: rename one.")
         if isinstance(leaf, bool | int | float | str):
             found.values[name] = leaf
-        elif not isinstance(leaf, torch.Tensor) or leaf.dtype not in DTYPES:
+        elif not isinstance(leaf, torch.Tensor) or leaf.dtype not in SAVABLE_DTYPES:
             what = str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise CheckpointError(f"{path}: {name!r:.200} is {what}. {remedy}")
         elif not leaf.is_contiguous():
@@ -163,9 +171,9 @@ def _describe_archive(storage: Readable, path: str, size: int) -> FileDescriptio
     return found
 
 
-def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _named_leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+            yield from _named_leaves(value, f"{path}.{key}" if path else str(key))
     elif tree is not None:
         yield path, tree

@@ -17,7 +17,7 @@ import torch
 
 from fsharp.checkpoint.storage import Readable
 
-FIRST_BYTES = b"PK\x03\x04"  # of every archive
+ZIP_FIRST_BYTES = b"PK\x03\x04"  # of every archive
 _SPARE_NBYTES = 1 << 20
 _LOCAL_HEADER_NBYTES = 30
 
@@ -33,7 +33,7 @@ def load_archive(data: bytes | bytearray) -> Any:
         part = bytearray(data[begin:end])
         return torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    return _read(io.BytesIO(data), len(data), bytes_in).value
+    return _unpickle_archive(io.BytesIO(data), len(data), bytes_in).value
 
 
 class UnpickledArchive(NamedTuple):
@@ -51,10 +51,10 @@ def describe_archive(storage: Readable, path: str) -> UnpickledArchive:
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
-    return _read(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end: whole[begin:end])
+    return _unpickle_archive(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end: whole[begin:end])
 
 
-def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> UnpickledArchive:
+def _unpickle_archive(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> UnpickledArchive:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -105,7 +105,7 @@ class _StorageFile(io.RawIOBase):
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """An unpickler that makes tensors of an archive's records, and knows no other names than those in ``_KNOWN``."""
+    """An unpickler that makes tensors of an archive's records, and knows no other names than those in ``_KNOWN_GLOBALS``."""
 
     def __init__(self, data: bytes, elements: Callable[[str], torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
@@ -113,7 +113,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
         self._read: dict[str, torch.Tensor] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _KNOWN.get((module, name))
+        found = _KNOWN_GLOBALS.get((module, name))
         if found is None and module in ("torch", "torch.storage") and name.endswith("Storage"):
             # torch warns of the property dtype, and not of the attribute behind it
             found = torch.uint8 if name == "UntypedStorage" else getattr(getattr(torch, name, None), "_dtype", None)
@@ -153,7 +153,7 @@ def _rebuild_tensor(
     return elements.as_strided(tuple(shape), tuple(strides), elements.storage_offset() + first)
 
 
-_KNOWN: dict[tuple[str, str], Any] = {
+_KNOWN_GLOBALS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
