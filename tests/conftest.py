@@ -1,9 +1,11 @@
+import gc
 import os
 import sys
 from functools import partial
 
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 import fsharp as fs
@@ -24,6 +26,23 @@ settings.register_profile(
 )
 settings.register_profile("deep", max_examples=400, deadline=None, database=None, print_blob=True, suppress_health_check=_slow)
 settings.load_profile("deep" if os.environ.get("FSHARP_DEEP") else "default")
+
+
+def pytest_collection():
+    """Imports make no garbage: collections would look for it again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """Nor do collections in tests look at the libraries that are alive now, which takes a second each time."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Files of tests have no doctests."""
+    return [each for each in (yield) if not isinstance(each, DoctestModule)]
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,7 @@ class Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname):
         path = self.get_filename(fullname)
         tree = DeviceWords().visit(ast.parse(self.get_data(path), path))
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+        return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module):
         module.__dict__["__torch_cuda__"] = cuda
