@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, TreeError
-from fsharp.functional.formats.format import Format, Plane, format_named, plain, register_format
+from fsharp.functional.formats.format import Format, Plane, format_named, plain_format, register_format
 from fsharp.testing import DebugPolicy, checking_races, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import (
@@ -99,9 +99,9 @@ def test_a_format_of_blocks_in_some_units(strategy):
 
 def test_plain_formats_are_the_dtypes():
     x = torch.randn(6)
-    assert plain(torch.float32).store(x, 3) is x
-    assert plain(torch.bfloat16).store(x, 3).dtype is torch.bfloat16
-    assert plain(torch.bfloat16).is_plain
+    assert plain_format(torch.float32).store(x, 3) is x
+    assert plain_format(torch.bfloat16).store(x, 3).dtype is torch.bfloat16
+    assert plain_format(torch.bfloat16).is_plain
     assert not HALVES.is_plain
 
 

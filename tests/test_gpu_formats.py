@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.formats.stochastic import noise_of
+from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import STRATEGIES, assert_same, every, make_state, make_tx, my_batches
@@ -41,7 +41,7 @@ class OnOneDevice:
 
     def __init__(self, host):
         self.host, self.mesh, self.rank, self.device = host, host.mesh, host.rank, torch.device("cuda", 0)
-        self.tree_counts = host.tree_counts
+        self.tree_name_counters = host.tree_name_counters
 
     def all_gather(self, x, axis, **options):
         return self.host.all_gather(x.cpu(), axis, **options).cuda()
@@ -69,7 +69,7 @@ def some_values():
 @pytest.mark.parametrize("form", [*BY_BLOCK, *NOISY], ids=lambda form: form.name)
 def test_codes_are_those_of_the_cpu(gpu, form):
     values = some_values()
-    noise = noise_of("gradient", 3, 0, [(0, len(values), "w", 0)]) if form in NOISY else None
+    noise = make_noise_fn("gradient", 3, 0, [(0, len(values), "w", 0)]) if form in NOISY else None
     codes = form.store(values, len(values), noise=noise)
     found = form.store(values.cuda(), len(values), noise=noise)
     expected = form.load(codes, len(values), torch.float32)

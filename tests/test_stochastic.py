@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.errors import FormatError, FsharpError, LayoutError, ScheduleError, TreeError
-from fsharp.functional.formats.stochastic import noise_of, stochastic
+from fsharp.functional.formats.stochastic import make_noise_fn, stochastic
 from fsharp.stateful.runtime.graphs import _check
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn
@@ -51,7 +51,7 @@ TWO_LEVELS = {"outer": fs.formats.hadamard(WIRE), "inner": stochastic(MXINT8, se
 
 
 def some_noise(path="w", step=0, **rest):
-    return noise_of("gradient", step, 0, [(0, 1 << 20, path, 0)], **rest)
+    return make_noise_fn("gradient", step, 0, [(0, 1 << 20, path, 0)], **rest)
 
 
 def decoded(form, values, noise=None):
@@ -115,9 +115,9 @@ def test_what_is_not_finite_arrives_as_such():
 @given(cuts=st.lists(st.integers(0, 500), max_size=4), first=st.integers(0, 1 << 40), step=st.integers(0, 1 << 40))
 def test_random_numbers_do_not_depend_on_where_a_leaf_is_cut(cuts, first, step):
     cpu = torch.device("cpu")
-    whole = noise_of("gradient", step, 0, [(3, 503, "w", first)])(7, 510, cpu)
+    whole = make_noise_fn("gradient", step, 0, [(3, 503, "w", first)])(7, 510, cpu)
     bounds = [0, *sorted(cuts), 500]
-    parts = [noise_of("gradient", step, 0, [(0, b - a, "w", first + a)])(7, b - a, cpu) for a, b in pairwise(bounds)]
+    parts = [make_noise_fn("gradient", step, 0, [(0, b - a, "w", first + a)])(7, b - a, cpu) for a, b in pairwise(bounds)]
     assert torch.equal(torch.cat(parts), whole[3:503])
     assert (whole[:3] == 0.5).all()
     assert (whole[503:] == 0.5).all()
@@ -128,13 +128,13 @@ def test_random_numbers_do_not_depend_on_where_a_leaf_is_cut(cuts, first, step):
 def test_random_numbers_are_uniform_and_of_their_own():
     cpu, runs = torch.device("cpu"), [(0, 1 << 16, "w", 0)]
     found = {
-        "as it is": noise_of("gradient", 0, 0, runs)(0, 1 << 16, cpu),
-        "seed": noise_of("gradient", 0, 0, runs)(1, 1 << 16, cpu),
-        "what": noise_of("update", 0, 0, runs)(0, 1 << 16, cpu),
-        "step": noise_of("gradient", 1, 0, runs)(0, 1 << 16, cpu),
-        "number": noise_of("gradient", 0, 1, runs)(0, 1 << 16, cpu),
-        "path": noise_of("gradient", 0, 0, [(0, 1 << 16, "v", 0)])(0, 1 << 16, cpu),
-        "index": noise_of("gradient", 0, 0, [(0, 1 << 16, "w", 1)])(0, 1 << 16, cpu),
+        "as it is": make_noise_fn("gradient", 0, 0, runs)(0, 1 << 16, cpu),
+        "seed": make_noise_fn("gradient", 0, 0, runs)(1, 1 << 16, cpu),
+        "what": make_noise_fn("update", 0, 0, runs)(0, 1 << 16, cpu),
+        "step": make_noise_fn("gradient", 1, 0, runs)(0, 1 << 16, cpu),
+        "number": make_noise_fn("gradient", 0, 1, runs)(0, 1 << 16, cpu),
+        "path": make_noise_fn("gradient", 0, 0, [(0, 1 << 16, "v", 0)])(0, 1 << 16, cpu),
+        "index": make_noise_fn("gradient", 0, 0, [(0, 1 << 16, "w", 1)])(0, 1 << 16, cpu),
     }
     names = [*found]
     together = torch.stack([*found.values()]).double() - 0.5

@@ -8,7 +8,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import plain
+from fsharp.functional.formats.format import plain_format
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import (
@@ -31,7 +31,7 @@ from tests.test_leaf_format import STORED as STORED_BY_LEAF
 WIDER = {name: STRATEGIES[name] for name in ("zero1", "zero2", "hfsdp", "mixed")}
 """Strategies under which parameters rest wider than optimizer state."""
 MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
-FORMATS = {each.name: each for each in (MXINT4, MXINT8, BLOCKS, plain(torch.bfloat16))}
+FORMATS = {each.name: each for each in (MXINT4, MXINT8, BLOCKS, plain_format(torch.bfloat16))}
 POLICIES = {
     "default": {},
     "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
@@ -146,7 +146,7 @@ def test_a_format_is_refused_by_the_name_of_the_leaf():
     with pytest.raises(fs.errors.OptionError, match=r"update is torch\.bfloat16, expected a Format"):
         fs.Precision(update=torch.bfloat16)
     with pytest.raises(LayoutError, match=r"update is torch\.float8_e4m3fn\. Values of 8 bits and less need a scale"):
-        fs.Precision(update=plain(torch.float8_e4m3fn))
+        fs.Precision(update=plain_format(torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("policy", [None, {}, {"bucket_nbytes": 10**6, "prefetch": 2}], ids=str)

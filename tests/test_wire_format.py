@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.collectives import reduce_scatter_encoded
-from fsharp.functional.formats.format import Format, Plane, plain
+from fsharp.functional.formats.format import Format, Plane, plain_format
 from fsharp.testing import simulate
 from tests.scheduling import (
     ON_TWO_AXES,
@@ -252,8 +252,8 @@ def test_what_is_no_wire_is_refused():
     with pytest.raises(LayoutError, match="wire is 'halves', expected a Format, a floating-point torch"):
         fs.Precision(wire="halves")
     with pytest.raises(LayoutError, match="8 bits and less need a scale"):
-        fs.Precision(wire=plain(torch.float8_e4m3fn))
-    assert fs.Precision(wire=plain(torch.bfloat16)).resolve(torch.float32) == fs.Precision(wire=torch.bfloat16).resolve(
+        fs.Precision(wire=plain_format(torch.float8_e4m3fn))
+    assert fs.Precision(wire=plain_format(torch.bfloat16)).resolve(torch.float32) == fs.Precision(wire=torch.bfloat16).resolve(
         torch.float32
     )
 

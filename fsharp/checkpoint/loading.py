@@ -34,7 +34,7 @@ from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
-from fsharp.functional.layout.sharded import check_not_lent, decode_tree, donate_nodes, is_sharded, units_of
+from fsharp.functional.layout.sharded import check_not_lent, decode_tree, is_sharded, mark_nodes_donated, units_of
 from fsharp.functional.state import MadeBy, TrainState
 from fsharp.functional.stored import encode_blocks, encode_whole_leaves
 from fsharp.functional.tree.paths import as_patterns, self_and_ancestors
@@ -221,7 +221,7 @@ def load_with_reader(
 
     tree = encode_whole_leaves(check_on_all_ranks("load()", comm, fill), comm, resting)
     if donate:
-        donate_nodes(units_of(like))
+        mark_nodes_donated(units_of(like))
     with_new_tree_name(tree, comm)
     if not any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
         return tree

@@ -166,9 +166,9 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks(
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
-            tokens = setup_calls.run(exchange_tokens)
+            tokens = setup_calls.run_and_record(exchange_tokens)
             check_on_all_ranks("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_reduced))
-            own = inner.on_host(flat=True) if isinstance(inner, ProcessGroupComm) else comm
+            own = inner.host_comm(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
             self._close_claim()
             raise

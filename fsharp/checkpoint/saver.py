@@ -27,7 +27,7 @@ from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
+from fsharp.functional.comm.process_group import ProcessGroupComm, callbacks_before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.comm.worker_threads import Outcome, Worker
@@ -51,7 +51,7 @@ class BackgroundSaver:
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
-        setup_calls.call_again(self._begin_generation)
+        setup_calls.record_without_call(self._begin_generation)
 
     def _begin_generation(self) -> None:
         """Begin as a new one does, with a restarted rank: forget the save that was under way, which has ended."""
@@ -194,7 +194,7 @@ class Saver(BackgroundSaver):
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self.saved, self._saved_at = -1, math.inf
         inner = innermost_comm(comm)
-        own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
+        own = inner.host_comm() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
 
     def _begin_generation(self) -> None:
@@ -259,7 +259,7 @@ def _wait_for_all_saves() -> None:
             each._under_way.is_done(within_s=threading.TIMEOUT_MAX)
 
 
-before_leaving.append(_wait_for_all_saves)
+callbacks_before_leaving.append(_wait_for_all_saves)
 
 
 @atexit.register

@@ -10,9 +10,9 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_sharded, map_units, units_of
 from fsharp.functional.moves import gather, units_on_mesh_of
-from fsharp.functional.release import in_place_change_check, release_saved, version_of, written_to_error
+from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
-from fsharp.functional.transforms import is_differentiated, is_transformed, refuse_proxy_tracing
+from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing
 from fsharp.torch_compile import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.tracebacks import api_boundary
 
@@ -80,8 +80,8 @@ def forward(
     out = compiled_by_caller(fn, trees, *args, **kwargs)
     for node, old, new in zip(ties, before, _buffer_versions(ties), strict=False):
         if old != new:
-            raise written_to_error(node.name)
-    if release and torch.is_grad_enabled() and not is_differentiated():
+            raise in_place_write_error(node.name)
+    if release and torch.is_grad_enabled() and not is_transformed_beyond_vmap():
         release_saved(out, units, whole, first, comm)
     return out
 
@@ -120,7 +120,7 @@ def _check_no_tensor_classes(units: Any) -> None:
 
 
 def _buffer_versions(nodes: Sequence[Sharded]) -> list[list[int]]:
-    return [] if is_differentiated() else [[version_of(x) for x in node.buffers] for node in nodes]
+    return [] if is_transformed_beyond_vmap() else [[version_of(x) for x in node.buffers] for node in nodes]
 
 
 @uncompiled

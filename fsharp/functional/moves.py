@@ -39,12 +39,12 @@ from fsharp.functional.comm.collectives import (
     reduce_scatter_last,
 )
 from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm, reporting_format_errors
-from fsharp.functional.comm.residuals import ByAxis, PerRank, Views, prepare_residuals
-from fsharp.functional.comm.tree_names import label_prefix
-from fsharp.functional.formats.format import Carried, Facts, plain
+from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
+from fsharp.functional.comm.tree_names import tree_label_prefix
+from fsharp.functional.formats.format import ErrorFacts, ResidualAndNoise, plain_format
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
-from fsharp.functional.layout.runs import padding_of_sums
+from fsharp.functional.layout.runs import padding_in_decoded_sums
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
@@ -56,7 +56,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.transforms import is_differentiated, is_transformed, refuse_proxy_tracing, vmap_disabled
+from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing, vmap_disabled
 from fsharp.torch_compile import uncompiled
 
 Tree = TypeVar("Tree")
@@ -94,10 +94,10 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             raise _wrong_place_error("gather()", sharded, target, "Use reduce_scatter() for partial sums.")
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
             return sharded.with_buffers(sharded.buffers)
-        tree_name = label_prefix(sharded, comm, target)
+        tree_name = tree_label_prefix(sharded, comm, target)
         named = LabelledComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
-        if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
+        if whole and torch.is_grad_enabled() and sharded.sinks and not is_transformed_beyond_vmap():
             with vmap_disabled():  # these buffers have no vmap dim
                 moved = [
                     move_values(x.detach(), sharded.place, target, named, **ways) for x in _buffers_without_scales(sharded)
@@ -120,7 +120,7 @@ def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
         return node.buffers
-    return [unit.sent_part(g, x) if unit.groups[g].is_encoded(x) else x for g, x in rows]
+    return [unit.gathered_part(g, x) if unit.groups[g].is_encoded(x) else x for g, x in rows]
 
 
 def _add_scales_or_decode(
@@ -187,7 +187,7 @@ def reduce_scatter(
     return moved if own is None else (moved, own)
 
 
-def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, residuals: Views) -> Any:
+def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, residuals: ResidualViews) -> Any:
     """Run :func:`reduce_scatter` without its checks. Residuals are overwritten."""
     if isinstance(comm, Engine):
         return comm.run_reduce_scatter(tree, to, residuals)
@@ -200,7 +200,7 @@ def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName,
                 raise _wrong_place_error(
                     "reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums."
                 )
-        named = LabelledComm(comm, label_prefix(sharded, comm, target))
+        named = LabelledComm(comm, tree_label_prefix(sharded, comm, target))
         pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), residuals.get(sharded.name, {})
         moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
@@ -255,50 +255,65 @@ def reduce_partial_sums(
     source: Place,
     target: Place,
     comm: Comm,
-    residuals: ByAxis = MappingProxyType({}),
+    residuals: ResidualsByAxis = MappingProxyType({}),
 ) -> torch.Tensor:
     """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
     comm = LabelledComm(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
-    gaps = partial(padding_of_sums, unit, group, rank=comm.rank, way=(source, target))
+    padding_along = partial(padding_in_decoded_sums, unit, group, rank=comm.rank, places=(source, target))
     with reporting_format_errors(comm, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:
-                x = _reduce_scatter_buffer(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
+                x = _reduce_scatter_buffer(
+                    x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, padding_along
+                )
             elif target[axis] is Shard and source[axis] is Replicate:
                 x = local_slice(x, comm, axis)
         for axis in axes:
             if target[axis] is Replicate and source[axis] is Partial:
-                x = _all_reduce_buffer(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, gaps)
+                x = _all_reduce_buffer(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, padding_along)
     return x.to(dtypes.accumulate)
 
 
-Gaps = Callable[[str], Sequence[slice]]
+PaddingAlong = Callable[[str], Sequence[slice]]
 """A function that returns the padding in the sums that this rank decodes along an axis."""
 
 
 def _reduce_scatter_buffer(
-    x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis, gaps: Gaps
+    x: torch.Tensor,
+    comm: Comm,
+    axis: str,
+    dtypes: Dtypes,
+    facts: ErrorFacts,
+    residuals: ResidualsByAxis,
+    padding_along: PaddingAlong,
 ) -> torch.Tensor:
     wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
     if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
     assert axis in residuals or not dtypes.feedback or not x.numel(), "gradients with feedback are reduced with residuals"
-    carried = residuals.get(axis, Carried())
-    return reduce_scatter_encoded(x, comm, axis, wire, facts, carried, gaps(axis) if x.numel() else ())
+    residual_and_noise = residuals.get(axis, ResidualAndNoise())
+    return reduce_scatter_encoded(x, comm, axis, wire, facts, residual_and_noise, padding_along(axis) if x.numel() else ())
 
 
 def _all_reduce_buffer(
-    x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes, facts: Facts, residuals: ByAxis, gaps: Gaps
+    x: torch.Tensor,
+    comm: Comm,
+    axis: str,
+    dtypes: Dtypes,
+    facts: ErrorFacts,
+    residuals: ResidualsByAxis,
+    padding_along: PaddingAlong,
 ) -> torch.Tensor:
     n, wire = comm.mesh.axis_size(axis), dtypes.wire_format_along(axis)
-    if wire == plain(dtypes.accumulate):
+    if wire == plain_format(dtypes.accumulate):
         return all_reduce(x.to(dtypes.accumulate), comm, axis)
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, n * wire.padded(size, n) - size))
-    return all_gather_last(_reduce_scatter_buffer(padded, comm, axis, dtypes, facts, residuals, gaps), comm, axis)[..., :size]
+    padded = torch.nn.functional.pad(x, (0, n * wire.padded_part_size(size, n) - size))
+    summed = _reduce_scatter_buffer(padded, comm, axis, dtypes, facts, residuals, padding_along)
+    return all_gather_last(summed, comm, axis)[..., :size]
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:

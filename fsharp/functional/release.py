@@ -42,11 +42,11 @@ class _SavedBuffers:
         return buffer.as_strided(size, strides, buffer.storage_offset() + offset)
 
 
-def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None:
+def release_saved(out: Any, rested: Any, gathered: Any, sequence_nr: int, comm: Comm) -> None:
     """Release the gathered units that autograd has saved for a call, after its function has returned ``out``.
 
-    ``rested`` has the units' nodes from before the gather, and ``gathered`` the same tree with gathered nodes. ``first`` is the
-    sequence number of autograd when the call began.
+    ``rested`` has the units' nodes from before the gather, and ``gathered`` the same tree with gathered nodes. ``sequence_nr``
+    is autograd's sequence number when the call began.
     """
     nodes = units_of(rested)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
@@ -56,12 +56,12 @@ def release_saved(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) 
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
     numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
     outputs = {without_vmap(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
-    outputs = {fn for fn in outputs if fn is not None and is_node_since(fn, first)}
+    outputs = {fn for fn in outputs if fn is not None and is_node_since(fn, sequence_nr)}
     if not numbers or not outputs:
         return
     regather = _make_regather(nodes, comm)
     saved = _SavedBuffers(regather)
-    for raw in saved_tensors(outputs, first):
+    for raw in saved_tensors(outputs, sequence_nr):
         x = raw.data
         number = numbers.get(x.untyped_storage().data_ptr()) if is_plain_memory(x) else None
         if number is None or x.dtype != whole[number].dtype:
@@ -119,9 +119,9 @@ def _register_regather_hooks(
         fn.register_prehook(partial(call_hook, come))
 
 
-def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
+def saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
     """Yield the tensors that nodes of :func:`_graph_nodes_since` have saved, except for tensors with hooks of their own."""
-    for node in _graph_nodes_since(roots, first):
+    for node in _graph_nodes_since(roots, sequence_nr):
         kind: Any = type(node)
         for name in _saved_attribute_names(kind):
             found = getattr(node, name)
@@ -130,20 +130,20 @@ def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
                     yield raw
 
 
-def tensors_kept_on_ctx(roots: set[Any], first: int) -> Iterator[torch.Tensor]:
+def tensors_kept_on_ctx(roots: set[Any], sequence_nr: int) -> Iterator[torch.Tensor]:
     """Yield the tensors that nodes of the graph keep as attributes of ``ctx``, unknown to autograd."""
-    for node in _graph_nodes_since(roots, first):
+    for node in _graph_nodes_since(roots, sequence_nr):
         yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
 
 
-def _graph_nodes_since(roots: set[Any], first: int) -> Iterator[Any]:
-    """Yield the nodes that were made since sequence number ``first`` and lead to ``roots``."""
+def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
+    """Yield the nodes that were made since autograd's ``sequence_nr`` and lead to ``roots``."""
     seen, stack = set(roots), list(roots)
     while stack:
         node = stack.pop()
         yield node
         for before, _ in node.next_functions:
-            if before is not None and before not in seen and is_node_since(before, first):
+            if before is not None and before not in seen and is_node_since(before, sequence_nr):
                 seen.add(before)
                 stack.append(before)
 
@@ -179,12 +179,12 @@ def _saved_attribute_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def is_node_since(node: Any, first: int) -> bool:
-    """Return whether autograd made a node of its graph at sequence number ``first`` or later."""
-    return first <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
+def is_node_since(node: Any, sequence_nr: int) -> bool:
+    """Return whether autograd made a node of its graph at ``sequence_nr`` or later."""
+    return sequence_nr <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 
-def written_to_error(unit: str) -> TreeError:
+def in_place_write_error(unit: str) -> TreeError:
     """Return the error for a function that has written to its parameters in place."""
     return TreeError(
         f"forward(): the function has written to a parameter of unit {unit!r} in place. The writes may be lost, as the "

@@ -9,7 +9,7 @@ import torch
 
 from fsharp.functional.comm.collectives import local_slice
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.residuals import ByAxis, Views
+from fsharp.functional.comm.residuals import ResidualsByAxis, ResidualViews
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, map_units
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -26,7 +26,7 @@ class SinkLedger:
     errors of earlier gradients.
     """
 
-    def __init__(self, residuals: Views = MappingProxyType({})) -> None:
+    def __init__(self, residuals: ResidualViews = MappingProxyType({})) -> None:
         self._residuals = residuals
         self._sinks: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._handles: dict[int, torch.Tensor] = {}
@@ -39,7 +39,7 @@ class SinkLedger:
         """Return the sinks of exactly these tensors; none for other tensors, such as results computed from them."""
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
-    def residuals(self, unit: UnitLayout, group: int) -> ByAxis:
+    def residuals(self, unit: UnitLayout, group: int) -> ResidualsByAxis:
         """Return the residuals of a group."""
         return self._residuals.get(unit.name, {}).get(group, {})
 

@@ -17,9 +17,9 @@ from fsharp.functional.layout.sharded import (
     Sharded,
     check_not_donated,
     check_not_lent,
-    donate_nodes,
     is_sharded,
     map_units,
+    mark_nodes_donated,
     merge,
     register_leafless,
     trainable,
@@ -112,7 +112,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     residuals = zero_residuals([node.unit for node in units_of(params)], comm.device)
     state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name), residuals)
     if donate:
-        donate_nodes(units_of(sharded))
+        mark_nodes_donated(units_of(sharded))
     return state
 
 
@@ -174,7 +174,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     with reporting_format_errors(comm, "update()"), torch.no_grad():
         held = state.main, state.opt
         if isinstance(comm, Engine):
-            held = comm.run_fetch_state(held, state.params, grads, donate=donate)
+            held = comm.run_update_fetch(held, state.params, grads, donate=donate)
         main, opt = buffers_on_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
@@ -197,7 +197,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         moved_nodes = units_of(params)
         copy_tree_names(moved_nodes, fresh)
     if donate:
-        donate_nodes(kept, [*moved_nodes, *units_of(main)])
+        mark_nodes_donated(kept, [*moved_nodes, *units_of(main)])
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name), state.residuals)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
-from fsharp.functional.comm.tree_names import label_prefix
+from fsharp.functional.comm.tree_names import tree_label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
-from fsharp.functional.formats.stochastic import noise_of
+from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.functional.layout.runs import leaves_in_run, padding_in_run
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -69,7 +69,7 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
             form, group = node.unit.update_format(g), node.unit.groups[g]
             if form is not None:
                 start = node.unit.local_start(g, node.place, rank)
-                noise = noise_of("update", step, 0, leaves_in_run(node.unit, g, start, len(value), rank))
+                noise = make_noise_fn("update", step, 0, leaves_in_run(node.unit, g, start, len(value), rank))
                 value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.error_facts, g), noise)
             buffers.append(value)
         return node.with_buffers(buffers)
@@ -77,8 +77,8 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
     return map_units(one, new, params)
 
 
-def add_differences(params: Any, moved: Any, *, rank: int) -> Any:
-    """Return ``moved`` with new parameters in place of encoded differences: old parameters plus the decoded difference."""
+def add_differences(params: Any, gathered: Any, *, rank: int) -> Any:
+    """Return ``gathered`` with new parameters in place of encoded differences: old parameters plus the decoded difference."""
 
     def one(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
@@ -87,7 +87,7 @@ def add_differences(params: Any, moved: Any, *, rank: int) -> Any:
             [x if form is None else add_encoded_difference(unit, g, held[g], x, rank) for g, x, form in rows]
         )
 
-    return map_units(one, moved, params)
+    return map_units(one, gathered, params)
 
 
 def add_encoded_difference(
@@ -133,10 +133,10 @@ def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
         for g, values in zip(cut.groups, cut.buffers, strict=True):
             dtypes = unit.groups[g].dtypes
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
-            data, scales = unit.sent_part(g, buffer), unit.scales_in(g, buffer)
+            data, scales = unit.gathered_part(g, buffer), unit.scales_in(g, buffer)
             parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
             if (key := (dtypes.stored_format, axes)) not in jobs:
-                jobs[key] = f"{label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
+                jobs[key] = f"{tree_label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
             jobs[key][1].extend([part for _, part in parts])
             jobs[key][2].append(repr(unit.name))
             buffers.append(buffer)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
-from fsharp.functional.formats.format import Format, plain
+from fsharp.functional.formats.format import Format, plain_format
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
@@ -117,8 +117,8 @@ def calls_to_reduce_group(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, 
         if op in ("reduce_scatter", "all_to_all"):
             yield _summing_call(wire, axis, out, n)
             continue
-        part = wire.padded(out, n)
-        if op == "all_reduce" and n > 1 and wire != plain(dtypes.accumulate):
+        part = wire.padded_part_size(out, n)
+        if op == "all_reduce" and n > 1 and wire != plain_format(dtypes.accumulate):
             yield _summing_call(wire, axis, part, n)
             op = "all_gather"
         yield Call(op, axis, sent_nbytes(op, part * dtypes.accumulate.itemsize, n))

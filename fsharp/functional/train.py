@@ -8,7 +8,7 @@ import torch
 
 from fsharp.errors import LossError
 from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
-from fsharp.functional.comm.residuals import PerRank, Views, prepare_residuals
+from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
@@ -163,7 +163,9 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     return fn
 
 
-def _value_and_grad_of_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: Views) -> tuple[Loss, Any]:
+def _value_and_grad_of_microbatch(
+    loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: ResidualViews
+) -> tuple[Loss, Any]:
     with torch.enable_grad():
         probed = with_sinks(params, SinkLedger(residuals))
         nodes = units_of(probed)

@@ -15,8 +15,8 @@ def is_transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def is_differentiated() -> bool:
-    """Return whether a torch.func transform other than vmap is active, such as grad.
+def is_transformed_beyond_vmap() -> bool:
+    """Return whether a torch.func transform is active that is not vmap, such as grad.
 
     Autograd then saves tensors of the transform for the backward, not the plain ones. Under vmap alone it saves the plain
     tensors.

@@ -166,7 +166,7 @@ class _TrialEngine(SingleComm, Engine):
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
         raise _not_in_a_loss("reduce_scatter")
 
-    def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+    def run_update_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         raise _not_in_a_loss("update")
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.layout.text import IN_NOTEBOOKS, nbytes_text, seconds_text
+from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS, nbytes_text, seconds_text
 from fsharp.inspect.drawing import timeline_in_order
 from fsharp.inspect.estimate import Hardware, predict
 from fsharp.report.values import timeline_rows
@@ -119,4 +119,4 @@ def _in_notebook(about: str, timeline: Timeline, *, has_times: bool) -> str:
     return f'<p>{html.escape(about)}.</p><iframe {frame} srcdoc="{page}"></iframe>'
 
 
-IN_NOTEBOOKS.update({Schedule: _schedule_in_notebook, Timeline: _timeline_in_notebook})
+NOTEBOOK_HTML_BY_CLASS.update({Schedule: _schedule_in_notebook, Timeline: _timeline_in_notebook})

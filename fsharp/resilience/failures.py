@@ -96,7 +96,7 @@ class _ReportingExcepthook:
 
     def _claim_first_failure(self, told: str) -> bool:
         """Record ``told`` as the job's first failure, if there is none yet. Return whether this rank has recorded the first."""
-        return self.board.claim("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
+        return self.board.write_if_absent("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not self.error:

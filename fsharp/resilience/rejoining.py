@@ -58,10 +58,10 @@ class Rejoining:
                 )
 
         check_on_all_ranks("Run.train()", comm, check)
-        setup_calls.end()
-        self._counts = self._comm.tree_counts.copy()
-        self._news: generations.News | None = None
-        self._member.enter_steps()
+        setup_calls.end_recording()
+        self._counts = self._comm.tree_name_counters.copy()
+        self._news: generations.Announcement | None = None
+        self._member.announce_can_rejoin()
 
     def rejoin(self) -> str:
         """Join the generation for which :meth:`wait_for_next` has waited, and return why it began. If none, return ``""``."""
@@ -69,23 +69,23 @@ class Rejoining:
         if news is None:
             return ""
         leave_generation(news.why)
-        setup_calls.repeat()
-        self._comm.tree_counts.set_from(self._counts)
+        setup_calls.repeat_calls()
+        self._comm.tree_name_counters.set_from(self._counts)
         return news.why
 
     def wait_for_next(self, error: Exception, where: str) -> None:
         """Tell other ranks of an error, and wait for the next generation.
 
         Raises ``error``, or a CommError, if a restart of other ranks would not help: see
-        :meth:`~fsharp.functional.comm.generations.Membership.wait_for_next`.
+        :meth:`~fsharp.functional.comm.generations.Membership.wait_for_next_generation`.
         """
         heard = any(isinstance(each, CommError | AgreementError) for each in error_chain(error))
         self._comm.watch.ranks.report_failure(error, where)
-        self._news = self._member.wait_for_next("heard" if heard else "own", error, self._comm.limit_s)
+        self._news = self._member.wait_for_next_generation("heard" if heard else "own", error, self._comm.limit_s)
 
     def leave_steps(self) -> None:
         """Tell the launcher that this rank joins no later generations: a restart of another rank restarts this rank too."""
-        self._member.leave_steps()
+        self._member.withdraw_can_rejoin()
 
 
 def without_values(tree: Any) -> Any:

@@ -19,7 +19,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fsharp.errors import CommError
 from fsharp.functional.comm.agree import ranks_text
-from fsharp.functional.comm.generations import GENERATION, announce, can_rejoin, claim_end, forget_process, read_end, stops
+from fsharp.functional.comm.generations import (
+    GENERATION_VARIABLE,
+    announce_generation,
+    can_rejoin,
+    end_restarts,
+    forget_process,
+    stopped_ranks,
+    why_restarts_ended,
+)
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 
 _SIGNAL = "A signal has come: no process is restarted. Start the program again to continue."
@@ -60,7 +68,7 @@ class Restarter:
 
     def run(self) -> None:
         """Run until all processes have returned. Raise a CommError if a process is lost and not restarted."""
-        announce(self._store, 0, "")
+        announce_generation(self._store, 0, "")
         deadline, asked_at = float("inf"), time.monotonic()
         try:
             with self._signals_passed_on():
@@ -71,13 +79,13 @@ class Restarter:
                     if time.monotonic() > asked_at + _ASK_EVERY_S:
                         asked_at = time.monotonic()
                         self._kill_hung()
-                        if deadline == float("inf") and read_end(self._store):
+                        if deadline == float("inf") and why_restarts_ended(self._store):
                             deadline = asked_at + _END_WITHIN_S
                     time.sleep(_LOOK_EVERY_S)
         finally:
             for process in [*self._running.values(), *([self._spare] if self._spare is not None else [])]:
                 _kill(process)
-        if why := read_end(self._store):
+        if why := why_restarts_ended(self._store):
             raise CommError(f"launch(): {why}")
 
     def _look(self) -> None:
@@ -91,8 +99,8 @@ class Restarter:
         self._preempted += [rank for rank, code in ended.items() if code == EXIT_PREEMPTED]
         lost = {rank: code for rank, code in ended.items() if rank not in done and code != EXIT_PREEMPTED}
         if self._preempted and not self._running:  # not earlier, as the others still save for the job
-            claim_end(self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL}")
-        if lost and not read_end(self._store):
+            end_restarts(self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL}")
+        if lost and not why_restarts_ended(self._store):
             self._restart(lost)
         if self._spare is not None and self._spare.poll() is not None:
             _kill(self._spare)  # closes its pipe: it has ended by itself
@@ -104,7 +112,7 @@ class Restarter:
         """Begin a new generation with new processes for the ``lost`` ranks, given with their exit codes."""
         why = "; ".join(self._how_ended(rank, code) for rank, code in lost.items())
         if remedy := self._why_no_restart(lost):
-            claim_end(self._store, f"{why}\n{remedy}")
+            end_restarts(self._store, f"{why}\n{remedy}")
             return
         ranks = [*lost, *(rank for rank in self._running if not can_rejoin(self._store, rank))]
         for rank in ranks:
@@ -112,7 +120,9 @@ class Restarter:
                 _kill(self._running.pop(rank))
             forget_process(self._store, rank)
         self._number, self._stopped_since, self._hung = self._number + 1, None, set()
-        announce(self._store, self._number, f"{why}. Generation {self._number} of the job begins with new {ranks_text(ranks)}.")
+        announce_generation(
+            self._store, self._number, f"{why}. Generation {self._number} of the job begins with new {ranks_text(ranks)}."
+        )
         for rank in ranks:
             self._start(rank)
 
@@ -138,7 +148,7 @@ class Restarter:
 
     def _kill_hung(self) -> None:
         """Kill processes that run on for longer than the time limit of collectives, after another process has stopped."""
-        found = stops(self._store, self._number, self._nproc)
+        found = stopped_ranks(self._store, self._number, self._nproc)
         if not found:
             return
         now = time.monotonic()
@@ -156,7 +166,7 @@ class Restarter:
         process, self._spare = self._spare or self._new_process(), None
         where = {"MASTER_ADDR": "localhost", "MASTER_PORT": self._port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
         size = {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
-        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, GENERATION: self._number}
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, GENERATION_VARIABLE: self._number}
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:  # a process that has ended is found by the next look
             process.stdin.write(json.dumps({name: str(value) for name, value in (where | size | agent).items()}))

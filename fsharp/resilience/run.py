@@ -177,7 +177,7 @@ class Run:
                 "elastic": kept.is_elastic,
             }
             if not kept.is_elastic:
-                setup_calls.give_up("a Run without elastic=True")
+                setup_calls.discard_record("a Run without elastic=True")
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self._files)
             stack.enter_context(self.preemption)
             stack.enter_context(self._checkpoints.open_saver())

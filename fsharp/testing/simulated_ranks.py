@@ -133,7 +133,7 @@ class ThreadComm:
     def __init__(self, world: "_World", rank: int) -> None:
         self._world, self.rank = world, rank
         self.mesh, self.device = world.mesh, torch.device("cpu")
-        self.tree_counts = TreeNameCounters()
+        self.tree_name_counters = TreeNameCounters()
 
     @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import CommError, OptionError, RunError
 from fsharp.functional.comm import generations
-from fsharp.functional.comm.generations import GENERATION
+from fsharp.functional.comm.generations import GENERATION_VARIABLE
 from fsharp.functional.comm.setup_calls import SetupCalls
 from fsharp.resilience import OwnState, Run
 from fsharp.resilience.rejoining import without_values
@@ -146,7 +146,7 @@ def test_a_new_process_that_never_comes(tmp_path):
     """It stops before it joins."""
 
     def call():
-        if os.environ[GENERATION] != "0":
+        if os.environ[GENERATION_VARIABLE] != "0":
             signal.pause()
         return train(str(tmp_path), "functions", TOTAL, [Fault(2, 1)], limit_s=5.0)
 
@@ -230,21 +230,23 @@ class Keys(dict):
 def stop(kinds, *, then=lambda store: None):
     """What comes of ranks that stop by these kinds of errors; ``then`` is called once all have stopped."""
     store = Keys()
-    generations.announce(store, 0, "")
+    generations.announce_generation(store, 0, "")
     ranks = [generations.Membership(store, rank, len(kinds), 0) for rank in range(len(kinds))]
     with ThreadPoolExecutor(len(kinds)) as pool:
         found = [
-            pool.submit(each.wait_for_next, kind, ValueError(f"of {rank}"), 5.0)
+            pool.submit(each.wait_for_next_generation, kind, ValueError(f"of {rank}"), 5.0)
             for rank, (each, kind) in enumerate(zip(ranks, kinds, strict=True))
         ]
         while len(generations.stops(store, 0, len(kinds))) < len(kinds):
             time.sleep(0.01)
         then(store)
-    return [each.exception() or each.result() for each in found], generations.read_end(store)
+    return [each.exception() or each.result() for each in found], generations.why_restarts_ended(store)
 
 
 def test_a_rank_with_an_error_of_its_own_ends_and_the_others_wait_for_its_new_process():
-    (own, news, _), end = stop(["own", "heard", "heard"], then=lambda store: generations.announce(store, 1, "rank 0 failed"))
+    (own, news, _), end = stop(
+        ["own", "heard", "heard"], then=lambda store: generations.announce_generation(store, 1, "rank 0 failed")
+    )
     assert str(own) == "of 0"
     assert news == (1, "rank 0 failed", "")
     assert end == ""
@@ -258,7 +260,7 @@ def test_an_error_of_all_ranks_is_raised_by_all(kind):
 
 
 def test_a_rank_that_waits_hears_that_nobody_is_restarted():
-    (own, told), _ = stop(["own", "heard"], then=lambda store: generations.claim_end(store, "no restart is left"))
+    (own, told), _ = stop(["own", "heard"], then=lambda store: generations.end_restarts(store, "no restart is left"))
     assert str(told) == "no restart is left"
     assert isinstance(told, CommError)
     assert str(own) in ("of 0", "no restart is left")
@@ -266,29 +268,29 @@ def test_a_rank_that_waits_hears_that_nobody_is_restarted():
 
 def test_ranks_that_do_not_come_to_a_generation_are_named():
     store = Keys()
-    generations.announce(store, 3, "")
+    generations.announce_generation(store, 3, "")
     member = generations.Membership(store, 0, 3, 3)
     store.set("here/3/1", "")
     with pytest.raises(CommError, match=r"rank 0 of 3 has waited 0.1 s for ranks \[2\] to join generation 3"):
-        member.wait_for_all(0.1)
+        member.wait_for_all_ranks(0.1)
     del store["end"]
-    generations.announce(store, 4, "rank 2 was ended by SIGKILL")
+    generations.announce_generation(store, 4, "rank 2 was ended by SIGKILL")
     with pytest.raises(CommError, match="rank 2 was ended by SIGKILL"):
-        member.wait_for_all(5.0)
+        member.wait_for_all_ranks(5.0)
 
 
 def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others():
     made, calls = [], SetupCalls()
-    calls.run(lambda: made.append("before"))
-    calls.start()
-    assert calls.run(lambda: calls.run(lambda: made.append("inner")) or "outer") == "outer"
-    calls.run(lambda: made.append("first"), again=lambda: made.append("again"))
-    calls.run(lambda: calls.record_obstacle("a part"))
+    calls.run_and_record(lambda: made.append("before"))
+    calls.start_recording()
+    assert calls.run_and_record(lambda: calls.run_and_record(lambda: made.append("inner")) or "outer") == "outer"
+    calls.run_and_record(lambda: made.append("first"), repeat=lambda: made.append("again"))
+    calls.run_and_record(lambda: calls.record_obstacle("a part"))
     assert calls.obstacle == ""
-    calls.end()
-    calls.run(lambda: made.append("after"))
+    calls.end_recording()
+    calls.run_and_record(lambda: made.append("after"))
     calls.record_obstacle("a step")
-    calls.repeat()
+    calls.repeat_calls()
     assert made == ["before", "inner", "first", "after", "inner", "again"]
     assert calls.obstacle == "", "the setup was over"
 
@@ -296,23 +298,23 @@ def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others()
 def test_a_record_is_given_up_for_what_cannot_be_made_again_and_for_its_size():
     for give_up, why in (
         (lambda calls: calls.record_obstacle("a step"), "a step"),
-        (lambda calls: calls.run(lambda: None, nbytes=1 << 28), ""),
-        (lambda calls: calls.run(lambda: None, nbytes=(1 << 28) + 1), "more than 10,000 calls, or 256 MiB,"),
-        (lambda calls: [calls.run(lambda: None) for _ in range(9_999)], ""),
-        (lambda calls: [calls.run(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
+        (lambda calls: calls.run_and_record(lambda: None, nbytes=1 << 28), ""),
+        (lambda calls: calls.run_and_record(lambda: None, nbytes=(1 << 28) + 1), "more than 10,000 calls, or 256 MiB,"),
+        (lambda calls: [calls.run_and_record(lambda: None) for _ in range(9_999)], ""),
+        (lambda calls: [calls.run_and_record(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
     ):
         made, calls = [], SetupCalls()
-        calls.start()
-        calls.run(lambda made=made: made.append(1))
+        calls.start_recording()
+        calls.run_and_record(lambda made=made: made.append(1))
         give_up(calls)
-        calls.repeat()
+        calls.repeat_calls()
         assert (calls.obstacle, calls.is_recording, len(made)) == (why, not why, 1 + (not why))
 
 
 def test_a_thread_that_takes_part_in_the_setup_is_an_obstacle():
     calls = SetupCalls()
-    calls.start()
-    thread = threading.Thread(target=calls.run, args=(lambda: None,))
+    calls.start_recording()
+    thread = threading.Thread(target=calls.run_and_record, args=(lambda: None,))
     thread.start()
     thread.join()
     assert calls.obstacle == "a collective of a thread, such as that of a save in the background,"

@@ -58,8 +58,8 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
     if comm.mesh.size > 1:
-        setup_calls.run(
-            lambda: _compare_fields(where, fields, comm, failure), again=lambda: _compare_fields(where, fields, comm, None)
+        setup_calls.run_and_record(
+            lambda: _compare_fields(where, fields, comm, failure), repeat=lambda: _compare_fields(where, fields, comm, None)
         )
 
 

@@ -29,7 +29,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import Carried, Facts, Format
+from fsharp.functional.formats.format import ErrorFacts, Format, ResidualAndNoise
 from fsharp.tracebacks import api_boundary
 
 
@@ -137,9 +137,9 @@ def reduce_scatter_encoded(
     comm: Comm,
     axis: str,
     wire: Format,
-    facts: Facts = tuple,
-    carried: Carried = Carried(),
-    gaps: Sequence[slice] = (),
+    facts: ErrorFacts = tuple,
+    residual_and_noise: ResidualAndNoise = ResidualAndNoise(),
+    padding: Sequence[slice] = (),
 ) -> torch.Tensor:
     """Sum ``x`` over ranks, and return this rank's part. Each rank sends encoded summands, and adds the decoded ones.
 
@@ -149,8 +149,9 @@ def reduce_scatter_encoded(
         axis: the axis to sum along.
         wire: the format in which summands travel.
         facts: function that returns what is summed, for errors of the format.
-        carried: the encoding errors of earlier summands, to add to ``x``, and random numbers; if given, ``x`` is 1-D.
-        gaps: runs of the result that are set to zero: padding.
+        residual_and_noise: the encoding errors of earlier summands, to add to ``x``, and random numbers; if given, ``x`` is
+            1-D.
+        padding: runs of the result that are padding: they are set to zero.
 
     Returns:
         ``[..., c]``, summed in the dtype of ``x``, in order of rank.
@@ -166,15 +167,15 @@ def reduce_scatter_encoded(
         rows = _split_last_dim(x, n)
         part = rows[0].numel()
         sizes = [wire.size(part)] * n
-        stored = wire.store_summand(rows.reshape(-1), part, carried.residual, facts, carried.noise)
+        stored = wire.store_summand(rows.reshape(-1), part, residual_and_noise.residual, facts, residual_and_noise.noise)
         received = comm.all_to_all(stored, sizes, sizes, axis=axis)
         total = wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
-        for gap in gaps:
-            total[..., gap] = 0
+        for run in padding:
+            total[..., run] = 0
         return total
 
     def primitive(x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_encoded(x, comm, axis, wire, facts, gaps=gaps)
+        return reduce_scatter_encoded(x, comm, axis, wire, facts, padding=padding)
 
     transpose, jvp = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose, jvp=jvp))  # type: ignore[no-any-return]

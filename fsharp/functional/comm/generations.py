@@ -23,14 +23,14 @@ from typing import Literal, NamedTuple, Protocol
 
 from fsharp.errors import CommError
 
-GENERATION = "FSHARP_GENERATION"
+GENERATION_VARIABLE = "FSHARP_GENERATION"
 """The environment variable with the generation in which a process begins; a launcher that restarts single ranks sets it."""
-Stop = Literal["own", "heard"]
+StopKind = Literal["own", "heard"]
 _POLL_INTERVAL_S = 0.02
 
 
 class KeyStore(Protocol):
-    """The methods of a torch.distributed store that are used here."""
+    """A store of values by key: the methods of a torch.distributed store that are used here."""
 
     def set(self, key: str, value: str, /) -> None:
         """Replace the value of a key."""
@@ -42,40 +42,40 @@ class KeyStore(Protocol):
         """Return whether all keys have values."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if its value is ``expected``, or if it has none and that is empty. Return the value that it has then."""
+        """Set a key to ``desired`` if its value is ``expected``; empty means no value yet. Return the value afterwards."""
 
 
-class News(NamedTuple):
+class Announcement(NamedTuple):
     """The launcher's last announcement.
 
     Attributes:
         number: the newest generation.
         why: why it has begun.
-        end: why no rank is restarted any more; empty while ranks are.
+        why_restarts_ended: why no rank is restarted any more; empty while ranks are.
     """
 
     number: int
     why: str
-    end: str
+    why_restarts_ended: str
 
 
-def announce(store: KeyStore, number: int, why: str) -> None:
+def announce_generation(store: KeyStore, number: int, why: str) -> None:
     """Announce a new generation."""
     store.set("news", json.dumps([number, why]))
 
 
-def claim_end(store: KeyStore, text: str) -> str:
-    """Say that no rank is restarted any more, and why. Return the text that all ranks see: the first one."""
-    return store.compare_set("end", "", text).decode()
+def end_restarts(store: KeyStore, reason: str) -> str:
+    """Say that no rank is restarted any more. Return the reason that all ranks see: the first one that a rank has given."""
+    return store.compare_set("end", "", reason).decode()
 
 
-def read_end(store: KeyStore) -> str:
+def why_restarts_ended(store: KeyStore) -> str:
     """Return why no rank is restarted any more; empty while ranks are."""
     return store.get("end").decode() if store.check(["end"]) else ""
 
 
 class Membership:
-    """The part of one rank in the generations of its job.
+    """One rank's membership in the generations of its job: what it announces to other ranks and to the launcher.
 
     Args:
         store: the launcher's store.
@@ -88,20 +88,20 @@ class Membership:
     def __init__(self, store: KeyStore, rank: int, size: int, number: int) -> None:
         self._store, self._rank, self._size, self.number = store, rank, size, number
 
-    def news(self) -> News:
+    def read_announcement(self) -> Announcement:
         """Return the newest announcement."""
         try:
             number, why = json.loads(self._store.get("news"))
-            return News(number, why, read_end(self._store))
+            return Announcement(number, why, why_restarts_ended(self._store))
         except RuntimeError as error:  # torch's errors of a store
-            return News(self.number, "", f"the launcher, which hosts the job's store, does not answer: {error}")
+            return Announcement(self.number, "", f"the launcher, which hosts the job's store, does not answer: {error}")
 
-    def why_over(self) -> str | None:
+    def why_generation_ended(self) -> str | None:
         """Return why this rank's generation is over; None while it is not."""
-        news = self.news()
-        return news.end or (news.why if news.number > self.number else None)
+        announcement = self.read_announcement()
+        return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
-    def wait_for_all(self, limit_s: float) -> None:
+    def wait_for_all_ranks(self, limit_s: float) -> None:
         """Wait until all ranks are about to join this generation.
 
         Raises:
@@ -110,29 +110,31 @@ class Membership:
         self._store.set(f"here/{self.number}/{self._rank}", "")
         deadline = time.monotonic() + limit_s
         while missing := [r for r in range(self._size) if not self._store.check([f"here/{self.number}/{r}"])]:
-            if why := self.why_over():
+            if why := self.why_generation_ended():
                 raise CommError(why)
             if time.monotonic() > deadline:
                 who = f"rank {self._rank} of {self._size} has waited {limit_s:g} s"
                 raise CommError(
-                    self.claim_end(f"{who} for ranks {missing} to join generation {self.number} of the job; they never came.")
+                    self.end_restarts(
+                        f"{who} for ranks {missing} to join generation {self.number} of the job; they never came."
+                    )
                 )
             time.sleep(_POLL_INTERVAL_S)
 
-    def enter_steps(self) -> None:
+    def announce_can_rejoin(self) -> None:
         """Say that this rank can join later generations without a restart."""
         self._store.set(f"can rejoin/{self._rank}", str(self.number))
 
-    def leave_steps(self) -> None:
+    def withdraw_can_rejoin(self) -> None:
         """Say that this rank cannot join later generations any more without a restart."""
         forget_process(self._store, self._rank)
 
-    def claim_end(self, text: str) -> str:
-        """Say that no rank is restarted any more, and why. Return the text that all ranks see."""
-        return claim_end(self._store, text)
+    def end_restarts(self, reason: str) -> str:
+        """Say that no rank is restarted any more. Return the reason that all ranks see."""
+        return end_restarts(self._store, reason)
 
-    def wait_for_next(self, kind: Stop, error: Exception, limit_s: float) -> News:
-        """Say that this rank has stopped, and wait for the next generation, which this rank is then about to join.
+    def wait_for_next_generation(self, kind: StopKind, error: Exception, limit_s: float) -> Announcement:
+        """Say that this rank has stopped, wait until the launcher announces the next generation, and return the announcement.
 
         Raises ``error`` if it is this rank's own, so that this process ends and is restarted. Raises it, too, if all ranks have
         stopped, and all or none by errors of their own: a restart would not help. Raises a CommError if no rank is restarted
@@ -140,24 +142,24 @@ class Membership:
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:
-            stopped = stops(self._store, self.number, self._size)
+            stopped = stopped_ranks(self._store, self.number, self._size)
             all_stopped = len(stopped) == self._size
             if all_stopped and len({each for each, _ in stopped.values()}) == 1:  # a new process would raise the error again
-                self.claim_end(f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{error}")
+                self.end_restarts(f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{error}")
                 raise error
-            news = self.news()
-            if news.end:
-                raise CommError(news.end) from error
-            if news.number > self.number and kind == "heard":
-                self.number = news.number
-                return news
-            if kind == "own" and (all_stopped or news.number > self.number):
+            announcement = self.read_announcement()
+            if announcement.why_restarts_ended:
+                raise CommError(announcement.why_restarts_ended) from error
+            if announcement.number > self.number and kind == "heard":
+                self.number = announcement.number
+                return announcement
+            if kind == "own" and (all_stopped or announcement.number > self.number):
                 raise error
             time.sleep(_POLL_INTERVAL_S)
 
 
-def stops(store: KeyStore, number: int, size: int) -> dict[int, tuple[Stop, float]]:
-    """Return, by rank, how ranks have stopped in a generation, with their time limits in seconds."""
+def stopped_ranks(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
+    """Return the ranks that have stopped in a generation: by rank, how it has stopped, and its time limit in seconds."""
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
@@ -174,17 +176,17 @@ def forget_process(store: KeyStore, rank: int) -> None:
 
 
 membership: Membership | None = None
-"""The part of this process; None if no launcher would restart a rank."""
+"""The membership of this process; None if no launcher would restart a rank."""
 
 
 def begin_membership(make_store: Callable[[], KeyStore]) -> Membership | None:
-    """Return the part of this process in the generations of its job; None if no launcher would restart a rank."""
+    """Return this process's membership in the generations of its job; None if no launcher would restart a rank."""
     global membership
-    if membership is None and (number := os.environ.get(GENERATION)) is not None:
+    if membership is None and (number := os.environ.get(GENERATION_VARIABLE)) is not None:
         membership = Membership(make_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(number))
     return membership
 
 
-def why_over() -> str | None:
+def why_generation_ended() -> str | None:
     """Return why this process's generation is over; None while it is not, or if no launcher would restart a rank."""
-    return None if membership is None else membership.why_over()
+    return None if membership is None else membership.why_generation_ended()

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
-from fsharp.functional.comm.generations import begin_membership, why_over
+from fsharp.functional.comm.generations import begin_membership, why_generation_ended
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.functional.layout.mesh import Mesh
 
@@ -34,16 +34,16 @@ _POLL_INTERVAL_S = 0.02
 _GIVE_UP_CHECK_INTERVAL_S = 0.5
 
 
-def run_within(limit_s: float, job: Callable[[], T], *, why_in_vain: Callable[[], str | None] = lambda: None) -> T:
+def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[], str | None] = lambda: None) -> T:
     """Run a job that queries the store in a new thread, and return its result. Raises TimeoutError if the job does not end.
 
     The job has the ``limit_s`` seconds for which the store waits for other ranks, and two seconds more. A reason from
-    ``why_in_vain`` is raised as a CommError; the job then goes on by itself.
+    ``why_give_up`` is raised as a CommError; the job then goes on by itself.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)
     while not done.is_done(max(min(_GIVE_UP_CHECK_INTERVAL_S, deadline - time.monotonic()), 0.0)):
-        if why := why_in_vain():
+        if why := why_give_up():
             raise CommError(why)
         if time.monotonic() >= deadline:
             raise TimeoutError(f"the job's store has not answered within {limit_s + _STORE_TIMEOUT_S:g} s")
@@ -57,19 +57,19 @@ class _StoreThread:
         self._lock, self._worker, self._last = threading.Lock(), Worker("store"), Outcome()
         self._last.wake_waiters()
 
-    def query(self, question: Callable[[], T], otherwise: T) -> tuple[T, str]:
-        """Return the answer and an empty text; or ``otherwise``, and why this or an earlier query has no answer."""
+    def query(self, query: Callable[[], T], default: T) -> tuple[T, str]:
+        """Return the answer and an empty text; or ``default``, and why this or an earlier query has no answer."""
         with self._lock:
             if not self._last.is_done():
-                return otherwise, "does not answer"
+                return default, "does not answer"
             self._last = asked = Outcome()
-            self._worker.submit(question, asked)
+            self._worker.submit(query, asked)
             if not asked.is_done(_STORE_TIMEOUT_S):
-                return otherwise, "does not answer"
+                return default, "does not answer"
         try:
             return asked.take_result(), ""
         except dist.DistError:
-            return otherwise, "has ended"
+            return default, "has ended"
 
 
 def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
@@ -82,10 +82,10 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
     if (member := begin_membership(lambda: _connect_to_launcher_store(limit))) is not None:
-        member.wait_for_all(limit.total_seconds())
+        member.wait_for_all_ranks(limit.total_seconds())
         name = f"generation {member.number}"
     else:
-        name = attempt_name(store, rank, world_size, limit.total_seconds())
+        name = agree_on_attempt_name(store, rank, world_size, limit.total_seconds())
     store = PrefixStore(f"fsharp/{name}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -134,7 +134,7 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
     mesh.check_world_size(world_size)
 
 
-def attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+def agree_on_attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
     """Return a name for this attempt to run the job, the same on all ranks.
 
     Variables of the environment have no such name, as each node counts its own restarts. So each rank writes a new mark. Rank 0
@@ -165,7 +165,7 @@ class StoreBoard:
     """A :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store; its name is the same on all ranks."""
 
     def __init__(self, name: str) -> None:
-        self._store, self.trouble = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""
+        self._store, self.why_no_answer = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""
 
     def write(self, key: str, text: str) -> None:
         """Replace the text of a key."""
@@ -175,13 +175,13 @@ class StoreBoard:
         """Return the text of a key; None if there is none."""
         return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
-    def claim(self, key: str, text: str) -> str:
+    def write_if_absent(self, key: str, text: str) -> str:
         """Write a text if the key has none. Return the text that the key then has."""
         return self._query(lambda: bytes(self._store.compare_set(key, "", _storable_text(text))).decode(), text)
 
-    def _query(self, question: Callable[[], T], otherwise: T) -> T:
-        answer, why = _store_thread.query(question, otherwise)
-        self.trouble = why and f"the job's store, which rank 0 of the job hosts unless torchrun does, {why}"
+    def _query(self, query: Callable[[], T], default: T) -> T:
+        answer, why = _store_thread.query(query, default)
+        self.why_no_answer = why and f"the job's store, which rank 0 of the job hosts unless torchrun does, {why}"
         return answer
 
 
@@ -206,12 +206,12 @@ def _innermost_store(store: Any) -> Any:
     return _innermost_store(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
-def query_store(question: Callable[[], T], otherwise: T) -> T:
-    """Query the store. Return its answer, or ``otherwise`` if there is no answer."""
-    return _store_thread.query(question, otherwise)[0]
+def query_store(query: Callable[[], T], default: T) -> T:
+    """Query the store. Return its answer, or ``default`` if there is no answer."""
+    return _store_thread.query(query, default)[0]
 
 
-def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+def group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds that a collective of this group may take."""
     options = getattr(group._get_backend(device), "options", None)
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
@@ -220,7 +220,7 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
 def job_timeout_s() -> float:
     """Return the seconds that a collective of the job may take: the ``timeout`` of ``init_process_group``."""
     group = _get_default_group()
-    return min(timeout_s(group, device) for device in group._device_types)
+    return min(group_timeout_s(group, device) for device in group._device_types)
 
 
 def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
@@ -246,7 +246,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
         return most, None if is_native else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
 
     try:
-        most, gloo = run_within(limit_s, make, why_in_vain=why_over)
+        most, gloo = run_within(limit_s, make, why_give_up=why_generation_ended)
     except dist.DistNetworkError as error:
         raise CommError(
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
@@ -268,7 +268,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
     return group
 
 
-def reset() -> None:
+def reset_job_store() -> None:
     """Begin with the store of another job: with a new thread for queries, and without groups made so far."""
     global _store_thread
     _store_thread = _StoreThread()

@@ -22,7 +22,7 @@ from fsharp.functional.comm import generations, job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
 from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.comm.tree_names import TreeNameCounters
-from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
+from fsharp.functional.comm.watch import CommWatch, RankStatuses, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
@@ -58,7 +58,7 @@ class ProcessGroupComm:
 
     Attributes:
         ranks: numbers of the ranks in the job, by rank in the mesh.
-        tree_counts: counters of tree names that all Comms of these ranks share.
+        tree_name_counters: counters of tree names that all Comms of these ranks share.
 
     Raises:
         MeshError: the DeviceMesh has no dim names, lacks this rank, or has ranks that are not in rising order.
@@ -77,7 +77,7 @@ class ProcessGroupComm:
                 f"order; got {device_mesh.mesh.tolist()}."
             )
         self.rank = self.ranks.index(dist.get_rank())
-        self.tree_counts = _tree_name_counters[self.ranks]
+        self.tree_name_counters = _tree_name_counters[self.ranks]
         setup_calls.record_obstacle("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
         self._use_groups_of(device_mesh)
@@ -85,7 +85,7 @@ class ProcessGroupComm:
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
         self.is_native = dist.get_backend(self.group(names[0])) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
-        self.limit_s = job_store.timeout_s(self.group(names[0]), self.device)
+        self.limit_s = job_store.group_timeout_s(self.group(names[0]), self.device)
         self._start_watch()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -105,7 +105,7 @@ class ProcessGroupComm:
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
         if self.ranks not in _statuses_by_ranks:
             _statuses_by_ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, job_store.StoreBoard(name))
-        self.watch = Watch(name, _statuses_by_ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
+        self.watch = CommWatch(name, _statuses_by_ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
         self._worker = Worker("calls")
         if self.is_native and self.mesh.size > 1:
             self.watch.start_failure_monitor(_FAILURE_CHECK_INTERVAL_S)
@@ -133,7 +133,7 @@ class ProcessGroupComm:
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
         other = copy.copy(self)
-        setup_calls.run(lambda: other._start_watch_in_groups_of(self))
+        setup_calls.run_and_record(lambda: other._start_watch_in_groups_of(self))
         return other
 
     def _start_watch_in_groups_of(self, other: "ProcessGroupComm") -> None:
@@ -145,14 +145,14 @@ class ProcessGroupComm:
 
     def make_own_groups(self) -> None:
         """Make new process groups that this Comm alone uses. All ranks have to call this method."""
-        setup_calls.run(self._make_own_groups)
+        setup_calls.run_and_record(self._make_own_groups)
 
     def _make_own_groups(self) -> None:
         self._groups = {axis: self.new_group(axis) if size > 1 else self._groups.get(axis) for axis, size in self.mesh.axes}
         self._whole = None
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-    def on_host(self, *, flat: bool = False) -> "ProcessGroupComm":
+    def host_comm(self, *, flat: bool = False) -> "ProcessGroupComm":
         """Return a Comm of these ranks over gloo, for tensors in host memory. All ranks have to call this method.
 
         The new Comm has its own process groups, so another thread may use it. ``flat`` puts all ranks along one axis,
@@ -167,7 +167,7 @@ class ProcessGroupComm:
             other._start_watch_in_groups_of(self)
             other.make_own_groups()
 
-        setup_calls.run(start)
+        setup_calls.run_and_record(start)
         return other
 
     def abort(self) -> None:
@@ -288,7 +288,7 @@ class ProcessGroupComm:
             self._send_and_receive(kept, [torch.empty(n, dtype=torch.uint8, device=device) for n, device in into], axis, text)
 
         nbytes = sum(x.nbytes for x in copies.values())
-        setup_calls.run(lambda: self._send_and_receive(send, receive, axis, text), again, nbytes=nbytes)
+        setup_calls.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), again, nbytes=nbytes)
 
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
@@ -298,7 +298,7 @@ class ProcessGroupComm:
         Empty tensors are not sent. gloo's all_gather copies through internal buffers: for 16 MB this exchange took 0.75 (2
         ranks) and 0.6 (4 ranks) of its time.
         """
-        if setup_calls.is_waiting:
+        if setup_calls.is_next_call_recorded:
             self._record_exchange(send, receive, axis, text)
             return
         outcome = CollectiveOutcome(self.watch.begin_call(text))
@@ -329,7 +329,7 @@ class GroupMessages(NamedTuple):
     Attributes:
         group: the process group.
         ranks: number in the mesh of each rank of the group.
-        call: the collective, for notes and errors of other ranks.
+        call: the collective, for statuses and errors of other ranks.
     """
 
     group: dist.ProcessGroup
@@ -377,7 +377,7 @@ def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
-before_leaving: list[Callable[[], None]] = []
+callbacks_before_leaving: list[Callable[[], None]] = []
 """Functions that :func:`destroy` calls first."""
 _statuses_by_ranks: dict[tuple[int, ...], RankStatuses] = {}
 _comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
@@ -424,11 +424,11 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     def device_mesh() -> DeviceMesh:
         return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
 
-    if generations.GENERATION in os.environ:
-        setup_calls.start()
+    if generations.GENERATION_VARIABLE in os.environ:
+        setup_calls.start_recording()
     made = list[ProcessGroupComm]()
-    setup_calls.run(
-        lambda: made.append(ProcessGroupComm(device_mesh())), again=lambda: made[0]._join_next_generation(device_mesh())
+    setup_calls.run_and_record(
+        lambda: made.append(ProcessGroupComm(device_mesh())), repeat=lambda: made[0]._join_next_generation(device_mesh())
     )
     return made[0]
 
@@ -447,7 +447,7 @@ def destroy() -> None:
     Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave: for at most 30 seconds,
     or the job's time limit if that is shorter.
     """
-    for finish in before_leaving:
+    for finish in callbacks_before_leaving:
         finish()
     _announce_departure(sys.exception())
     if dist.is_initialized():
@@ -458,20 +458,20 @@ def destroy() -> None:
 def _destroy_groups() -> None:
     dist.destroy_process_group()
     _comm_counters.clear()
-    job_store.reset()
+    job_store.reset_job_store()
 
 
 def leave_generation(why: str) -> None:
     """End all collectives under way, wait for saves in the background, and destroy the job's process groups.
 
-    Afterwards :meth:`~fsharp.functional.comm.setup_calls.SetupCalls.repeat` joins the next generation of the job, in which the
-    Comms of the setup have new groups.
+    Afterwards :meth:`~fsharp.functional.comm.setup_calls.SetupCalls.repeat_calls` joins the next generation of the job, in
+    which the Comms of the setup have new groups.
     """
     error = CommError(why)
     for ranks in list(_statuses_by_ranks.values()):
         for watch in list(ranks.watches.values()):
-            watch.end_calls(error)
-    for finish in before_leaving:
+            watch.end_all_calls(error)
+    for finish in callbacks_before_leaving:
         finish()
     _statuses_by_ranks.clear()
     if dist.is_initialized():
@@ -487,7 +487,7 @@ def _announce_departure(error: BaseException | None) -> None:
     for ranks in statuses:
         for watch in list(ranks.watches.values()):
             watch.is_over.set()
-        ranks.write_last_note(error)
+        ranks.write_last_status(error)
     failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
     job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.job_timeout_s()))
 

@@ -97,7 +97,7 @@ class Engine(ABC):
         """Return the result of :func:`~fsharp.reduce_scatter`, which may still be under way. Residuals are overwritten."""
 
     @abstractmethod
-    def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+    def run_update_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """Run the first part of :func:`~fsharp.update`: return the main copies and optimizer state for the transformation.
 
         ``state`` is the pair ``(main, opt)`` of a TrainState, which may be in host memory.

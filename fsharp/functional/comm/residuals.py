@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import Carried, dtype_name
-from fsharp.functional.formats.stochastic import noise_of
+from fsharp.functional.formats.format import ResidualAndNoise, dtype_name
+from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.functional.layout.runs import encoded_runs, has_stochastic_wire, leaves_in_run, residual_sizes
 from fsharp.functional.layout.unit_layout import UnitLayout
 
@@ -34,10 +34,10 @@ class PerRank(NamedTuple):
     value: Any
 
 
-ByAxis = Mapping[str, Carried]
+ResidualsByAxis = Mapping[str, ResidualAndNoise]
 """For each axis, the inputs of the encoding of one group's gradient: a view of its residual, and random numbers."""
-Views = Mapping[str, Mapping[int, ByAxis]]
-"""A :data:`ByAxis` by name of the unit and index of the group."""
+ResidualViews = Mapping[str, Mapping[int, ResidualsByAxis]]
+"""A :data:`ResidualsByAxis` by name of the unit and index of the group."""
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
@@ -52,7 +52,7 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
 
 
 class ResidualsAndViews(NamedTuple):
-    """Residuals for a call to overwrite, in two forms.
+    """The residuals that a call overwrites, in two forms: as the user passes them, and as views by unit, group and axis.
 
     Attributes:
         residuals: the residuals as a user passes them; None if no unit has feedback.
@@ -60,13 +60,13 @@ class ResidualsAndViews(NamedTuple):
     """
 
     residuals: PerRank | None
-    views: Views
+    views: ResidualViews
 
 
 def prepare_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
 ) -> ResidualsAndViews:
-    """Return residuals of ``units`` for this call to overwrite, and views of them. With ``donate`` they are no copy.
+    """Return residuals of ``units`` that this call may overwrite, and views of them. Without ``donate`` they are copies.
 
     Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is no integer of at least
     0, or is missing and a format rounds stochastically.
@@ -109,18 +109,22 @@ def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayo
     return PerRank(held if donate else {key: tuple(map(torch.clone, tensors)) for key, tensors in held.items()})
 
 
-def _residual_views(unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int) -> dict[int, ByAxis]:
-    found: dict[int, dict[str, Carried]] = {}
+def _residual_views(
+    unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int
+) -> dict[int, ResidualsByAxis]:
+    found: dict[int, dict[str, ResidualAndNoise]] = {}
     for (g, _, _), x in zip(_expected_tensors(unit), tensors, strict=True):
         sizes = residual_sizes(unit)[g]
-        found[g] = {axis: Carried(part) for axis, part in zip(sizes, x.detach().split(list(sizes.values())), strict=True)}
+        found[g] = {
+            axis: ResidualAndNoise(part) for axis, part in zip(sizes, x.detach().split(list(sizes.values())), strict=True)
+        }
     if step is None or not has_stochastic_wire(unit):
         return found  # type: ignore[return-value]
     for g in unit.trainable_groups:
         by_axis = found.setdefault(g, {})
         for axis, number, start, size in encoded_runs(unit, g, rank):
-            noise = noise_of("gradient", step, number, leaves_in_run(unit, g, start, size, rank))
-            by_axis[axis] = by_axis.get(axis, Carried())._replace(noise=noise)
+            noise = make_noise_fn("gradient", step, number, leaves_in_run(unit, g, start, size, rank))
+            by_axis[axis] = by_axis.get(axis, ResidualAndNoise())._replace(noise=noise)
     return found  # type: ignore[return-value]
 
 

@@ -15,7 +15,7 @@ _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 
 
 class SetupCalls:
-    """A record of calls, from :meth:`start` to :meth:`end`.
+    """A record of calls, from :meth:`start_recording` to :meth:`end_recording`.
 
     Attributes:
         is_recording: whether the setup is under way.
@@ -28,58 +28,58 @@ class SetupCalls:
         self._depth, self._nbytes, self._thread = 0, 0, 0
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the next call is to be recorded: the setup is under way, and no recorded call."""
+    def is_next_call_recorded(self) -> bool:
+        """Whether a call made now would be recorded: the setup is under way, and no recorded call is."""
         return self.is_recording and not self._depth
 
-    def start(self) -> None:
+    def start_recording(self) -> None:
         """Begin to record the calls of this thread, unless the record has begun or has ended before."""
         if not self._thread:
             self.is_recording, self._thread = True, threading.get_ident()
 
-    def end(self) -> None:
+    def end_recording(self) -> None:
         """End the record: the setup is over."""
         self.is_recording = False
 
-    def give_up(self, obstacle: str) -> None:
-        """Drop the record, if the setup is under way, and say why it cannot be made again."""
+    def discard_record(self, obstacle: str) -> None:
+        """Discard the record, if the setup is under way. ``obstacle`` says what cannot be made again."""
         if self.is_recording:
             self.is_recording, self.obstacle = False, obstacle
             self._calls.clear()
 
-    def run(self, call: Callable[[], T], again: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
+    def run_and_record(self, call: Callable[[], T], repeat: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
         """Make a call, and record it, unless it is part of a recorded call. Return its result.
 
-        :meth:`repeat` makes the call again; or ``again`` in place of it, which keeps ``nbytes`` bytes.
+        :meth:`repeat_calls` makes the call again; or ``repeat`` in place of it, which keeps ``nbytes`` bytes.
         """
         if not self.is_recording:
             return call()
         if threading.get_ident() != self._thread:
-            self.give_up("a collective of a thread, such as that of a save in the background,")
+            self.discard_record("a collective of a thread, such as that of a save in the background,")
             return call()
         if self._depth:
             return call()
         self._nbytes += nbytes
         if self._nbytes > _MOST_NBYTES or len(self._calls) >= _MOST_CALLS:  # a program that never begins an elastic run
-            self.give_up(f"more than {_MOST_CALLS:,} calls, or {_MOST_NBYTES >> 20} MiB,")
+            self.discard_record(f"more than {_MOST_CALLS:,} calls, or {_MOST_NBYTES >> 20} MiB,")
             return call()
-        self._calls.append(again or call)
+        self._calls.append(repeat or call)
         self._depth += 1
         try:
             return call()
         finally:
             self._depth -= 1
 
-    def call_again(self, call: Callable[[], Any]) -> None:
-        """Record a call that :meth:`repeat` makes here, in the order of the setup, and that is not made now."""
-        self.run(lambda: None, again=call)
+    def record_without_call(self, call: Callable[[], Any]) -> None:
+        """Record a call that is not made now: :meth:`repeat_calls` makes it, at this point of the setup."""
+        self.run_and_record(lambda: None, repeat=call)
 
-    def record_obstacle(self, what: str) -> None:
-        """Give the record up because of what a program does, unless that is part of a recorded call."""
+    def record_obstacle(self, obstacle: str) -> None:
+        """Discard the record, as ``obstacle`` cannot be made again, unless it is part of a recorded call."""
         if not self._depth:
-            self.give_up(what)
+            self.discard_record(obstacle)
 
-    def repeat(self) -> None:
+    def repeat_calls(self) -> None:
         """Make all recorded calls again, in order."""
         for call in self._calls:
             call()

@@ -12,7 +12,7 @@ from typing import Any
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.layout.placement import Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.tree.tree_name import UNNAMED, TreeName
+from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
 
 
 @dataclass
@@ -41,9 +41,9 @@ class TreeNameCounters:
         self.num_trees, self.gathered = other.num_trees, Counter(other.gathered)
 
 
-def tree_counts_of(comm: Comm) -> TreeNameCounters | None:
+def tree_name_counters_of(comm: Comm) -> TreeNameCounters | None:
     """Return the counters of a Comm; None if the Comm compares no labels (one rank, or a class of another library)."""
-    return getattr(innermost_comm(comm), "tree_counts", None)
+    return getattr(innermost_comm(comm), "tree_name_counters", None)
 
 
 def with_new_tree_name(tree: Any, comm: Comm) -> Any:
@@ -51,7 +51,7 @@ def with_new_tree_name(tree: Any, comm: Comm) -> Any:
 
     Units with equal paths get different names.
     """
-    counts = tree_counts_of(comm)
+    counts = tree_name_counters_of(comm)
     if counts is not None:
         numbers = defaultdict[int, str](counts.next_number)
         seen: Counter[str] = Counter()
@@ -73,13 +73,13 @@ def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
         after.tree_name = before.tree_name
 
 
-def label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
+def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     """Return the name of a unit's tree as the beginning of a label; empty if the Comm compares no labels.
 
     If the name does not identify the tree, a number is added. It counts trees of this name in the order in which the unit is
     first gathered along these axes. A move that sends nothing does not count, as one rank alone may make it.
     """
-    counts = tree_counts_of(comm)
+    counts = tree_name_counters_of(comm)
     if counts is None:
         return ""
     name, place = node.tree_name, node.place
@@ -92,7 +92,7 @@ def label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     )
     if not axes:
         return ""
-    if name is UNNAMED:
+    if name is UNNAMED_TREE:
         node.tree_name = name = TreeName()
     if axes not in name.numbers:
         key = (name.text, axes, node.name)

@@ -1,4 +1,4 @@
-"""Watch: detect that ranks are in different collectives, or that a rank has failed, stopped or died.
+"""CommWatch: detect that ranks are in different collectives, or that a rank has failed, stopped or died.
 
 Each collective has a *label*, which says its purpose, and a number, which all ranks count alike. Both are in the tag of its
 messages, so ranks with different labels receive no message from each other. A rank that has waited for half a second writes its
@@ -43,10 +43,10 @@ class StatusBoard(Protocol):
     """A store of texts by key that all ranks can read. No method fails, or waits for more than some seconds.
 
     Attributes:
-        trouble: why the last query has no answer; empty if there is an answer.
+        why_no_answer: why the last query has no answer; empty if there is an answer.
     """
 
-    trouble: str
+    why_no_answer: str
 
     def write(self, key: str, text: str) -> None:
         """Replace the text of a key."""
@@ -54,7 +54,7 @@ class StatusBoard(Protocol):
     def read(self, key: str) -> str | None:
         """Return the text of a key; None if there is none."""
 
-    def claim(self, key: str, text: str) -> str:
+    def write_if_absent(self, key: str, text: str) -> str:
         """Write a text if the key has none. Return the text that the key then has."""
 
 
@@ -70,7 +70,7 @@ class WatchedCall:
 
     __slots__ = ("_since", "_warned", "_watch", "label", "number", "peer", "tag")
 
-    def __init__(self, watch: "Watch", label: str, number: int) -> None:
+    def __init__(self, watch: "CommWatch", label: str, number: int) -> None:
         self._watch, self.label, self.number = watch, label, number
         self.tag = zlib.crc32(f"{watch.name} {number} {label}".encode()) & 0x7FFFFFFF or 1
         self.peer: int | None = None
@@ -84,12 +84,12 @@ class WatchedCall:
     def check_can_end(self) -> None:
         """Raise an error if the collective cannot end. For calls twice a second during a wait.
 
-        Raises the errors of :meth:`Watch.exchange_status`, and a CommError if the limit has passed.
+        Raises the errors of :meth:`CommWatch.compare_statuses`, and a CommError if the limit has passed.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
-        late = self._watch.exchange_status(self)
+        late = self._watch.compare_statuses(self)
         if waited_s > self._watch.limit_s:
             peer = "" if self.peer is None else f" for rank {self.peer}"
             raise self._watch.refuse_further_calls(
@@ -103,12 +103,12 @@ class WatchedCall:
         """Add seconds for which the main thread has waited for the collective."""
         self._watch.ranks.waited_s += seconds
 
-    def connection_error(self, error: BaseException) -> Exception:
+    def explain_connection_error(self, error: BaseException) -> Exception:
         """Return the error of a failed connection, with the reason from the other rank's status if there is one."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
-                late = self._watch.exchange_status(self, is_lost=True)
+                late = self._watch.compare_statuses(self, is_connection_lost=True)
             except (AgreementError, CommError) as known:
                 return known
             time.sleep(0.05)
@@ -132,28 +132,28 @@ class RankStatuses:
 
     def __init__(self, rank: int, size: int, board: StatusBoard | None) -> None:
         self.rank, self.size, self.board = rank, size, board
-        self.watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
+        self.watches: WeakValueDictionary[str, CommWatch] = WeakValueDictionary()
         self.seen: dict[int, RankStatus] = {}
         self.last, self.waited_s = "", 0.0
         self.error: Exception | None = None
-        self._looks = 0
+        self._num_written = 0
         self._heard_s: dict[int, float] = {}  # time of the newest status of a rank
         self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
 
-    def exchange_notes(self, status: "RankStatus", peer: int | None) -> list[int]:
+    def exchange_statuses(self, status: "RankStatus", peer: int | None) -> list[int]:
         """Write this rank's status, read the statuses of some ranks, ``peer`` among them, and return these ranks."""
         assert self.board is not None
-        self._write(status)
+        self._write_status(status)
         others = [rank for rank in range(self.size) if rank != self.rank]
         chosen = {
-            others[(self._looks * _MAX_STATUSES_READ_AT_ONCE + i) % len(others)]
+            others[(self._num_written * _MAX_STATUSES_READ_AT_ONCE + i) % len(others)]
             for i in range(min(_MAX_STATUSES_READ_AT_ONCE, len(others)))
         }
         chosen |= set() if peer is None else {peer}
         found = {rank: text for rank in chosen if (text := self.board.read(f"rank {rank}")) is not None}
         for rank, text in found.items():
             status, before = RankStatus(*json.loads(text)), self.seen.get(rank)
-            if before is None or before.looks != status.looks:
+            if before is None or before.num_written != status.num_written:
                 self._heard_s[rank] = time.monotonic()
             self.seen[rank] = status
         return list(found)
@@ -162,19 +162,19 @@ class RankStatuses:
         """Return whether a rank has written a status within two seconds; else it computes, has stopped, or is out of reach."""
         return time.monotonic() - self._heard_s.get(rank, -_STATUS_EXPIRES_AFTER_S) < _STATUS_EXPIRES_AFTER_S
 
-    def write_last_note(self, error: BaseException | None) -> None:
+    def write_last_status(self, error: BaseException | None) -> None:
         """Write the last status, for ranks that will wait for this rank: it ends, with ``error`` or without an error."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]}"
         if self.board is not None:
-            self._write(RankStatus(0, "", 0, [], self.counts_by_watch(), why))
+            self._write_status(RankStatus(0, "", 0, [], self.begun_calls_by_watch(), why))
 
     def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, now or later."""
         text = self.failure_text(error, where, self.last)
         if self.error is None:
-            self.error = AgreementError(text if self.board is None else self.board.claim(_ALL_FAILED_KEY, text))
+            self.error = AgreementError(text if self.board is None else self.board.write_if_absent(_ALL_FAILED_KEY, text))
         for watch in list(self.watches.values()):
             watch.report_failure(error, where)
 
@@ -183,11 +183,11 @@ class RankStatuses:
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
-    def counts_by_watch(self) -> dict[str, int]:
+    def begun_calls_by_watch(self) -> dict[str, int]:
         """Return the number of calls that this rank has begun, by name of a watch."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
-    def note_begun(self, name: str, count: int, label: str) -> None:
+    def record_begun_calls(self, name: str, count: int, label: str) -> None:
         """Record that this rank has begun ``count`` calls of a watch, and the label of the last one."""
         if threading.current_thread() is threading.main_thread():  # not a save in the background
             self.last = label
@@ -196,35 +196,35 @@ class RankStatuses:
         if len(self._begun) > _MAX_KEPT_WATCHES:
             self._begun.pop(next(iter(list(self._begun))), None)
 
-    def _write(self, status: "RankStatus") -> None:
+    def _write_status(self, status: "RankStatus") -> None:
         assert self.board is not None
-        self._looks += 1
-        self.board.write(f"rank {self.rank}", json.dumps(status._replace(looks=self._looks)))
+        self._num_written += 1
+        self.board.write(f"rank {self.rank}", json.dumps(status._replace(num_written=self._num_written)))
 
 
 class RankStatus(NamedTuple):
     """A rank's status for other ranks: the collective for which the rank waits, or how the rank has left the job.
 
     Attributes:
-        looks: number of statuses that the rank has written; grows while the rank waits.
-        watch: name of the :class:`Watch` in whose call the rank waits.
+        num_written: number of statuses that the rank has written; grows while the rank waits.
+        watch: name of the :class:`CommWatch` in whose call the rank waits.
         number: number of this call.
         labels: labels of the last calls of this watch, up to the last one begun.
         counts: number of calls that the rank has begun, by name of a watch.
-        left: how the rank has left the job, such as after which collective; empty while the rank is in the job.
+        departure: how the rank has left the job, such as after which collective; empty while the rank is in the job.
         settings: the settings behind the digests in ``labels``, by digest.
     """
 
-    looks: int
+    num_written: int
     watch: str
     number: int
     labels: list[str]
     counts: dict[str, int]
-    left: str = ""
+    departure: str = ""
     settings: dict[str, str] | None = None
 
 
-class Watch:
+class CommWatch:
     """The collectives of one Comm, as one rank sees them.
 
     Args:
@@ -260,7 +260,7 @@ class Watch:
         if failed is not None:
             self._fail_with(AgreementError(failed))
 
-    def end_calls(self, error: Exception) -> None:
+    def end_all_calls(self, error: Exception) -> None:
         """End all collectives under way, and refuse further calls, on this rank alone."""
         self.is_over.set()
         self._fail_with(error)
@@ -269,7 +269,7 @@ class Watch:
         """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
         own = self.board.read("failed") if self.board is not None else None
         own = own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED_KEY)
-        return generations.why_over() if own is None else own
+        return generations.why_generation_ended() if own is None else own
 
     def start_failure_monitor(self, every_s: float) -> None:
         """Start a thread that calls :meth:`abort_if_failed` every ``every_s`` seconds, while this rank is in the job.
@@ -286,14 +286,14 @@ class Watch:
             setup_calls.record_obstacle(f"the collective {label!r} of a step")
         call = WatchedCall(self, label, self.count)
         self.count += 1
-        self.ranks.note_begun(self.name, self.count, label)
+        self.ranks.record_begun_calls(self.name, self.count, label)
         self._labels.append(label)
         return call
 
-    def exchange_status(self, call: WatchedCall, *, is_lost: bool = False) -> str:
+    def compare_statuses(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
         """Exchange statuses with other ranks; return a text about the ranks that have not begun the collective.
 
-        ``is_lost``: whether the connection to ``call.peer`` has failed.
+        ``is_connection_lost``: whether the connection to ``call.peer`` has failed.
 
         Raises:
             AgreementError: another rank has failed, or is in another collective.
@@ -307,16 +307,16 @@ class Watch:
         if failed is not None:
             raise self._fail_with(AgreementError(failed))
         settings = settings_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
-        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts_by_watch(), settings=settings)
-        read = self.ranks.exchange_notes(mine, call.peer)
+        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.begun_calls_by_watch(), settings=settings)
+        read = self.ranks.exchange_statuses(mine, call.peer)
         for rank, status in self.ranks.seen.items():
-            if status.left and (not self._has_begun(call, rank) or (is_lost and rank == call.peer)):
-                raise self.refuse_further_calls(CommError, _departure_text(call, rank, status), whole=True)
-            if rank in read and not status.left:
+            if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):
+                raise self.refuse_further_calls(CommError, _departure_text(call, rank, status), is_whole=True)
+            if rank in read and not status.departure:
                 self._compare_labels(call, rank, status)
         late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_begun(call, r)]
-        if self.board.trouble:
-            return self.board.trouble
+        if self.board.why_no_answer:
+            return self.board.why_no_answer
         if not late:
             return "all ranks have come to it"
         waiting = [r for r in late if self.ranks.is_waiting(r)]
@@ -338,27 +338,30 @@ class Watch:
                         {self.ranks.rank: mine, rank: theirs},
                         settings_by_digest([mine[number]]) | (status.settings or {}),
                     )
-                    raise self.refuse_further_calls(AgreementError, _label_difference_text(number, orders, known), whole=True)
+                    raise self.refuse_further_calls(
+                        AgreementError, _label_difference_text(number, orders, known), is_whole=True
+                    )
             return
-        waits_for_me = self.ranks.counts_by_watch().get(status.watch, 0) <= status.number
+        waits_for_me = self.ranks.begun_calls_by_watch().get(status.watch, 0) <= status.number
         if not (waits_for_me and not self._has_begun(call, rank)):
             self._blocked.pop(rank, None)
             return
         before = self._blocked.get(rank)
-        if before is not None and before.looks < status.looks and before[1:3] == status[1:3]:  # it still waits there
+        still_waits = before is not None and before[1:3] == status[1:3]
+        if before is not None and still_waits and before.num_written < status.num_written:
             theirs = _labels_by_number(status.counts[status.watch], status.labels)
             text = _label_difference_text(None, {self.ranks.rank: mine, rank: theirs})
-            raise self.refuse_further_calls(AgreementError, text, whole=True)
+            raise self.refuse_further_calls(AgreementError, text, is_whole=True)
         if before is None or before[1:3] != status[1:3]:
             self._blocked[rank] = status
 
-    def refuse_further_calls(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
+    def refuse_further_calls(self, error_type: type[Exception], text: str, *, is_whole: bool = False) -> Exception:
         """Make all further collectives on all ranks raise an error; return this error, whose text is equal on all ranks."""
-        text = text if whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
+        text = text if is_whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
         if self.board is not None:
-            won = self.board.claim("failed", text)
-            text, kind = won, (kind if won == text else AgreementError)
-        return self._fail_with(kind(text))
+            won = self.board.write_if_absent("failed", text)
+            text, error_type = won, (error_type if won == text else AgreementError)
+        return self._fail_with(error_type(text))
 
     def _fail_with(self, error: Exception) -> Exception:
         is_first, self.error = self.error is None, error
@@ -373,12 +376,12 @@ class Watch:
             return
         known = self.error
         self.refuse_further_calls(
-            AgreementError, self.ranks.failure_text(error, where, self._labels[-1] if self._labels else ""), whole=True
+            AgreementError, self.ranks.failure_text(error, where, self._labels[-1] if self._labels else ""), is_whole=True
         )
         self.error = known or self.error
 
 
-def _monitor_failures(reference: "weakref.ref[Watch]", is_over: threading.Event, every_s: float) -> None:
+def _monitor_failures(reference: "weakref.ref[CommWatch]", is_over: threading.Event, every_s: float) -> None:
     while not is_over.wait(every_s):
         watch = reference()
         if watch is None or watch.error is not None:
@@ -388,7 +391,7 @@ def _monitor_failures(reference: "weakref.ref[Watch]", is_over: threading.Event,
 
 
 def _departure_text(call: WatchedCall, rank: int, status: RankStatus) -> str:
-    why, _, trace = status.left.partition("\n")
+    why, _, trace = status.departure.partition("\n")
     text = problem(
         "fsharp",
         f"rank {rank} has left the job, and others go on.",
@@ -407,22 +410,22 @@ def _first_few_ranks(ranks: Sequence[int]) -> str:
 
 
 def _label_difference_text(
-    first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
+    first: int | None, labels_by_rank: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
 ) -> str:
     """Return the text of an error about labels that differ: labels by rank, settings that differ, and a remedy.
 
-    ``orders`` has the labels of each rank by number. ``first`` is the number of the first difference; None if ranks wait for
-    each other in different Comms. ``settings`` is by digest.
+    ``labels_by_rank`` has the labels of each rank by number. ``first`` is the number of the first difference; None if ranks
+    wait for each other in different Comms. ``settings`` is by digest.
     """
-    places = {rank: max(labels) if first is None else first for rank, labels in sorted(orders.items())}
-    here = {rank: orders[rank][place] for rank, place in places.items()}
+    places = {rank: max(labels) if first is None else first for rank, labels in sorted(labels_by_rank.items())}
+    here = {rank: labels_by_rank[rank][place] for rank, place in places.items()}
     rows = [(f"rank {rank}", label) for rank, label in here.items()]
     rows += [] if first is None else differing_settings(here, settings or {})
     around = [
-        (f"rank {rank}, number {number}", orders[rank][number])
+        (f"rank {rank}, number {number}", labels_by_rank[rank][number])
         for rank, place in places.items()
         for number in range(place - _NUM_LABELS_AROUND, place + _NUM_LABELS_AROUND + 1)
-        if number in orders[rank]
+        if number in labels_by_rank[rank]
     ]
     what = "each waits in another Comm" if first is None else f"the first difference is number {first}"
     text = problem(

@@ -108,7 +108,7 @@ class Outcome:
 
 
 class CollectiveOutcome(Outcome):
-    """The outcome of a collective that a worker runs. ``call`` is the collective, for notes and errors of other ranks.
+    """The outcome of a collective that a worker runs. ``call`` is the collective, for statuses and errors.
 
     ``second`` is the second half of the collective, which begins after this half; None if there is no second half.
     ``landed_s`` is the end of this half, on the clock of ``time.perf_counter``; None until then.
@@ -144,5 +144,5 @@ class CollectiveOutcome(Outcome):
         if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
             self.call.add_waited_s(time.perf_counter() - since)
         if self._error is not None:
-            raise self.call.connection_error(self._error) from self._error
+            raise self.call.explain_connection_error(self._error) from self._error
         return self.take_result()

@@ -1,4 +1,4 @@
-"""Agreement: a process group for other libraries' code that takes maxima over the ranks of a layout."""
+"""MaxReduceGroup: a process group for other libraries' code that takes maxima over the ranks of a layout."""
 
 from itertools import count
 from typing import Any, cast
@@ -11,7 +11,7 @@ from fsharp.functional.formats.format import AgreeMax
 _group_numbers = count()
 
 
-class Agreement(torch.distributed.ProcessGroup):
+class MaxReduceGroup(torch.distributed.ProcessGroup):
     """A group of one rank, whose all-reduce takes maxima over the ranks of a layout.
 
     torch's functional collectives find the group by its name inside of a ``with`` block.
@@ -25,7 +25,7 @@ class Agreement(torch.distributed.ProcessGroup):
         self._agree, self._name = agree, cast(Any, f"fsharp agreement {next(_group_numbers)}")
         self._set_group_name(self._name)
 
-    def __enter__(self) -> "Agreement":
+    def __enter__(self) -> "MaxReduceGroup":
         torch._C._distributed_c10d._register_process_group(self._name, self)
         return self
 

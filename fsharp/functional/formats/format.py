@@ -42,16 +42,16 @@ PLANE_ALIGNMENT = 16
 """Each plane of a part begins at a multiple of so many bytes."""
 
 Shape = tuple[int, ...]
-Facts = Callable[[], Sequence[tuple[str, object]]]
+ErrorFacts = Callable[[], Sequence[tuple[str, object]]]
 """A function that returns facts for an error: unit, leaves and axis of the encoded values."""
 AgreeMax = Callable[[torch.Tensor], None]
 """A function that replaces each number of a tensor by its maximum over ranks, in place. A collective."""
-Noise = Callable[[int, int, torch.device], torch.Tensor]
+NoiseFn = Callable[[int, int, torch.device], torch.Tensor]
 """A function of a seed, a number of values and a device: a uniform random number in (0, 1) for each value, in float32."""
 
 
-class Carried(NamedTuple):
-    """Inputs of the encoding of a gradient besides the gradient.
+class ResidualAndNoise(NamedTuple):
+    """What the encoding of a gradient takes beside the gradient: a residual to add, and random numbers.
 
     Attributes:
         residual: encoding errors of earlier gradients, 1-D, to add and to overwrite; None adds nothing.
@@ -59,7 +59,7 @@ class Carried(NamedTuple):
     """
 
     residual: torch.Tensor | None = None
-    noise: Noise | None = None
+    noise: NoiseFn | None = None
 
 
 @options_checked
@@ -97,7 +97,8 @@ class EncodedTensorClass:
     the inner tensors get it back.
 
     Attributes:
-        make: function from a whole leaf to a tensor in the leaf's memory, whose inner tensors are no views (:func:`unviewed`).
+        make: function from a whole leaf to a tensor in the leaf's memory, whose inner tensors are no views
+            (:func:`non_view_alias`).
         derive: function of the tensor, called once its memory is filled, in a forward or a backward.
         forget: function of the tensor that drops values derived from its bytes, called before its memory is released.
     """
@@ -205,14 +206,14 @@ class Format:
 
     def size(self, values: int) -> int:
         """Return the number of elements of :attr:`dtype` that store ``values`` values, a multiple of :attr:`block`."""
-        return values if self.is_plain else sum(map(aligned, self.plane_nbytes(values)))
+        return values if self.is_plain else sum(map(align_nbytes, self.plane_nbytes(values)))
 
     def plane_nbytes(self, values: int) -> list[int]:
         """Return the bytes of each plane that stores ``values`` values, a multiple of :attr:`block`."""
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
-    def store(self, values: torch.Tensor, part: int, facts: Facts = tuple, noise: Noise | None = None) -> torch.Tensor:
+    def store(self, values: torch.Tensor, part: int, facts: ErrorFacts = tuple, noise: NoiseFn | None = None) -> torch.Tensor:
         """Encode 1-D values, in parts of ``part`` values, and return the stored buffer.
 
         Raises:
@@ -235,12 +236,12 @@ class Format:
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
         if (found := _dtypes_and_shapes(planes)) != expected:
             raise self._format_error(f"encode() returned {found!r:.200}, expected {expected}.", facts)
-        for plane, column in zip(planes, self.columns(stored, part), strict=True):
+        for plane, column in zip(planes, self.plane_columns(stored, part), strict=True):
             column.copy_(plane.contiguous().view(num_parts, -1).view(torch.uint8))
         return stored.view(-1)
 
     @api_boundary
-    def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
+    def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
         """Decode a buffer from :meth:`store`, and return 1-D values in ``dtype``.
 
         Raises:
@@ -252,7 +253,7 @@ class Format:
         if not stored.numel():
             return stored.new_empty(0, dtype=dtype)
         rows = stored.view(-1, self.size(part))
-        columns = self.columns(rows, part)
+        columns = self.plane_columns(rows, part)
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
         values = self._call_codec("decode", lambda: self.decode(planes), facts)
         size = len(rows) * part
@@ -270,8 +271,8 @@ class Format:
         values: torch.Tensor,
         part: int,
         residual: torch.Tensor | None = None,
-        facts: Facts = tuple,
-        noise: Noise | None = None,
+        facts: ErrorFacts = tuple,
+        noise: NoiseFn | None = None,
     ) -> torch.Tensor:
         """Add a residual to the leading values of a gradient, encode the sum, and return the stored buffer.
 
@@ -300,11 +301,11 @@ class Format:
         residual.mul_(has_gradient.logical_not()).add_(lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         return stored
 
-    def padded(self, values: int, parts: int) -> int:
+    def padded_part_size(self, values: int, parts: int) -> int:
         """Return the number of values in each part if ``values`` values are cut into ``parts`` equal parts of whole blocks."""
         return -(-values // (parts * self.block)) * self.block
 
-    def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: Facts = tuple) -> torch.Tensor:
+    def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
         """Decode stored parts of ``part`` values each, and return their sum in ``dtype``, added in stored order."""
         first, *others = stored.view(-1, self.size(part)).unbind()
         total = self.load(first, part, dtype, facts).to(dtype, copy=True)
@@ -312,7 +313,7 @@ class Format:
             total += self.load(each, part, dtype, facts)
         return total
 
-    def _call_codec(self, name: str, fn: Callable[[], T], facts: Facts) -> T:
+    def _call_codec(self, name: str, fn: Callable[[], T], facts: ErrorFacts) -> T:
         """Return ``fn()``.
 
         Raises:
@@ -325,7 +326,7 @@ class Format:
         except Exception as error:
             raise self._format_error(f"{name}() raised {type(error).__name__}: {error}", facts) from error
 
-    def _format_error(self, text: str, facts: Facts) -> FormatError:
+    def _format_error(self, text: str, facts: ErrorFacts) -> FormatError:
         return FormatError(problem(f"Format {self.name!r}", text, facts()))
 
     @property
@@ -335,7 +336,7 @@ class Format:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
-    def numbers(self, plane: Plane, first: int, last: int) -> slice:
+    def numbers_of_values(self, plane: Plane, first: int, last: int) -> slice:
         """Return the slice of a plane's numbers that encode the values ``[first, last)`` of a leaf.
 
         ``first`` is a multiple of :attr:`leaf_alignment`; ``last`` is rounded up to a multiple.
@@ -345,7 +346,7 @@ class Format:
         return slice(first * plane.per_block // self.block, -(-last // step) * step * plane.per_block // self.block)
 
     @api_boundary
-    def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: Facts) -> None:
+    def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: ErrorFacts) -> None:
         """Encode whole leaves, each into the memory of its part.
 
         Raises:
@@ -358,7 +359,7 @@ class Format:
         )
 
     @api_boundary
-    def decode_part(self, part: LeafPart, facts: Facts = tuple) -> torch.Tensor:
+    def decode_part(self, part: LeafPart, facts: ErrorFacts = tuple) -> torch.Tensor:
         """Decode a part of a leaf, and return its elements, 1-D. ``facts`` are for errors.
 
         Raises:
@@ -374,24 +375,24 @@ class Format:
 
     def planes_of(self, part: torch.Tensor, size: int) -> list[torch.Tensor]:
         """Return the planes of one stored part of ``size`` values, as 1-D views."""
-        columns = self.columns(part.view(1, -1), size)
+        columns = self.plane_columns(part.view(1, -1), size)
         return [column.view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
 
-    def columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
+    def plane_columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
         """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
         found, start = [], 0
         for nbytes in self.plane_nbytes(part):
             found.append(stored[:, start : start + nbytes])
-            start += aligned(nbytes)
+            start += align_nbytes(nbytes)
         return found
 
 
-def unviewed(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the same memory that is no view. Set to other memory, it keeps no reference to this memory."""
+def non_view_alias(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the memory of ``x`` that is no view: set to other memory, it no longer keeps this memory alive."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
-def aligned(nbytes: int) -> int:
+def align_nbytes(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a multiple of :data:`PLANE_ALIGNMENT`."""
     return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
 
@@ -412,7 +413,7 @@ def _decode_plain(planes: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @cache
-def plain(dtype: torch.dtype) -> Format:
+def plain_format(dtype: torch.dtype) -> Format:
     """Return the plain format of ``dtype``: values are stored in this dtype, without encoding."""
     return Format(dtype_name(dtype), (Plane(dtype),), _encode_plain, _decode_plain)
 
@@ -428,7 +429,7 @@ def register_format(format: Format) -> Format:
         LayoutError: a dtype, another format, or a format with other functions has this name already.
     """
     is_dtype = isinstance(getattr(torch, format.name, None), torch.dtype)
-    found = plain(getattr(torch, format.name)) if is_dtype else _format_by_name.setdefault(format.name, format)
+    found = plain_format(getattr(torch, format.name)) if is_dtype else _format_by_name.setdefault(format.name, format)
     if found != format or found.encode is not format.encode or found.decode is not format.decode:
         raise LayoutError(
             f"register_format(): there is another format {format.name!r} already, {found}, or one with other functions. "
@@ -444,7 +445,7 @@ def format_named(name: str) -> Format:
         LayoutError: there is no format of this name.
     """
     if isinstance(dtype := getattr(torch, name, None), torch.dtype):
-        return plain(dtype)
+        return plain_format(dtype)
     if name not in _format_by_name:
         raise LayoutError(
             f"no format {name!r}: import the module that registers it first. There are {sorted(_format_by_name)}."

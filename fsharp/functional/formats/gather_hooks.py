@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import OptionError
 from fsharp.functional.formats import te
-from fsharp.functional.formats.agreement import Agreement
+from fsharp.functional.formats.agreement import MaxReduceGroup
 from fsharp.functional.formats.format import (
     AgreeMax,
     EncodedTensorClass,
@@ -31,9 +31,9 @@ from fsharp.functional.formats.format import (
     LeafPart,
     Plane,
     Shape,
-    aligned,
+    align_nbytes,
+    non_view_alias,
     register_format,
-    unviewed,
 )
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -83,7 +83,9 @@ def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> Format:
+def format_of_hooked_parameter(
+    parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any
+) -> Format:
     """Return the format in which a parameter with hooks rests and is gathered.
 
     Args:
@@ -148,7 +150,7 @@ class _GatherHooks:
     """The hooks of all parameters of one class with the same settings, as functions of a :class:`LeafCodec`.
 
     Args:
-        like: one of these parameters. For all other arguments see :func:`format_of`.
+        like: one of these parameters. For all other arguments see :func:`format_of_hooked_parameter`.
     """
 
     def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
@@ -176,7 +178,7 @@ class _GatherHooks:
                 numbers.copy_(found)
 
         hook = getattr(wrapped, PRE)
-        with Agreement(take_maximum) as group:
+        with MaxReduceGroup(take_maximum) as group:
             mesh = _RestrictedHookArgument(self._hook_name(PRE), "mesh", {"get_group": lambda *_: group, "size": lambda *_: 1})
             number = len(inspect.signature(hook).parameters)
             if number not in (1, 5):
@@ -200,7 +202,7 @@ class _GatherHooks:
         return _PreHookResult(inputs, tensors, rest, unknown[0] if unknown else None, [(x.shape, x.dtype) for x in known])
 
     def _try_pre_hook(self, shape: Shape) -> _PreHookResult:
-        """Return the result of the first hook for ones of this shape, with the tensors to gather on the meta device."""
+        """Return the result of the first hook for a tensor of ones. Its tensors to gather are on the meta device."""
         if shape not in self._result_by_shape:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
             made = self._call_pre_hook(values, known)
@@ -242,7 +244,7 @@ class _GatherHooks:
 
     def scales_nbytes(self, shape: Shape) -> int:
         """Return the bytes of the tensors in a leaf's metadata."""
-        return sum(aligned(x.nbytes) for x in self._try_pre_hook(shape).tensors)
+        return sum(align_nbytes(x.nbytes) for x in self._try_pre_hook(shape).tensors)
 
     def agreed(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
         """Return the number of elements and the dtype of each maximum of a leaf."""
@@ -296,8 +298,8 @@ class _GatherHooks:
     def _scales_in(self, part: LeafPart) -> list[torch.Tensor]:
         found, start = [], 0
         for like in self._try_pre_hook(part.shape).tensors:
-            found.append(unviewed(part.scales[start : start + like.nbytes].view(like.dtype).view(like.shape)))
-            start += aligned(like.nbytes)
+            found.append(non_view_alias(part.scales[start : start + like.nbytes].view(like.dtype).view(like.shape)))
+            start += align_nbytes(like.nbytes)
         return found
 
     def make(self, part: LeafPart) -> torch.Tensor:
@@ -309,7 +311,7 @@ class _GatherHooks:
 
     def _call_post_hook(self, part: LeafPart, shape: Shape) -> torch.Tensor:
         made, scales = self._try_pre_hook(shape), iter(self._scales_in(part))
-        outputs = [unviewed(plane.view(-1, *x.shape[1:])) for plane, x in zip(part.planes, made.inputs, strict=True)]
+        outputs = [non_view_alias(plane.view(-1, *x.shape[1:])) for plane, x in zip(part.planes, made.inputs, strict=True)]
         spec, is_tensor, rest = made.other_metadata
         others = iter(rest)
         metadata = _pytree.tree_unflatten([next(scales if each else others) for each in is_tensor], spec)

@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Plane, register_format
-from fsharp.functional.formats.microscaling import BLOCK, LARGEST, blocks_at_once, is_true_on_cpu
+from fsharp.functional.formats.microscaling import BLOCK, LARGEST_FLOAT32, is_true_on_cpu, num_blocks_at_once
 from fsharp.type_checks import options_checked
 
 
@@ -92,7 +92,7 @@ def _make_hadamard_format(
 def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return ``fn`` of the values as rows of ``size``, in float32. Each call gets as many rows as fit a cache."""
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    piece = max(blocks_at_once(values) * BLOCK // size, 1)
+    piece = max(num_blocks_at_once(values) * BLOCK // size, 1)
     for rows, its_out in zip(values.view(-1, size).split(piece), out.view(-1, size).split(piece), strict=True):
         its_out.copy_(fn(rows))
     return out
@@ -115,6 +115,6 @@ def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row, in which rounding makes no finite number infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows, factor=1 / size)
-    if not is_true_on_cpu((found.abs() <= LARGEST / size).all()):  # False for NaN
-        found = torch.where(found.isfinite(), found.clamp(-LARGEST / size, LARGEST / size), found)
+    if not is_true_on_cpu((found.abs() <= LARGEST_FLOAT32 / size).all()):  # False for NaN
+        found = torch.where(found.isfinite(), found.clamp(-LARGEST_FLOAT32 / size, LARGEST_FLOAT32 / size), found)
     return found * size

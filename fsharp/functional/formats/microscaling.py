@@ -20,7 +20,7 @@ BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255
 _FINITE_SCALE_LIMIT = _NOT_FINITE - 17
 """With a smaller scale than this one, every code is a finite number, as no code is above 57,344."""
-LARGEST = torch.finfo(torch.float32).max
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block with such a value; finite values have code 0
 
 _BLOCKS_IN_CPU_CACHE = 1 << 13
@@ -62,7 +62,7 @@ def _register_block_format(
         num_blocks = values.numel() // BLOCK
         codes = values.new_empty(num_blocks * per_block, dtype=torch.uint8)
         scales = values.new_empty(num_blocks, dtype=torch.uint8)
-        piece = blocks_at_once(values)
+        piece = num_blocks_at_once(values)
         pieces = zip(values.split(piece * BLOCK), codes.split(piece * per_block), scales.split(piece), strict=True)
         for i, (part, its_codes, its_scales) in enumerate(pieces):
             noise = None if uniform is None else uniform[i * piece * BLOCK :][: len(part)].view(-1, BLOCK)
@@ -83,31 +83,31 @@ def _register_block_format(
             numbers = rounding(numbers, noise).clamp_(-largest, largest)
         found = to_codes(numbers)
         if not all_finite:
-            found = torch.where(is_finite, found, codes_not_finite(blocks))
-        codes.copy_(pack(found.view(-1)) if packed else found.view(-1))
+            found = torch.where(is_finite, found, codes_of_nonfinite(blocks))
+        codes.copy_(pack_codes(found.view(-1)) if packed else found.view(-1))
 
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
         codes, scales = planes
         values = codes.new_empty((len(scales), BLOCK), dtype=torch.float32)
-        piece = blocks_at_once(codes)
+        piece = num_blocks_at_once(codes)
         for part in zip(values.split(piece), codes.split(piece * per_block), scales.split(piece), strict=True):
             decode_into(*part)
         return values.view(-1)
 
     def decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        codes = (unpack(codes) if packed else codes).view(-1, BLOCK)
+        codes = (unpack_codes(codes) if packed else codes).view(-1, BLOCK)
         scales = scales.int().view(-1, 1)
         torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
         if is_true_on_cpu((scales < _FINITE_SCALE_LIMIT).all()):
             return
-        values.clamp_(-LARGEST, LARGEST)  # encoding may have rounded up
-        put_not_finite_(values, codes, scales == _NOT_FINITE)
+        values.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # encoding may have rounded up
+        write_nonfinite_(values, codes, scales == _NOT_FINITE)
 
     planes = (Plane(torch.uint8, per_block), Plane(torch.uint8))
     return register_format(Format(name, planes, encode, decode, block=BLOCK, rounded=encode))
 
 
-def blocks_at_once(values: torch.Tensor) -> int:
+def num_blocks_at_once(values: torch.Tensor) -> int:
     """Return the number of blocks to encode or decode at once: on a CPU as many as fit its cache, on other devices more."""
     return _BLOCKS_IN_CPU_CACHE if values.device.type == "cpu" else _BLOCKS_ON_DEVICE
 
@@ -123,26 +123,26 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return (exponent + _BIAS << 23).clamp(min=least).view(torch.float32)
 
 
-def codes_not_finite(blocks: torch.Tensor) -> torch.Tensor:
+def codes_of_nonfinite(blocks: torch.Tensor) -> torch.Tensor:
     """Return the codes of values in blocks with an infinity or NaN: one for each of inf, -inf and NaN, and 0 for others."""
     special = _INFINITY * (blocks == torch.inf) + _MINUS_INFINITY * (blocks == -torch.inf) + _NAN * blocks.isnan()
     return special.to(torch.uint8)
 
 
-def put_not_finite_(values: torch.Tensor, codes: torch.Tensor, is_special: torch.Tensor) -> None:
+def write_nonfinite_(values: torch.Tensor, codes: torch.Tensor, is_special: torch.Tensor) -> None:
     """Overwrite the values of the blocks ``is_special``, which contain an infinity or NaN, by inf, -inf, NaN and 0."""
     values.masked_fill_(is_special, 0.0).masked_fill_(is_special & (codes == _INFINITY), torch.inf)
     values.masked_fill_(is_special & (codes == _MINUS_INFINITY), -torch.inf)
     values.masked_fill_(is_special & (codes == _NAN), torch.nan)
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Return bytes that hold two codes below 16 each, the first code in the lower half."""
     pairs = codes.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
+def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     """Return the two codes of each byte, one code in a byte: the inverse of :func:`pack`."""
     pairs = packed.to(torch.int16)
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
@@ -172,7 +172,7 @@ def _decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float16).float().mul_(256)
 
 
-def codes_of_e2m1(numbers: torch.Tensor) -> torch.Tensor:
+def encode_e2m1(numbers: torch.Tensor) -> torch.Tensor:
     """Return the codes, below 16, of numbers rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their opposites.
 
     To round a number, ``2**22`` times the power of two below it is added: the sum has room for the bits of the code alone.
@@ -186,7 +186,7 @@ def codes_of_e2m1(numbers: torch.Tensor) -> torch.Tensor:
     return codes.bitwise_or_(sign).to(torch.uint8)
 
 
-def numbers_of_e2m1(codes: torch.Tensor) -> torch.Tensor:
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Return the numbers of codes below 16.
 
     A float16 has sign, exponent and mantissa in the same order, with a bias larger by 14.
@@ -222,9 +222,7 @@ mxfp8_e5m2 = _register_block_format(
 The error is at most 1/8 of the value or 1/4,000,000,000 of the largest magnitude of its block, whichever is larger.
 """
 
-mxfp4 = _register_block_format(
-    "mxfp4", 7.0, codes_of_e2m1, numbers_of_e2m1, _rounding_to_floats(1, 0), largest=6.0, packed=True
-)
+mxfp4 = _register_block_format("mxfp4", 7.0, encode_e2m1, decode_e2m1, _rounding_to_floats(1, 0), largest=6.0, packed=True)
 """OCP's MXFP4: numbers of 4 bits (e2m1) with a scale for each block of 32 values: 17 bytes for 32 values.
 
 The error is at most 1/5 of the value or 1/14 of the largest magnitude of its block, whichever is larger.

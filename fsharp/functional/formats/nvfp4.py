@@ -15,16 +15,16 @@ import torch
 from fsharp.functional.formats import microscaling
 from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, register_format
 from fsharp.functional.formats.microscaling import (
-    LARGEST,
-    blocks_at_once,
-    codes_not_finite,
-    codes_of_e2m1,
+    LARGEST_FLOAT32,
+    codes_of_nonfinite,
+    decode_e2m1,
+    encode_e2m1,
     is_true_on_cpu,
-    numbers_of_e2m1,
-    pack,
+    num_blocks_at_once,
+    pack_codes,
     power_of_two,
-    put_not_finite_,
-    unpack,
+    unpack_codes,
+    write_nonfinite_,
 )
 
 BLOCK = 16
@@ -61,7 +61,7 @@ def _values_in_blocks(part: LeafPart) -> torch.Tensor:
 
 
 def _num_blocks_at_once(values: torch.Tensor) -> int:
-    return blocks_at_once(values) * microscaling.BLOCK // BLOCK
+    return num_blocks_at_once(values) * microscaling.BLOCK // BLOCK
 
 
 def _encode_into(
@@ -69,11 +69,11 @@ def _encode_into(
 ) -> None:
     is_finite = maxima.isfinite()
     block_scales = (torch.where(is_finite, maxima, 0.0) / tensor_scale / 6).clamp_(_LEAST, _MOST).to(torch.float8_e4m3fn)
-    found = codes_of_e2m1(blocks / (block_scales.float() * tensor_scale))
+    found = encode_e2m1(blocks / (block_scales.float() * tensor_scale))
     if not is_true_on_cpu(is_finite.all()):
-        found = torch.where(is_finite, found, codes_not_finite(blocks))
+        found = torch.where(is_finite, found, codes_of_nonfinite(blocks))
         block_scales = torch.where(is_finite, block_scales.float(), torch.nan).to(torch.float8_e4m3fn)
-    codes.copy_(pack(found.view(-1)))
+    codes.copy_(pack_codes(found.view(-1)))
     scales.copy_(block_scales.view(-1))
 
 
@@ -88,12 +88,12 @@ def _decode(part: LeafPart) -> torch.Tensor:
 
 
 def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> None:
-    codes, block_scales = unpack(codes).view(-1, BLOCK), scales.float().view(-1, 1) * tensor_scale
-    torch.mul(numbers_of_e2m1(codes), block_scales, out=values)
-    if is_true_on_cpu((block_scales < LARGEST / 6).all()):  # False for NaN
+    codes, block_scales = unpack_codes(codes).view(-1, BLOCK), scales.float().view(-1, 1) * tensor_scale
+    torch.mul(decode_e2m1(codes), block_scales, out=values)
+    if is_true_on_cpu((block_scales < LARGEST_FLOAT32 / 6).all()):  # False for NaN
         return
-    values.clamp_(-LARGEST, LARGEST)  # encoding may have rounded up
-    put_not_finite_(values, codes, block_scales.isnan())
+    values.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # encoding may have rounded up
+    write_nonfinite_(values, codes, block_scales.isnan())
 
 
 _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)

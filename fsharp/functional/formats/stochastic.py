@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import Format, Noise, Plane, register_format
+from fsharp.functional.formats.format import Format, NoiseFn, Plane, register_format
 from fsharp.type_checks import options_checked
 
 _NOISE_BITS = 16
@@ -100,7 +100,7 @@ LeafRun = tuple[int, int, str, int]
 """Values ``[start, stop)`` of a buffer: start, stop, path of their leaf, and index of the first value in the leaf."""
 
 
-def noise_of(kind: str, step: int, number: int, runs: Iterable[LeafRun]) -> Noise:
+def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) -> NoiseFn:
     """Return a function that makes the random numbers for a buffer's values. See [Note: random numbers].
 
     Args:

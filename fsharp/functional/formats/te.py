@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import OptionError
-from fsharp.functional.formats.agreement import Agreement
+from fsharp.functional.formats.agreement import MaxReduceGroup
 from fsharp.functional.formats.format import (
     AgreeMax,
     EncodedTensorClass,
@@ -23,9 +23,9 @@ from fsharp.functional.formats.format import (
     LeafPart,
     Plane,
     Shape,
-    aligned,
+    align_nbytes,
+    non_view_alias,
     register_format,
-    unviewed,
 )
 from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales
 from fsharp.tracebacks import api_boundary
@@ -84,7 +84,7 @@ def weight_format(recipe: Any) -> Format:
 
     Source: ``transformer_engine/pytorch/tensor/utils.py`` of TransformerEngine 2.20.
     """
-    return format_of(_quantizer_of_recipe(recipe))
+    return format_of_quantizer(_quantizer_of_recipe(recipe))
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -122,7 +122,7 @@ def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.
                 if type(quantized._quantizer).__name__ == "Float8Quantizer":
                     form = _delayed_scaling_format(module, path, parameter, scales)
                 else:
-                    form = format_of(quantized._quantizer)
+                    form = format_of_quantizer(quantized._quantizer)
             except OptionError as error:
                 raise OptionError(f"parameter {path!r}: {error}") from error
             found[path] = form, parameter.dtype
@@ -152,7 +152,7 @@ def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, 
     )
 
 
-def format_of(quantizer: Any) -> Format:
+def format_of_quantizer(quantizer: Any) -> Format:
     """Return the format of tensors that a quantizer of TransformerEngine makes.
 
     Raises:
@@ -184,7 +184,7 @@ _QUANTIZER_SETTINGS = (
 
 
 class _AlwaysEqualQuantizer:
-    """A wrapper of a quantizer, equal to any other one: the text beside it distinguishes formats."""
+    """A wrapper that makes all quantizers equal, for a cache whose key has their settings as text."""
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
@@ -253,7 +253,7 @@ class _QuantizedTensors:
         return self._known[shape]
 
     def scales_nbytes(self, shape: Shape) -> int:
-        return sum(aligned(prod(size) * dtype.itemsize) for size, dtype in self.scales(shape).values())
+        return sum(align_nbytes(prod(size) * dtype.itemsize) for size, dtype in self.scales(shape).values())
 
     def scales_in(self, part: LeafPart) -> dict[str, torch.Tensor]:
         """Return the tensors with scales of a leaf, by attribute, as views of the leaf's memory."""
@@ -261,16 +261,16 @@ class _QuantizedTensors:
         for name, (size, dtype) in self.scales(part.shape).items():
             nbytes = prod(size) * dtype.itemsize
             found[name] = part.scales[start : start + nbytes].view(dtype).view(size)
-            start += aligned(nbytes)
+            start += align_nbytes(nbytes)
         return found
 
     def make(self, part: LeafPart) -> torch.Tensor:
         """Return TransformerEngine's tensor in the memory of a whole leaf."""
         tensor: torch.Tensor = self._tensor_without_values(part)
         for name, plane in zip(self._kind.planes, part.planes, strict=True):
-            setattr(tensor, name, unviewed(plane.view(self._plane_shape(part.shape))))
+            setattr(tensor, name, non_view_alias(plane.view(self._plane_shape(part.shape))))
         for name, scales in self.scales_in(part).items():
-            setattr(tensor, name, unviewed(scales))
+            setattr(tensor, name, non_view_alias(scales))
         self.derive(tensor)
         return tensor
 
@@ -316,7 +316,7 @@ class _QuantizedTensors:
         ]
         paths = [part.path for part in parts]
         with nullcontext(agree) if self._scales is None else self._scales.agreeing_on_scales(paths, agree) as agree_on:
-            group = Agreement(agree_on)
+            group = MaxReduceGroup(agree_on)
             quantize_master_weights(weights, mains, starts, group, bytes_of, manual_post_all_gather_processing=True)
         for part, room in zip(parts, rooms, strict=True):
             for plane, made in zip(part.planes, room, strict=True):

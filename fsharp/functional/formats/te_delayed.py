@@ -55,7 +55,7 @@ class ModuleScales:
 
     @contextmanager
     def agreeing_on_scales(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
-        """Yield a function that takes maxima of the weights ``paths`` over ranks, by ``agree``, and compares their scales too.
+        """Yield a function like ``agree``, for the weights at ``paths``, that also compares their scales between ranks.
 
         Raises:
             AgreementError: at the end of the context: ranks have different scales for a weight; names the weight. All ranks

@@ -17,7 +17,7 @@ from fsharp.functional.layout.placement import P, Strategy
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_scale
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.tree.paths import Patterns, flatten_with_paths, join_path, select_paths, value_by_path
-from fsharp.functional.tree.units import cut_at, unit_names
+from fsharp.functional.tree.units import cut_into_units, unit_by_path
 from fsharp.type_checks import options_checked
 
 
@@ -77,7 +77,7 @@ def plan(
     paths, given, _ = flatten_with_paths(params)
     leaves = [_leaf_as_tensor(path, leaf) for path, leaf in zip(paths, given)]
     ties = find_ties(paths, leaves)
-    unit_of = unit_names(paths, units)
+    unit_of = unit_by_path(paths, units)
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
     specs, strategies = _specs_and_strategies(strategy, mesh, paths, leaves, unit_of)
     frozen_paths = select_paths("plan(frozen=...)", frozen, paths)
@@ -109,7 +109,7 @@ def plan(
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
     _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
-    sections = cut_at(params, frozenset(names))
+    sections = cut_into_units(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}
     for path, tensor in zip(paths, leaves):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fsharp.errors import LayoutError, OptionError
-from fsharp.functional.formats.format import Format, dtype_name, plain
+from fsharp.functional.formats.format import Format, dtype_name, plain_format
 from fsharp.tracebacks import api_boundary
 
-FEEDBACK = "feedback:"
+FEEDBACK_NAME = "feedback:"
 """The last of :attr:`Dtypes.names` with error feedback."""
 Wire = torch.dtype | Format | None
 """How gradients travel; None: in the dtype in which parameters are used."""
@@ -113,11 +113,11 @@ class Precision:
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
         """Return the four dtypes of a parameter that the user holds in ``dtype``."""
         if not dtype.is_floating_point:
-            return Dtypes(dtype, dtype, plain(dtype), dtype)
+            return Dtypes(dtype, dtype, plain_format(dtype), dtype)
         compute, main = self.compute or dtype, self.main or dtype
 
         def format_of(wire: Wire) -> Format:
-            return wire if isinstance(wire, Format) else plain(wire or compute)
+            return wire if isinstance(wire, Format) else plain_format(wire or compute)
 
         by_axis = self.wire if isinstance(self.wire, Mapping) else {}
         wire = format_of(None if isinstance(self.wire, Mapping) else self.wire)
@@ -168,7 +168,7 @@ class Dtypes:
     @property
     def stored_format(self) -> Format:
         """The format of parameters at rest and in collectives."""
-        return self.format or plain(self.compute)
+        return self.format or plain_format(self.compute)
 
     def wire_format_along(self, axis: str) -> Format:
         """Return the format of gradients in collectives along an axis."""
@@ -206,7 +206,7 @@ class Dtypes:
             listed.append("" if self.format is None else text(self.format))
         listed += [f"{axis}={text(wire)}" for axis, wire in self.wires]
         listed += [] if self.update is None else [f"update:{text(self.update)}"]
-        return [*listed, FEEDBACK] if self.feedback else listed
+        return [*listed, FEEDBACK_NAME] if self.feedback else listed
 
     @property
     def has_main_copy(self) -> bool:

@@ -24,12 +24,12 @@ class EncodedRun(NamedTuple):
     size: int
 
 
-def encoded_runs(unit: UnitLayout, group: int, rank: int, way: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
+def encoded_runs(unit: UnitLayout, group: int, rank: int, places: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
     """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions.
 
-    ``way`` are the places from and to which the gradient is reduced. None: from its summands to the optimizer's place.
+    ``places`` are those from and to which the gradient is reduced. None: from its summands to the optimizer's place.
     """
-    (source, target), number = way or (unit.strategy.full.dual, unit.strategy.optim), 0
+    (source, target), number = places or (unit.strategy.full.dual, unit.strategy.optim), 0
     dtypes = unit.groups[group].dtypes
     start, size = unit.local_start(group, source, rank), unit.local_size(group, source)
     axes = [axis for axis in source.order if source[axis] is not Shard and unit.mesh.axis_size(axis) > 1]
@@ -60,10 +60,10 @@ def has_stochastic_wire(unit: UnitLayout) -> bool:
     return any(dtypes.wire_format_along(axis).seed is not None for dtypes, axis in rows)
 
 
-def padding_of_sums(unit: UnitLayout, group: int, axis: str, rank: int, way: tuple[Place, Place]) -> list[slice]:
-    """Return the padding in the sums that a rank decodes along an axis. ``way`` is as for :func:`encoded_runs`."""
-    _, _, start, size = next(run for run in encoded_runs(unit, group, rank, way) if run.axis == axis)
-    part = unit.groups[group].dtypes.wire_format_along(axis).padded(size, unit.mesh.axis_size(axis))
+def padding_in_decoded_sums(unit: UnitLayout, group: int, axis: str, rank: int, places: tuple[Place, Place]) -> list[slice]:
+    """Return the padding in the sums that a rank decodes along an axis. ``places`` is as for :func:`encoded_runs`."""
+    _, _, start, size = next(run for run in encoded_runs(unit, group, rank, places) if run.axis == axis)
+    part = unit.groups[group].dtypes.wire_format_along(axis).padded_part_size(size, unit.mesh.axis_size(axis))
     return padding_in_run(unit, group, start + unit.mesh.coord(axis, rank) * part, part)
 
 

@@ -15,7 +15,7 @@ from fsharp.functional.formats.format import Format, dtype_name, format_named
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
 from fsharp.functional.layout.placement import AxisRule, Placement, Strategy
-from fsharp.functional.layout.precision import FEEDBACK, Dtypes
+from fsharp.functional.layout.precision import FEEDBACK_NAME, Dtypes
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 VERSION = 1
@@ -106,9 +106,9 @@ def _dtypes_from_json(names: list[str]) -> Dtypes:
         axis, is_wire, name = each.rpartition("=")  # no name of a format has "="
         if is_wire:
             by_axis.append((axis, format_named(name)))
-        elif each != FEEDBACK:
+        elif each != FEEDBACK_NAME:
             update = format_named(name.removeprefix("update:"))
-    wire, feedback = format_named(names[2]), names[-1] == FEEDBACK
+    wire, feedback = format_named(names[2]), names[-1] == FEEDBACK_NAME
     return Dtypes(compute, main, wire, accumulate, stored, tuple(by_axis), update, feedback)
 
 

@@ -12,7 +12,7 @@ from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.tree.tree_name import UNNAMED, TreeName
+from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
 from fsharp.tracebacks import api_boundary, hide_frames
 
 PlaceName = str | Place
@@ -30,7 +30,7 @@ class ShardedContext(NamedTuple):
     groups: tuple[int, ...]
     is_gathered: bool = False
     ledger: Any = None
-    tree_name: TreeName = UNNAMED
+    tree_name: TreeName = UNNAMED_TREE
 
 
 class LazyBuffers:
@@ -97,7 +97,7 @@ class Sharded:
         is_gathered: bool = False,
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
-        tree_name: TreeName = UNNAMED,
+        tree_name: TreeName = UNNAMED_TREE,
     ) -> None:
         self.lazy = buffers if isinstance(buffers, LazyBuffers) else None
         self.raw_buffers: tuple[Any, ...] = tuple(buffers) if self.lazy is None else self.lazy.raw  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ class Sharded:
         return None, {name: getattr(self, name) for name in self.__slots__} | {
             "raw_buffers": self.buffers,
             "lazy": None,
-            "tree_name": UNNAMED,  # the numbers of names count within one process
+            "tree_name": UNNAMED_TREE,  # the numbers of names count within one process
         }
 
     @property
@@ -184,7 +184,7 @@ class Sharded:
             place or self.place,
             self.groups,
             is_gathered=self.is_gathered and place is None,
-            tree_name=TreeName(name.tree, name.updates, name.replaced + 1, name.mapped) if name.tree else UNNAMED,
+            tree_name=TreeName(name.tree, name.updates, name.replaced + 1, name.mapped) if name.tree else UNNAMED_TREE,
         )
 
     def mark_donated(self) -> None:
@@ -269,19 +269,19 @@ def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], ShardedContext]:
 def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
     """Return the inverse of :func:`flatten_node`."""
     unit, place, groups, is_gathered, ledger, name = context
-    mapped = TreeName(name.tree, name.updates, name.replaced, name.mapped + 1) if name.tree else UNNAMED
+    mapped = TreeName(name.tree, name.updates, name.replaced, name.mapped + 1) if name.tree else UNNAMED_TREE
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
 
 
 _GLOBAL_NAMESPACE: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
 """optree's global namespace, so that other libraries, such as TorchOpt, flatten the nodes."""
-LEAFLESS: set[type] = set()
+LEAFLESS_CLASSES: set[type] = set()
 """Frozen dataclasses of plain values that are pytree nodes without leaves."""
 
 
 def register_leafless(kind: type) -> None:
     """Register a frozen dataclass as a pytree node without leaves, with optree and with torch."""
-    LEAFLESS.add(kind)
+    LEAFLESS_CLASSES.add(kind)
     optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=_GLOBAL_NAMESPACE)  # type: ignore[arg-type, return-value]
     torch_pytree.register_pytree_node(kind, lambda node: ([], node), lambda _, node: node)
 
@@ -377,7 +377,7 @@ def check_not_donated(where: str, nodes: Iterable[Sharded]) -> None:
             )
 
 
-def donate_nodes(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
+def mark_nodes_donated(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
     """Mark nodes as donated, except for nodes that are also in ``new``."""
     kept = set(map(id, new))
     for node in nodes:

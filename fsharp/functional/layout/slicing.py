@@ -16,7 +16,7 @@ from fsharp.functional.layout.plan import find_ties
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.tree.paths import flatten_with_paths
-from fsharp.functional.tree.units import cut_at
+from fsharp.functional.tree.units import cut_into_units
 from fsharp.type_checks import options_checked
 
 
@@ -48,7 +48,7 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
         TreeError: the tree differs from the tree that was planned; the message lists the differences.
     """
     check_tree("shard()", params, layout)
-    sections = cut_at(params, frozenset(unit.name for unit in layout.units))
+    sections = cut_into_units(params, frozenset(unit.name for unit in layout.units))
     nodes = []
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
         tensors = dict(zip(unit.leaves, optree.tree_leaves(subtree), strict=True))

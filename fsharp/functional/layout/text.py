@@ -72,8 +72,8 @@ def _update_format_text(group: Group) -> str:
     return "" if group.dtypes.update is None else f", updates {group.dtypes.update.name}"
 
 
-IN_NOTEBOOKS: dict[type, Callable[[Any], str]] = {}
-"""Functions that return what a notebook shows of a value, for classes in folders below the folder that draws; by class."""
+NOTEBOOK_HTML_BY_CLASS: dict[type, Callable[[Any], str]] = {}
+"""Functions that return the HTML of a value for notebooks, by class; for classes in folders below the one that draws."""
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: Collection[int] = ()) -> list[str]:

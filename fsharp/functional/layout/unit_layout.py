@@ -18,7 +18,15 @@ import optree
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import EncodedTensorClass, Facts, Format, LeafPart, aligned, dtype_name, first_few
+from fsharp.functional.formats.format import (
+    EncodedTensorClass,
+    ErrorFacts,
+    Format,
+    LeafPart,
+    align_nbytes,
+    dtype_name,
+    first_few,
+)
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
@@ -83,7 +91,7 @@ class Group:
         """Return whether a buffer holds parameters that a format has encoded."""
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
 
-    def encode_values(self, values: torch.Tensor, facts: Facts) -> torch.Tensor:
+    def encode_values(self, values: torch.Tensor, facts: ErrorFacts) -> torch.Tensor:
         """Return the stored form of the values of whole parts. A format encodes values in the main dtype."""
         values = values if self.dtypes.format is None else values.to(self.dtypes.main)
         return self.dtypes.stored_format.store(values, self.capacity, facts)
@@ -234,7 +242,7 @@ class UnitLayout:
         return form.size(self.groups[group].capacity) * form.dtype.itemsize
 
     @cached_property
-    def has_noisy_updates(self) -> bool:
+    def has_stochastic_updates(self) -> bool:
         """Whether updates of some group are rounded stochastically."""
         forms = [self.update_format(g) for g in self.trainable_groups]
         return any(form is not None and form.seed is not None for form in forms)
@@ -247,9 +255,11 @@ class UnitLayout:
     def _scales_nbytes(self) -> tuple[int, ...]:
         codecs = [group.dtypes.stored_format.leaves for group in self.groups]
         rows = zip(codecs, self._leaves_by_group, strict=True)
-        return tuple(0 if c is None else sum(aligned(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows)
+        return tuple(
+            0 if c is None else sum(align_nbytes(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows
+        )
 
-    def sent_part(self, group: int, stored: torch.Tensor) -> torch.Tensor:
+    def gathered_part(self, group: int, stored: torch.Tensor) -> torch.Tensor:
         """Return the part of a stored buffer that a gather sends."""
         scales = self._scales_nbytes[group]
         return stored[..., : stored.shape[-1] - scales] if scales else stored
@@ -275,13 +285,13 @@ class UnitLayout:
         end = 0
         for leaf in self.leaves_of_group(group):
             begin, size = end, form.leaves.scales_nbytes(leaf.shape)
-            end = begin + aligned(size)
+            end = begin + align_nbytes(size)
             about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
             span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
             for start in (span.start, *range((span.start // capacity + 1) * capacity, span.stop, capacity)):
                 part, low = divmod(start, capacity)
                 stop = min(span.stop, start - low + capacity)
-                where = [form.numbers(plane, low, low + stop - start) for plane in form.planes]
+                where = [form.numbers_of_values(plane, low, low + stop - start) for plane in form.planes]
                 held = tuple([plane[each] for plane, each in zip(parts[part], where, strict=True)])
                 first = span.first + start - span.start
                 own = None if values is None else values[start:stop]
@@ -303,8 +313,8 @@ class UnitLayout:
         assert form.leaves is not None
         for leaf in self.leaves_of_group(group):
             begin, size = end, form.leaves.scales_nbytes(leaf.shape)
-            end = begin + aligned(size)
-            where = [form.numbers(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
+            end = begin + align_nbytes(size)
+            where = [form.numbers_of_values(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
             held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
             about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
             found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])

@@ -19,7 +19,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_sharded, units_of
-from fsharp.functional.optim.probe import try_pair
+from fsharp.functional.optim.probe import try_transform_pair
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.tracebacks import api_boundary
 
@@ -116,7 +116,7 @@ def _refusing_encoded_parameters(init: Callable[..., Any]) -> Callable[..., Any]
 
 
 def as_transform(tx: Any) -> Transform:
-    """Return a Transform: the argument itself, or one made of an ``(init, update)`` pair, which :func:`try_pair` tries."""
+    """Return a Transform: the argument itself, or one of an ``(init, update)`` pair that :func:`try_transform_pair` tries."""
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):
@@ -139,10 +139,13 @@ def as_transform(tx: Any) -> Transform:
         named = update if hasattr(update, "__qualname__") else type(update)  # its repr would have an address
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         if comm is None:
-            try_pair(where, init, tried, params)
+            try_transform_pair(where, init, tried, params)
         else:
             check_on_all_ranks(
-                where, comm, lambda: try_pair(where, init, tried, params), lambda size: {"updates of small tensors": size}
+                where,
+                comm,
+                lambda: try_transform_pair(where, init, tried, params),
+                lambda size: {"updates of small tensors": size},
             )
         return _unflatten_leaf_lists(init(params), params)
 

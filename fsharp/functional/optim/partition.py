@@ -162,15 +162,15 @@ def masked(inner: Any, mask: Any) -> Transform:
     return Transform(init, update, config, name=wrapper_name("masked", tx.name), extra=tx.extra)
 
 
-def _selected_or_zero(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
-    """Return a tree with the leaves of ``yes`` whose flag is set; other leaves are those of ``no``, or zeros for None."""
+def _selected_or_zero(flags: Mapping[str, bool], selected: Any, others: Any | None, rank: int) -> Any:
+    """Return a tree with the leaves of ``selected`` whose flag is set; the rest are those of ``others``, or zeros for None."""
 
     def one(chosen_: Sharded, other: Sharded) -> Sharded:
         out = chosen_.replace([b.clone() for b in chosen_.buffers])
         rest = other.local_leaves(rank)
         for path, view in out.local_leaves(rank).items():
             if not flags[path]:
-                view.zero_() if no is None else view.copy_(rest[path])
+                view.zero_() if others is None else view.copy_(rest[path])
         return out
 
-    return map_units(one, yes, yes if no is None else no)
+    return map_units(one, selected, selected if others is None else others)

@@ -21,14 +21,14 @@ def move_state_tree(
     ranks: RankMap,
     comm: Comm,
     *,
-    limit: int,
+    max_nbytes: int,
     donate: bool,
 ) -> list[Sharded]:
     """Return a state tree's nodes in a new layout, in order of the layout's units.
 
     A rank outside of the new mesh gets nodes without buffers. ``old`` has this rank's old buffers for each node; on a rank
-    outside of the old mesh its lists are empty. A rank sends at most ``limit`` bytes to another rank at a time. With ``donate``
-    buffers are removed from ``old`` once all of their leaves have moved.
+    outside of the old mesh its lists are empty. A rank sends at most ``max_nbytes`` bytes to another rank at a time. With
+    ``donate`` buffers are removed from ``old`` once all of their leaves have moved.
 
     Cost: see :func:`~fsharp.reshard`.
     """
@@ -39,7 +39,7 @@ def move_state_tree(
         return (
             []
             if source == target
-            else cut_into_rounds(_pieces_between_comm_ranks(state_tree, unit, ranks, source, target), limit)
+            else cut_into_rounds(_pieces_between_comm_ranks(state_tree, unit, ranks, source, target), max_nbytes)
         )
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
@@ -53,7 +53,7 @@ def move_state_tree(
             torch.zeros(
                 unit.local_size(group, state_tree.place_in(unit)), dtype=state_tree.dtype_in(unit, group), device=device
             )
-            for group in (state_tree.groups_in(unit) if me in ranks.new else ())
+            for group in (state_tree.groups_in(unit) if me in ranks.new_ranks else ())
         ]
         for piece in _pieces_between_comm_ranks(state_tree, unit, ranks, me, me):
             _new_elements(new, piece).copy_(_old_elements(old, piece))
@@ -79,7 +79,7 @@ def move_state_tree(
                 new,
                 unit,
                 state_tree.place_in(unit),
-                state_tree.groups_in(unit) if me in ranks.new else (),
+                state_tree.groups_in(unit) if me in ranks.new_ranks else (),
                 scale=state_tree.gradient_reduction,
             )
         )
@@ -90,9 +90,9 @@ def _pieces_between_comm_ranks(
     state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int
 ) -> list[MovedPiece]:
     """Return the pieces of ``unit`` that move from rank ``source`` to rank ``target`` of the Comm, or stay on one rank."""
-    if source not in ranks.old or target not in ranks.new:
+    if source not in ranks.old_ranks or target not in ranks.new_ranks:
         return []
-    return list(pieces_between(state_tree, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
+    return list(pieces_between(state_tree, unit, ranks, ranks.old_ranks.index(source), ranks.new_ranks.index(target)))
 
 
 def _old_elements(old: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
@@ -100,7 +100,7 @@ def _old_elements(old: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Ten
 
 
 def _new_elements(new: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
-    return new[piece.new_buffer][piece.to : piece.to + piece.numel]
+    return new[piece.new_buffer][piece.new_start : piece.new_start + piece.numel]
 
 
 def _pack_pieces(

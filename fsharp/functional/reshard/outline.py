@@ -16,7 +16,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place, Placement
 from fsharp.functional.layout.serial import class_named, dtype_named, name_of_class, unit_from_json, unit_to_json
-from fsharp.functional.layout.sharded import LEAFLESS, Sharded, is_sharded
+from fsharp.functional.layout.sharded import LEAFLESS_CLASSES, Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 _DICTS: dict[str, type] = {"dict": dict, "OrderedDict": collections.OrderedDict}
@@ -41,7 +41,7 @@ def outline_to_bytes(tree: Any) -> bytes:
         if isinstance(node, torch.Tensor):
             tensors.append(node)
             return {"tensor": [dtype_name(node.dtype), list(node.shape)]}
-        if kind in LEAFLESS:
+        if kind in LEAFLESS_CLASSES:
             facts = [getattr(node, field.name) for field in dataclasses.fields(node)]
             return {"leafless": name_of_class(kind), "facts": [encoded(fact, (*path, "facts")) for fact in facts]}
         if kind in _DICTS.values():
@@ -88,7 +88,7 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
                 return whole.view(shape).to(device)
             if "leafless" in node:
                 found = class_named(node["leafless"])
-                if found not in LEAFLESS:
+                if found not in LEAFLESS_CLASSES:
                     raise TypeError(f"{node['leafless']} is not registered as a pytree node without leaves")
                 return found(*map(decoded, node["facts"]))
             if "namedtuple" in node:

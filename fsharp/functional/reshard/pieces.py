@@ -16,12 +16,12 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 @dataclass(frozen=True)
 class RankMap:
-    """The old and the new mesh; and for each rank of a mesh its rank in the Comm, as ``old`` and ``new``."""
+    """The old and the new mesh, and their ranks: ``old_ranks[r]`` is the Comm's rank that is rank ``r`` of the old mesh."""
 
     old_mesh: Mesh
     new_mesh: Mesh
-    old: tuple[int, ...]
-    new: tuple[int, ...]
+    old_ranks: tuple[int, ...]
+    new_ranks: tuple[int, ...]
 
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
         """Return whether ``target``, a rank of the new mesh, takes values in ``place`` from ``source``, a rank of the old mesh.
@@ -29,8 +29,8 @@ class RankMap:
         If several old ranks have the values, the target takes them from itself if it is one of them. Else its number chooses
         the source, so that new ranks do not all take from one rank.
         """
-        mesh, rank = self.old_mesh, self.new[target]
-        near = self.old.index(rank) if rank in self.old else target % mesh.size
+        mesh, rank = self.old_mesh, self.new_ranks[target]
+        near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size
         return all(mesh.coord(axis, source) == mesh.coord(axis, near) for axis in place.replicated_axes) and all(
             mesh.coord(axis, source) == self.new_mesh.coord(axis, target) for axis in place.varying_axes
         )
@@ -44,7 +44,7 @@ class MovedPiece(NamedTuple):
         buffer: index of the buffer in the old node.
         start: index of the first element in the old buffer.
         new_buffer: index of the buffer in the new node.
-        to: index of the first element in the new buffer.
+        new_start: index of the first element in the new buffer.
         numel: number of elements.
         itemsize: bytes of an element on the wire.
     """
@@ -53,7 +53,7 @@ class MovedPiece(NamedTuple):
     buffer: int
     start: int
     new_buffer: int
-    to: int
+    new_start: int
     numel: int
     itemsize: int
 
@@ -80,21 +80,21 @@ def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, sour
             stop = start + node.unit.local_size(old_group, node.place)
             low, high = max(start, old.leaf.offset + span.first), min(stop, old.leaf.offset + span.last)
             if low < high:
-                to = span.start + low - old.leaf.offset - span.first
-                yield MovedPiece(old.node, old.buffer, low - start, new_buffer, to, high - low, itemsize)
+                new_start = span.start + low - old.leaf.offset - span.first
+                yield MovedPiece(old.node, old.buffer, low - start, new_buffer, new_start, high - low, itemsize)
 
 
-def cut_into_rounds(todo: Iterable[MovedPiece], limit: int) -> list[list[MovedPiece]]:
-    """Return the pieces as rounds, in order. Pieces are cut so that a round has at most ``limit`` bytes."""
+def cut_into_rounds(pieces: Iterable[MovedPiece], max_nbytes: int) -> list[list[MovedPiece]]:
+    """Return the pieces as rounds, in order. Pieces are cut so that a round has at most ``max_nbytes`` bytes."""
     rounds: list[list[MovedPiece]] = []
     left = 0
-    for piece in todo:
+    for piece in pieces:
         while piece.numel:
             if left < piece.itemsize:
                 rounds.append([])
-                left = limit
+                left = max_nbytes
             n = min(piece.numel, left // piece.itemsize)
             rounds[-1].append(piece._replace(numel=n))
-            piece = piece._replace(start=piece.start + n, to=piece.to + n, numel=piece.numel - n)
+            piece = piece._replace(start=piece.start + n, new_start=piece.new_start + n, numel=piece.numel - n)
             left -= n * piece.itemsize
     return rounds

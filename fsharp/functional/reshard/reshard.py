@@ -20,7 +20,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import move_state_tree
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.pieces import RankMap, pieces_between
-from fsharp.functional.reshard.state_trees import Kind, StateTree, check_state_tree, find_state_trees, replace_state_trees
+from fsharp.functional.reshard.state_trees import StatePlace, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
 from fsharp.functional.stored import encode_blocks, encode_whole_leaves
 from fsharp.type_checks import options_explained
@@ -36,7 +36,7 @@ def reshard(
     *,
     comm: Comm,
     ranks: Sequence[int] | None = None,
-    place: Kind = "params",
+    place: StatePlace = "params",
     cast: bool = False,
     donate: bool = False,
     buffer_nbytes: int = 64 << 20,
@@ -116,7 +116,7 @@ def reshard(
             for units, state_tree in layouts.items()
             for name, text in describe_units(units).items()
         }
-        options = {"ranks": str(route.new), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
+        options = {"ranks": str(route.new_ranks), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
         return {**describe_units(layout.units), **old, "tree": "\n".join(map(_state_tree_text, state_trees)), **options}
 
     state_trees, route = check_on_all_ranks(where, comm, check, fields)
@@ -126,17 +126,17 @@ def reshard(
             state_trees = [replace(state_tree, nodes=tuple(map(on_meta, state_tree.nodes))) for state_tree in state_trees]
             for node in units_of(given):
                 node.mark_donated()
-        limit = buffer_nbytes // (2 * comm.mesh.size - 1)
+        max_nbytes = buffer_nbytes // (2 * comm.mesh.size - 1)
         new = {}
         for state_tree, held in zip(state_trees, buffers, strict=True):
-            nodes = move_state_tree(state_tree, held, layout, route, comm, limit=limit, donate=donate)
+            nodes = move_state_tree(state_tree, held, layout, route, comm, max_nbytes=max_nbytes, donate=donate)
             if state_tree.kind == "params":
                 nodes = _in_resting_format(state_tree, nodes, layout, comm)
             new[state_tree.path] = optree.tree_unflatten(layout.spec, nodes)
     for new_tree in new.values():
         with_new_tree_name(new_tree, comm)
     zeros = zero_residuals(layout.units, comm.device)
-    return _with_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new else None
+    return _with_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new_ranks else None
 
 
 def _with_residuals(tree: Any, residuals: Any) -> Any:
@@ -175,7 +175,7 @@ def reshard_nbytes(
     *,
     old_ranks: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
-    place: Kind = "params",
+    place: StatePlace = "params",
     cast: bool = False,
 ) -> int:
     """Return the exact number of bytes that one rank sends to other ranks in :func:`reshard`, without a collective.
@@ -198,20 +198,20 @@ def reshard_nbytes(
         check_state_tree(state_tree, layout)
     old_mesh = state_trees[0].nodes[0].unit.mesh
     route = RankMap(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
-    if rank not in route.old:
+    if rank not in route.old_ranks:
         return 0
     return sum(
         piece.nbytes
         for state_tree in state_trees
         for unit in layout.units
-        for target, to in enumerate(route.new)
+        for target, to in enumerate(route.new_ranks)
         if to != rank
-        for piece in pieces_between(state_tree, unit, route, route.old.index(rank), target)
+        for piece in pieces_between(state_tree, unit, route, route.old_ranks.index(rank), target)
     )
 
 
 def _check_arguments(
-    tree: Any, layout: Layout, place: Kind, cast: bool, old: list[int], ranks: Sequence[int] | None, comm: Comm
+    tree: Any, layout: Layout, place: StatePlace, cast: bool, old: list[int], ranks: Sequence[int] | None, comm: Comm
 ) -> tuple[list[StateTree], RankMap]:
     if not isinstance(layout, Layout):
         raise LayoutError(f"reshard(): layout is {layout!r:.60}, expected a Layout by plan().")

@@ -16,7 +16,7 @@ from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 
-Kind = Literal["params", "optim"]
+StatePlace = Literal["params", "optim"]
 Path = tuple[str, ...]
 
 
@@ -48,7 +48,7 @@ class StateTree:
 
     path: Path
     name: str
-    kind: Kind
+    kind: StatePlace
     nodes: tuple[Sharded, ...]
     is_cast: bool = False
 
@@ -91,14 +91,14 @@ class StateTree:
         return self.name
 
 
-def find_state_trees(tree: Any, kind: Kind, *, cast: bool = False) -> list[StateTree]:
+def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list[StateTree]:
     """Return the state trees of a tree, in tree order.
 
     ``kind`` is the place in the new layout of nodes outside of a :class:`~fsharp.TrainState`; ``cast``, whether these nodes are
     cast to the new compute dtype. Raises TreeError if there is no node, or a node is not at the path of its unit.
     """
     found: dict[Path, list[Sharded]] = {}
-    facts: dict[Path, tuple[str, Kind, bool]] = {}
+    facts: dict[Path, tuple[str, StatePlace, bool]] = {}
     roots: dict[Path, Path | None] = {}
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
     for accessor, node in zip(accessors, leaves, strict=True):

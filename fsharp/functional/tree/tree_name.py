@@ -36,7 +36,7 @@ class TreeName:
     def after_update(self) -> "TreeName":
         """Return the name for the result of an update of these values, and count the update in ``successors``."""
         if not self.tree:
-            return UNNAMED
+            return UNNAMED_TREE
         self.successors += 1
         tree = f"{self.tree}.{self.successors}" if self.successors > 1 else self.tree
         return TreeName(tree, self.updates + 1, self.replaced, self.mapped)
@@ -48,5 +48,5 @@ class TreeName:
         return 0
 
 
-UNNAMED = TreeName()
+UNNAMED_TREE = TreeName()
 """The name of values from a tree that not all ranks have made together, before the values get a number."""

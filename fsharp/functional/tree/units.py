@@ -24,14 +24,14 @@ class UnitPartition(NamedTuple):
     spec: optree.PyTreeSpec
 
 
-def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> dict[str, str]:
+def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> dict[str, str]:
     """Return the unit of every leaf path.
 
     A subtree that a pattern matches is a unit. So is each of the largest subtrees without a match. Without patterns the whole
     tree is one unit, named ``""``. Raises PatternError for a pattern that matches nothing, and for two patterns that match one
     subtree, or subtrees of which one contains the other.
 
-    >>> unit_names(["embed.w", "layers.0.w", "layers.1.w", "norm"], "layers.*")
+    >>> unit_by_path(["embed.w", "layers.0.w", "layers.1.w", "norm"], "layers.*")
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
     """
     matched: dict[str, str] = {}
@@ -60,7 +60,7 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
 _LEAF = optree.treespec_leaf()
 
 
-def cut_at(tree: Any, names: frozenset[str]) -> UnitPartition:
+def cut_into_units(tree: Any, names: frozenset[str]) -> UnitPartition:
     """Cut ``tree`` at the subtrees with these paths; subtrees without leaves stay where they are."""
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
     found: list[tuple[str, Any]] = []

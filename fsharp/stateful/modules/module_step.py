@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import LossError, ScheduleError
-from fsharp.functional.comm.residuals import Views, prepare_residuals
+from fsharp.functional.comm.residuals import ResidualViews, prepare_residuals
 from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.sinks import SinkLedger, with_sinks
@@ -50,11 +50,11 @@ class ModuleStep:
         self.on_backward = partial(_begin, weakref.ref(self))
         self.run: Step | None = None
         self._units: list[UnitState] = []
-        self._carried: Views = {}  # residuals and random numbers for the formats of this step's gradients
+        self._carried: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
         self._pass = -1  # id of the backward pass that is under way
         self._is_apart = False
         self._lost = False  # whether gradients were lost by an error that was not reported yet
-        setup_calls.call_again(self._begin_generation)
+        setup_calls.record_without_call(self._begin_generation)
 
     def _begin_generation(self) -> None:
         """Begin as a new step does, in a new generation of the job. All ranks load the module afterwards."""

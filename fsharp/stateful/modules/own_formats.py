@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsharp.errors import OptionError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.gather_hooks import format_of, hooked_parameters
+from fsharp.functional.formats.gather_hooks import format_of_hooked_parameter, hooked_parameters
 from fsharp.functional.formats.te import formats_of_module
 from fsharp.functional.layout.packing import Element, Rows
 from fsharp.functional.layout.precision import Precision
@@ -45,7 +45,9 @@ def formats_of_tensor_classes(
             )
         compute, main = own.compute or parameter.dtype, own.main or parameter.dtype
         policy = MixedPrecisionPolicy(param_dtype=compute)
-        found[path] = replace(own, compute=compute, main=main, stored=format_of(parameter, compute, main, comm.device, policy))
+        found[path] = replace(
+            own, compute=compute, main=main, stored=format_of_hooked_parameter(parameter, compute, main, comm.device, policy)
+        )
         if _last_match(atoms, path, Element()) == Element():
             atoms[path] = Rows(1)
     return found, atoms

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.release import is_node_since, is_plain_memory, saved_tensors, tensors_kept_on_ctx, written_to_error
+from fsharp.functional.release import in_place_write_error, is_node_since, is_plain_memory, saved_tensors, tensors_kept_on_ctx
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, buffers_stamp
@@ -174,7 +174,7 @@ class UnitUse:
     def check_unwritten(self) -> None:
         """Raise an error if the function has written to a leaf, as writes to gathered parameters would be lost."""
         if self._full is not None and self._full.is_written_since(self._versions):
-            raise written_to_error(self.unit.key)
+            raise in_place_write_error(self.unit.key)
         self._full = None
 
     def pack_saved_parameters(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:

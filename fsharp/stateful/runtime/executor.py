@@ -115,7 +115,7 @@ class Executor:
     def make_process_groups(self) -> None:
         """Make the process groups before this rank's first collective, unless they exist already."""
         if not self.is_connected:
-            setup_calls.run(self._make_process_groups)
+            setup_calls.run_and_record(self._make_process_groups)
 
     def _make_process_groups(self) -> None:
         if isinstance(self._own, ProcessGroupComm):

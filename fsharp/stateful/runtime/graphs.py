@@ -110,7 +110,7 @@ def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warm
     if policy.gather_at_start:
         raise ScheduleError("CapturedStep(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
     units = [node.unit for node in units_of(state.params)]
-    if seeded := [unit.display_name for unit in units if has_stochastic_wire(unit) or unit.has_noisy_updates]:
+    if seeded := [unit.display_name for unit in units if has_stochastic_wire(unit) or unit.has_stochastic_updates]:
         raise ScheduleError(
             f"CapturedStep(): unit {seeded[0]} has a format that rounds stochastically, and a graph would draw the same random "
             "numbers in each step. Use the format without stochastic rounding."

@@ -212,7 +212,7 @@ class Scheduled:
             ScheduleError: the schedule would use memory or gradients wrongly. If it has unknown units, the next call raises.
         """
         verify(schedule)
-        setup_calls.run(lambda: self.programs.pin_schedule(schedule))
+        setup_calls.run_and_record(lambda: self.programs.pin_schedule(schedule))
 
     def start_trace(self) -> Trace:
         """Begin to measure steps that follow the schedule, and return the trace that collects them."""

@@ -15,7 +15,7 @@ import torch
 from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
-from fsharp.functional.comm.residuals import Views
+from fsharp.functional.comm.residuals import ResidualViews
 from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
@@ -182,7 +182,7 @@ class ScheduledEngine(Engine):
         return out
 
     def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Views
+        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: ResidualViews
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
         units = self.begin_gradients(params, residuals)
@@ -200,7 +200,7 @@ class ScheduledEngine(Engine):
         assert total is not None
         return total, self.hand_out_gradients(units, params, scale="sum")
 
-    def begin_gradients(self, params: Any, residuals: Views = MappingProxyType({})) -> list[UnitState]:
+    def begin_gradients(self, params: Any, residuals: ResidualViews = MappingProxyType({})) -> list[UnitState]:
         """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
         step, self._handed_out = self.current_step(), HandedOutGradients()
         units = [self.unit_of(node) for node in units_of(params)]
@@ -225,7 +225,7 @@ class ScheduledEngine(Engine):
         position = iter(units)
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), scale), params)
 
-    def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: Views) -> Any:
+    def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
         """Return gradients in the place ``to``: by the schedule if :meth:`run_value_and_grad` returned them, else at once."""
         nodes, step = units_of(tree), self.current_step()
         if not self._handed_out.are_exactly(nodes, to):
@@ -244,7 +244,7 @@ class ScheduledEngine(Engine):
             lambda node: _reduced_gradient(node, next(position).gradient if node.unit.trainable_groups else None, to), tree
         )
 
-    def run_fetch_state(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+    def run_update_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """Begin to copy offloaded state from host memory to the device, and return ``(main, opt)`` on the device."""
         self._offload = None
         if not self.policy.offload:
@@ -283,7 +283,7 @@ class ScheduledEngine(Engine):
         return resting, state
 
 
-def _pass_residuals(units: Sequence[UnitState], residuals: Views) -> None:
+def _pass_residuals(units: Sequence[UnitState], residuals: ResidualViews) -> None:
     """Pass residuals to the reductions of ``units``, which add residuals to gradients and overwrite them."""
     for unit in units:
         if unit.gradient is not None:

@@ -15,7 +15,7 @@ from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelledComm, innermost_comm
 from fsharp.functional.comm.settings_digests import SettingsHistory
 from fsharp.functional.comm.setup_calls import setup_calls
-from fsharp.functional.comm.tree_names import TreeNameCounters, tree_counts_of
+from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
@@ -110,9 +110,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             )
         self._functions, self._history = ScheduledFunctions(), SettingsHistory()
         self._closed: str | None = None
-        setup_calls.call_again(self._close_for_next_generation)
+        setup_calls.record_without_call(self._close_for_next_generation)
         self._start(lanes_for(comm.device))
-        setup_calls.call_again(partial(self._begin_generation, self.own, self.executor))
+        setup_calls.record_without_call(partial(self._begin_generation, self.own, self.executor))
 
     def _close_for_next_generation(self) -> None:
         self.close_after_error(CommError("a rank was restarted"))
@@ -157,9 +157,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.executor.report_failure(error, where)
 
     @property
-    def tree_counts(self) -> TreeNameCounters | None:
+    def tree_name_counters(self) -> TreeNameCounters | None:
         """Counters of tree names of the wrapped Comm."""
-        return tree_counts_of(self.comm)
+        return tree_name_counters_of(self.comm)
 
     all_gather, reduce_scatter = api_boundary(DelegatingComm.all_gather), api_boundary(DelegatingComm.reduce_scatter)
     all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)

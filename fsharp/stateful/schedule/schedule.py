@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.functional.layout.text import IN_NOTEBOOKS
+from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases_text, kinds_where
 from fsharp.stateful.schedule.policy import DebugPolicy, SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
@@ -156,7 +156,7 @@ class Schedule:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        return IN_NOTEBOOKS[Schedule](self)
+        return NOTEBOOK_HTML_BY_CLASS[Schedule](self)
 
     def to_json(self) -> str:
         """Return the schedule as JSON; :meth:`from_json` is the inverse."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from fsharp.functional.layout.text import IN_NOTEBOOKS
+from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS
 from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule, buffer_lifetimes
 
@@ -115,7 +115,7 @@ class Timeline:
             start, stop = start - self.step_s, stop - self.step_s
 
     def _repr_html_(self) -> str:
-        return IN_NOTEBOOKS[Timeline](self)
+        return NOTEBOOK_HTML_BY_CLASS[Timeline](self)
 
     def _starts_and_stops(self) -> tuple[list[float], list[float]]:
         """Return starts and stops of all ops. An op without spans takes no time, after the previous op on its stream."""

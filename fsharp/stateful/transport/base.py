@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort_groups
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.comm.worker_threads import CollectiveOutcome
-from fsharp.functional.formats.format import Facts, Format
+from fsharp.functional.formats.format import ErrorFacts, Format
 
 Kind = Literal["gather", "reduce"]
 
@@ -165,7 +165,7 @@ class Transport(ABC):
         axis: str,
         n: int,
         wire: Format,
-        facts: Sequence[Facts],
+        facts: Sequence[ErrorFacts],
         gaps: Sequence[Sequence[slice]],
         *,
         label: str = "",
@@ -177,7 +177,7 @@ class Transport(ABC):
         zero. ``facts``: for each buffer, facts for errors of the format.
         """
         xs = [each.x for each in summands]
-        parts = [wire.padded(len(x), n) for x in xs]
+        parts = [wire.padded_part_size(len(x), n) for x in xs]
         sent = torch.cat(list(stored), 1)
         received = torch.empty_like(sent)
         outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
+from fsharp.functional.comm.process_group import ProcessGroupComm, callbacks_before_leaving
 
 
 class RegisteredMemory:
@@ -69,4 +69,4 @@ def _deregister_all() -> None:
         memory.deregister()
 
 
-before_leaving.append(_deregister_all)  # NCCL fails to destroy a communicator that has windows
+callbacks_before_leaving.append(_deregister_all)  # NCCL fails to destroy a communicator that has windows

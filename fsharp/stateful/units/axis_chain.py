@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from fsharp.functional.comm.protocol import Call
-from fsharp.functional.formats.format import Carried, Format
+from fsharp.functional.formats.format import Format, ResidualAndNoise
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.runs import padding_of_sums
+from fsharp.functional.layout.runs import padding_in_decoded_sums
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_reduce_group
 from fsharp.stateful.transport.base import Summand, Transport, Work
@@ -86,7 +86,7 @@ class AxisChain:
             if stage.op == "reduce_scatter":
                 size //= stage.n
             elif stage.op == "all_to_all":
-                whole, size = size, self.dtypes.wire_format_along(stage.axis).padded(size, stage.n)
+                whole, size = size, self.dtypes.wire_format_along(stage.axis).padded_part_size(size, stage.n)
             elif stage.op == "all_gather":
                 size = whole
             result.append(size)
@@ -122,7 +122,7 @@ class AxisChain:
                 found[2 if k == last else 1] += nbytes
         return CodedBytes(*found)
 
-    def encode(self, x: torch.Tensor, residuals: Mapping[str, Carried], stage: int = 0) -> torch.Tensor | None:
+    def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], stage: int = 0) -> torch.Tensor | None:
         """Return a buffer encoded for a stage; None if the stage sends plain buffers. Residuals are overwritten.
 
         The result has a row for each receiver, in whole blocks of the wire's format. The buffer's end is padded.
@@ -130,8 +130,8 @@ class AxisChain:
         if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
             return None
         _, axis, n = self.stages[stage]
-        wire, carried = self.dtypes.wire_format_along(axis), residuals.get(axis, Carried())
-        part, facts = wire.padded(len(x), n), partial(self.unit.error_facts, self.group, axis)
+        wire, carried = self.dtypes.wire_format_along(axis), residuals.get(axis, ResidualAndNoise())
+        part, facts = wire.padded_part_size(len(x), n), partial(self.unit.error_facts, self.group, axis)
         padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
@@ -158,7 +158,7 @@ class ChainInput(NamedTuple):
     x: torch.Tensor
     out: torch.Tensor | None
     memory: Sequence[torch.Tensor]
-    residuals: Mapping[str, Carried] = MappingProxyType({})
+    residuals: Mapping[str, ResidualAndNoise] = MappingProxyType({})
     encoded: torch.Tensor | None = None
 
 
@@ -196,7 +196,10 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
             pairs = zip(legs, xs, strict=True)
             stored = [leg.chain.encode(x, leg.residuals, k) if k or leg.encoded is None else leg.encoded for leg, x in pairs]
             sent = [each for each in stored if each is not None]
-            gaps = [padding_of_sums(leg.chain.unit, leg.chain.group, axis, transport.comm.rank, leg.chain.way) for leg in legs]
+            gaps = [
+                padding_in_decoded_sums(leg.chain.unit, leg.chain.group, axis, transport.comm.rank, leg.chain.way)
+                for leg in legs
+            ]
             wire = chain.dtypes.wire_format_along(axis)
             last = transport.reduce_scatter_encoded(summands, sent, axis, n, wire, facts, gaps, label=label)
         elif op == "all_reduce":

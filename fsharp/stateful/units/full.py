@@ -110,9 +110,11 @@ class FullUnit:
         for g, cls in unit.tensor_classes.items():
             form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
             if len(flats[g]):
-                planes = carve_tensors(flats[g], [(form.numbers(plane, 0, size).stop, plane.dtype) for plane in form.planes])
+                planes = carve_tensors(
+                    flats[g], [(form.numbers_of_values(plane, 0, size).stop, plane.dtype) for plane in form.planes]
+                )
             else:
-                planes = [unit.sent_part(g, stored[g]).view(form.planes[0].dtype)]
+                planes = [unit.gathered_part(g, stored[g]).view(form.planes[0].dtype)]
             for path, part in unit.whole_leaves(g, planes, unit.scales_in(g, stored[g])).items():
                 classed[self.index.position[path]] = cls, part
         self.has_classes = bool(classed)
@@ -131,8 +133,8 @@ class FullUnit:
                 flat.copy_(unit.decode_stored(g, data, unit.scales_in(g, data), unit.strategy.full, rank, flat.dtype))
             elif g in unit.tensor_classes and len(flat):
                 num_parts, start = unit.groups[g].num_parts, 0
-                rows = unit.sent_part(g, data).view(num_parts, -1)
-                for column in unit.groups[g].dtypes.stored_format.columns(rows, unit.groups[g].capacity):
+                rows = unit.gathered_part(g, data).view(num_parts, -1)
+                for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
         self.attach_memory()

@@ -7,7 +7,7 @@ from enum import IntEnum, auto
 import torch
 
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.comm.residuals import ByAxis
+from fsharp.functional.comm.residuals import ResidualsByAxis
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.axis_chain import AxisChain, ChainInput
@@ -61,7 +61,7 @@ class GradientBuffer:
         self._works: list[Work] = []
         self._deferred: Callable[[], None] | None = None
         self.is_under_way = False
-        self._residuals: Mapping[int, ByAxis] = {}
+        self._residuals: Mapping[int, ResidualsByAxis] = {}
         self._encoded: list[torch.Tensor | None] = []
         self._ignored: set[int] = set()
 
@@ -139,11 +139,11 @@ class GradientBuffer:
             leaves = enumerate(self.route.leaves)
             self._ignored |= {i for i, leaf in leaves if self.route.unit.path_in_tree(leaf) in paths}
 
-    def feed_back(self, residuals: Mapping[int, ByAxis]) -> None:
+    def feed_back(self, residuals: Mapping[int, ResidualsByAxis]) -> None:
         """Pass residuals, by group and axis, to later reductions, which add them to the gradient and overwrite them."""
         self._residuals = residuals
 
-    def _carried(self, group: int) -> ByAxis:
+    def _carried(self, group: int) -> ResidualsByAxis:
         return self._residuals.get(group, {})
 
     def collect_in(self, block: OutgoingBlock) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import label_prefix
+from fsharp.functional.comm.tree_names import tree_label_prefix
 from fsharp.functional.layout.placement import Shard
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -107,7 +107,7 @@ class UnitState:
     def find_tree_label(self, comm: Comm) -> str:
         """Return ``tree_label``, and find it first if it is None."""
         if self.tree_label is None:
-            self.tree_label = "" if self.node is None else label_prefix(self.node, comm)
+            self.tree_label = "" if self.node is None else tree_label_prefix(self.node, comm)
         return self.tree_label
 
     @torch.inference_mode(False)  # the result is kept, and may be trained later

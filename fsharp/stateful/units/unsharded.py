@@ -73,7 +73,7 @@ class UnshardedBuffer:
         encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
-        moving = map(layout.sent_part, layout.all_groups, stored)
+        moving = map(layout.gathered_part, layout.all_groups, stored)
         self._outs = [nested_parts(flat, layout, self.axes, self._comm.rank) for flat in moving]
 
     def decode(self) -> None:
@@ -109,7 +109,7 @@ class UnshardedBuffer:
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if self._layout.scales_nbytes(group):
                 self._layout.scales_in(group, full.stored[group]).copy_(self._layout.scales_in(group, x.detach()))
-                x = self._layout.sent_part(group, x)
+                x = self._layout.gathered_part(group, x)
             if x.numel():
                 moves.append((x.detach(), outs))
         return moves

@@ -61,9 +61,9 @@ class UpdateGather:
             buffers.append(buffer)
             if old.unit.scales_nbytes(group):
                 old.unit.scales_in(group, buffer).copy_(old.unit.scales_in(group, part))
-            room = old.unit.sent_part(group, buffer.detach())
+            room = old.unit.gathered_part(group, buffer.detach())
             if room.numel():
-                self.moves.append((old.unit.sent_part(group, part), nested_parts(room, old.unit, self.axes, rank)))
+                self.moves.append((old.unit.gathered_part(group, part), nested_parts(room, old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def add_works(self, works: Sequence[Work]) -> None:

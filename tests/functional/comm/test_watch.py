@@ -12,7 +12,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError
 from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import LabelledComm
-from fsharp.functional.comm.watch import RankStatuses, Watch
+from fsharp.functional.comm.watch import CommWatch, RankStatuses
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches
@@ -104,7 +104,7 @@ def test_who_waits_for_a_rank_that_went_elsewhere_hears_of_it(way):
 class Table:
     """A board that ranks in one process share."""
 
-    trouble = ""
+    why_no_answer = ""
 
     def __init__(self):
         self.texts = {}
@@ -115,13 +115,13 @@ class Table:
     def read(self, key):
         return self.texts.get(key)
 
-    def claim(self, key, text):
+    def write_if_absent(self, key, text):
         return self.texts.setdefault(key, text)
 
 
 def two_ranks():
     table = Table()
-    return [Watch("one", RankStatuses(rank, 2, table), table, limit_s=60) for rank in range(2)]
+    return [CommWatch("one", RankStatuses(rank, 2, table), table, limit_s=60) for rank in range(2)]
 
 
 def test_labels_make_tags():
@@ -164,7 +164,7 @@ def test_where_ranks_are_and_what_to_do_come_before_labels_around():
 def test_ranks_that_wait_for_each_other_in_two_comms_are_told_apart():
     table = Table()
     ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
-    watches = [[Watch(name, each, table, limit_s=60) for name in ("one", "two")] for each in ranks]
+    watches = [[CommWatch(name, each, table, limit_s=60) for name in ("one", "two")] for each in ranks]
     first, second = watches[0][0].begin_call("in one"), watches[1][1].begin_call("in two")
     for call in (first, second, first):
         call.check_can_end()
@@ -206,21 +206,21 @@ def test_an_error_that_all_have_heard_of_is_said_once():
 
 def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     table = Table()
-    a, b, c = (Watch("one", RankStatuses(rank, 3, table), table, limit_s=60) for rank in range(3))
+    a, b, c = (CommWatch("one", RankStatuses(rank, 3, table), table, limit_s=60) for rank in range(3))
     c.begin_call("p")
     waits = b.begin_call("p")
     waits.check_can_end()
     ahead = a.begin_call("p"), a.begin_call("q")
-    assert a.exchange_status(ahead[1]) == "ranks [2] have not come to it, while rank 1 waits in 'p'"
+    assert a.compare_statuses(ahead[1]) == "ranks [2] have not come to it, while rank 1 waits in 'p'"
     waits.check_can_end()
-    assert a.exchange_status(ahead[0]) == "ranks [2] have not come to it"
+    assert a.compare_statuses(ahead[0]) == "ranks [2] have not come to it"
 
 
 def test_a_rank_that_has_left_is_not_waited_for():
     a, b = two_ranks()
     first = b.begin_call("step #3")
     a.begin_call("step #3")
-    a.ranks.write_last_note(None)
+    a.ranks.write_last_status(None)
     first.check_can_end()  # it took part in this one
     text = r"rank 0 has left the job(.|\n)*rank 0 .*its last collective was 'step #3'(.|\n)*waits for it in 'step #4'"
     with pytest.raises(CommError, match=text):
@@ -230,22 +230,22 @@ def test_a_rank_that_has_left_is_not_waited_for():
 def test_a_rank_that_has_left_had_come_to_what_it_has_forgotten_since():
     table = Table()
     ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
-    a, b = (Watch("of a model", each, table, limit_s=60) for each in ranks)
+    a, b = (CommWatch("of a model", each, table, limit_s=60) for each in ranks)
     call = b.begin_call("gather of a model")
     a.begin_call("gather of a model")
     del a  # with the model
-    other = Watch("of another one", ranks[0], table, limit_s=60)
+    other = CommWatch("of another one", ranks[0], table, limit_s=60)
     waits = other.begin_call("gather of another one")
     for _ in range(3):  # rank 0 waits for this one, which waits for nobody who has not come
         waits.check_can_end()
         call.check_can_end()
-    ranks[0].write_last_note(None)
+    ranks[0].write_last_status(None)
     call.check_can_end()
 
 
 def test_a_rank_that_has_left_because_of_an_error_says_which():
     a, b = two_ranks()
-    a.ranks.write_last_note(ValueError("bad batch"))
+    a.ranks.write_last_status(ValueError("bad batch"))
     call = b.begin_call("step #0")
     text = r"rank 0 +after no collective yet, .*below\.\n  another rank .*step #0'\nEvery rank .*\n(.|\n)*ValueError: bad batch"
     with pytest.raises(CommError, match=text):
@@ -257,9 +257,9 @@ def test_a_rank_whose_messages_stop_in_a_collective_it_has_come_to_has_left():
     a.begin_call("gather")
     call = b.begin_call("gather")
     call.peer = 0
-    a.ranks.write_last_note(None)
+    a.ranks.write_last_status(None)
     call.check_can_end()
-    assert "rank 0 has left the job" in str(call.connection_error(RuntimeError("closed")))
+    assert "rank 0 has left the job" in str(call.explain_connection_error(RuntimeError("closed")))
 
 
 def test_a_store_that_does_not_answer_is_said_so_and_waited_for_once(monkeypatch):

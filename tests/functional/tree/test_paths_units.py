@@ -20,14 +20,14 @@ from fsharp.functional.tree.paths import (
     self_and_ancestors,
     value_by_path,
 )
-from fsharp.functional.tree.units import cut_at, unit_names
+from fsharp.functional.tree.units import cut_into_units, unit_by_path
 from fsharp.testing.generate import trees, unit_patterns
 
 PATHS = ["embed.w", "layers.0.attn.q", "layers.0.mlp.w", "layers.1.attn.q", "layers.1.mlp.w", "layers.10.mlp.w", "norm"]
 
 
 def cut(tree, patterns):
-    return cut_at(tree, frozenset(unit_names(flatten_with_paths(tree)[0], patterns).values()))
+    return cut_into_units(tree, frozenset(unit_by_path(flatten_with_paths(tree)[0], patterns).values()))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_of_several_rules_the_last_that_selects_counts():
     ],
 )
 def test_what_no_pattern_matches_becomes_the_largest_units(patterns, expected):
-    assert list(dict.fromkeys(unit_names(PATHS, patterns).values())) == expected
+    assert list(dict.fromkeys(unit_by_path(PATHS, patterns).values())) == expected
 
 
 @given(st.data())
@@ -145,7 +145,7 @@ def test_units_partition_the_leaves(data):
     tree = data.draw(trees())
     patterns = data.draw(unit_patterns(tree))
     paths, leaves, spec = flatten_with_paths(tree)
-    names = unit_names(paths, patterns)
+    names = unit_by_path(paths, patterns)
     parts = cut(tree, patterns)
     assert set(parts.names) == set(names.values())
     for path, name in names.items():
@@ -155,7 +155,7 @@ def test_units_partition_the_leaves(data):
     rebuilt = optree.tree_unflatten(parts.spec, parts.subtrees)
     assert optree.tree_structure(rebuilt) == spec
     for name, subtree in zip(parts.names, parts.subtrees, strict=True):
-        assert cut_at(tree, frozenset(parts.names)).subtrees[parts.names.index(name)] is subtree
+        assert cut_into_units(tree, frozenset(parts.names)).subtrees[parts.names.index(name)] is subtree
 
 
 def test_empty_containers_stay_where_they_are():
@@ -180,7 +180,7 @@ def test_empty_containers_stay_where_they_are():
 )
 def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
     with pytest.raises(PatternError, match=re.escape(text)):
-        unit_names(PATHS, patterns)
+        unit_by_path(PATHS, patterns)
 
 
 @pytest.mark.parametrize(
