@@ -526,7 +526,7 @@ def test_changed_gradients_have_the_bits_of_the_blocking_path():
         loss, grads, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
         grads = optree.tree_map(lambda g: g * 2, grads)
         for node in fs.layouts.units_of(grads):
-            node.scale = "sum"
+            node.reduction = "sum"
         grads, lost = fs.reduce_scatter(grads, comm=comm, residuals=lost)
         metrics, grads = fs.average(loss, grads, comm=comm)
         return fs.update(make_tx(), grads, state._replace(residuals=lost), comm=comm), metrics

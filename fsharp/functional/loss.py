@@ -142,7 +142,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
             )
         if node.is_gathered:
             check_reduced("average()", node)
-        if node.scale == "mean":
+        if node.reduction == "mean":
             raise TreeError(f"average(): gradients of unit {node.unit.display_name} have been divided by average() already.")
     check_not_encoded("average()", nodes)
     if donate:
@@ -152,7 +152,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
 
     def divided(node: Sharded) -> Sharded:
         buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
-        return Sharded(buffers, node.unit, node.place, node.groups, scale="mean")
+        return Sharded(buffers, node.unit, node.place, node.groups, reduction="mean")
 
     return Metrics(total.mean, total.weight), map_units(divided, grads)
 

@@ -203,7 +203,7 @@ def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName,
         named = LabelledComm(comm, tree_label_prefix(sharded, comm, target))
         pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), residuals.get(sharded.name, {})
         moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
-        return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
+        return Sharded(moved, sharded.unit, target, sharded.groups, reduction=sharded.reduction)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)
 
@@ -217,7 +217,7 @@ def buffers_on_device(tree: Any, device: torch.device) -> Any:
         if not is_sharded(node) or all(getattr(x, "device", device).type == device.type for x in node.raw_buffers):
             return node
         buffers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in node.buffers]
-        return node.with_buffers(buffers, scale=node.scale)
+        return node.with_buffers(buffers, reduction=node.reduction)
 
     return map_units(one, tree)
 

@@ -166,7 +166,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         check_not_lent("update()", kept)
     _check_same_transform(tx, state)
     for node in nodes:
-        if node.scale == "sum":
+        if node.reduction == "sum":
             raise TreeError(
                 f"update(): the gradient of unit {node.unit.display_name} is the sum that value_and_grad() returned. Divide it "
                 "first: metrics, grads = average(loss, grads, comm=comm)."

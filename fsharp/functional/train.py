@@ -133,7 +133,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
                 total = Loss(total.sum + loss.sum, total.weight + loss.weight)
                 grads = optree.tree_map(torch.Tensor.add_, grads, new)
             for node in units_of(grads):
-                node.scale = "sum"
+                node.reduction = "sum"
         value = (total, aux if microbatches > 1 else aux[0]) if has_aux else total
         return (value, grads) if own is None else (value, grads, own)
 

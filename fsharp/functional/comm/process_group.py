@@ -189,7 +189,7 @@ class ProcessGroupComm:
             n = self.mesh.axis_size(axis)
             out = x.new_empty((n, *x.shape))
             if self.is_native:
-                self.watch.check()
+                self.watch.raise_if_failed()
                 job_store.all_gather_into(_view_as_bytes(out), _view_as_bytes(x), group=self.group(axis))
             else:
                 self._send_and_receive(
@@ -209,7 +209,7 @@ class ProcessGroupComm:
         try:
             dtype = dtype or x.dtype
             if not self._rank_order:
-                self.watch.check()
+                self.watch.raise_if_failed()
                 out = x.new_empty(x.shape[1:])
                 _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
                 return out.to(dtype)
@@ -224,7 +224,7 @@ class ProcessGroupComm:
         try:
             n = self.mesh.axis_size(axis)
             if not self._rank_order:
-                self.watch.check()
+                self.watch.raise_if_failed()
                 out = x.clone(memory_format=torch.contiguous_format)
                 dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group(axis))
                 return out
@@ -251,7 +251,7 @@ class ProcessGroupComm:
             width = x.element_size()
             to, source = ([n * width for n in sizes] for sizes in (send, receive))
             if self.is_native:
-                self.watch.check()
+                self.watch.raise_if_failed()
                 group = self._group_of_all_ranks() if axis is None else self.group(axis)
                 dist.all_to_all_single(_view_as_bytes(out), _view_as_bytes(x), source, to, group=group)
             else:
@@ -277,7 +277,7 @@ class ProcessGroupComm:
         self._send_and_receive(list(_view_as_bytes(x).view(len(x), -1)), list(_view_as_bytes(out).view(len(x), -1)), axis, text)
         return out
 
-    def _record_exchange(
+    def _exchange_and_record(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
         """Run :meth:`_send_and_receive`, and record the call with copies of what is sent, as the caller may change it."""
@@ -299,7 +299,7 @@ class ProcessGroupComm:
         ranks) and 0.6 (4 ranks) of its time.
         """
         if setup_calls.is_next_call_recorded:
-            self._record_exchange(send, receive, axis, text)
+            self._exchange_and_record(send, receive, axis, text)
             return
         outcome = CollectiveOutcome(self.watch.begin_call(text))
         group = self._group_of_all_ranks() if axis is None else self.group(axis)

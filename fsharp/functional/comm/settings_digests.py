@@ -9,12 +9,12 @@ _text_by_digest: dict[str, str] = {}
 """Settings in labels of this process, by digest. Simulated ranks share this table, as they are threads."""
 
 
-def settings_digest(text: str, before: str = "") -> str:
+def settings_digest(text: str, earlier_digest: str = "") -> str:
     """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`settings_by_digest`.
 
-    ``text`` has a field in each line as ``name=value``. The digest also depends on ``before``, the digest of earlier settings.
+    ``text`` has a field in each line as ``name=value``. The digest also depends on ``earlier_digest``, of earlier ones.
     """
-    found = f"{zlib.crc32(text.encode(), int(before or '0', 16)):08x}"
+    found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
     _text_by_digest.pop(found, None)
     _text_by_digest[found] = text
     if len(_text_by_digest) > _MAX_KEPT_TEXTS:

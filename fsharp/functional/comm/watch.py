@@ -249,7 +249,7 @@ class CommWatch:
         self._blocked: dict[int, RankStatus] = {}  # by rank, a status of a rank that waits for this rank, which waits for it
         ranks.watches[name] = self
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of the Comm, if it has failed."""
         if self.error is not None:
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
@@ -281,7 +281,7 @@ class CommWatch:
 
     def begin_call(self, label: str) -> WatchedCall:
         """Return the call of a collective that this rank begins."""
-        self.check()
+        self.raise_if_failed()
         if setup_calls.is_recording:
             setup_calls.record_obstacle(f"the collective {label!r} of a step")
         call = WatchedCall(self, label, self.count)

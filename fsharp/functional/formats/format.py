@@ -97,15 +97,15 @@ class EncodedTensorClass:
     the inner tensors get it back.
 
     Attributes:
-        make: function from a whole leaf to a tensor in the leaf's memory, whose inner tensors are no views
+        make_tensor: function from a whole leaf to a tensor in the leaf's memory, whose inner tensors are no views
             (:func:`non_view_alias`).
-        derive: function of the tensor, called once its memory is filled, in a forward or a backward.
-        forget: function of the tensor that drops values derived from its bytes, called before its memory is released.
+        compute_derived: function of the tensor, called once its memory is filled, in a forward or a backward.
+        drop_derived: function of the tensor that drops values derived from its bytes, called before its memory is released.
     """
 
-    make: Callable[[LeafPart], torch.Tensor]
-    derive: Callable[[torch.Tensor], None]
-    forget: Callable[[torch.Tensor], None]
+    make_tensor: Callable[[LeafPart], torch.Tensor]
+    compute_derived: Callable[[torch.Tensor], None]
+    drop_derived: Callable[[torch.Tensor], None]
 
 
 @options_explained
@@ -204,17 +204,19 @@ class Format:
         """The dtype of a stored buffer: the values' dtype for a plain format, else ``torch.uint8``."""
         return self.planes[0].dtype if self.is_plain else torch.uint8
 
-    def size(self, values: int) -> int:
-        """Return the number of elements of :attr:`dtype` that store ``values`` values, a multiple of :attr:`block`."""
-        return values if self.is_plain else sum(map(align_nbytes, self.plane_nbytes(values)))
+    def size(self, num_values: int) -> int:
+        """Return the number of elements of :attr:`dtype` that store ``num_values``, a multiple of :attr:`block`."""
+        return num_values if self.is_plain else sum(map(align_nbytes, self.plane_nbytes(num_values)))
 
-    def plane_nbytes(self, values: int) -> list[int]:
-        """Return the bytes of each plane that stores ``values`` values, a multiple of :attr:`block`."""
-        return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
+    def plane_nbytes(self, num_values: int) -> list[int]:
+        """Return the bytes of each plane that stores ``num_values`` values, a multiple of :attr:`block`."""
+        return [num_values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
     @api_boundary
-    def store(self, values: torch.Tensor, part: int, facts: ErrorFacts = tuple, noise: NoiseFn | None = None) -> torch.Tensor:
-        """Encode 1-D values, in parts of ``part`` values, and return the stored buffer.
+    def store(
+        self, values: torch.Tensor, part_size: int, facts: ErrorFacts = tuple, noise: NoiseFn | None = None
+    ) -> torch.Tensor:
+        """Encode 1-D values, in parts of ``part_size`` values, and return the stored buffer.
 
         Raises:
             FormatError: ``encode`` raises an error, or returns planes that do not match the format; the format rounds
@@ -222,8 +224,8 @@ class Format:
         """
         if self.is_plain:
             return values.to(self.dtype)
-        num_parts = values.numel() // part if part else 0
-        stored = values.new_zeros((num_parts, self.size(part)), dtype=torch.uint8)
+        num_parts = values.numel() // part_size if part_size else 0
+        stored = values.new_zeros((num_parts, self.size(part_size)), dtype=torch.uint8)
         if not stored.numel():
             return stored.view(-1)
         if self.seed is not None and noise is None:
@@ -236,12 +238,12 @@ class Format:
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
         if (found := _dtypes_and_shapes(planes)) != expected:
             raise self._format_error(f"encode() returned {found!r:.200}, expected {expected}.", facts)
-        for plane, column in zip(planes, self.plane_columns(stored, part), strict=True):
+        for plane, column in zip(planes, self.plane_columns(stored, part_size), strict=True):
             column.copy_(plane.contiguous().view(num_parts, -1).view(torch.uint8))
         return stored.view(-1)
 
     @api_boundary
-    def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
+    def load(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
         """Decode a buffer from :meth:`store`, and return 1-D values in ``dtype``.
 
         Raises:
@@ -252,11 +254,11 @@ class Format:
             return stored
         if not stored.numel():
             return stored.new_empty(0, dtype=dtype)
-        rows = stored.view(-1, self.size(part))
-        columns = self.plane_columns(rows, part)
+        rows = stored.view(-1, self.size(part_size))
+        columns = self.plane_columns(rows, part_size)
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
         values = self._call_codec("decode", lambda: self.decode(planes), facts)
-        size = len(rows) * part
+        size = len(rows) * part_size
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
             found = _dtypes_and_shapes([values])
             raise self._format_error(
@@ -269,7 +271,7 @@ class Format:
     def store_summand(
         self,
         values: torch.Tensor,
-        part: int,
+        part_size: int,
         residual: torch.Tensor | None = None,
         facts: ErrorFacts = tuple,
         noise: NoiseFn | None = None,
@@ -282,7 +284,7 @@ class Format:
 
         Args:
             values: the gradient, 1-D.
-            part: number of values in a part, as for :meth:`store`.
+            part_size: number of values in a part, as for :meth:`store`.
             residual: encoding errors of earlier calls, 1-D, for the first ``len(residual)`` values; overwritten. None adds
                 nothing.
             facts: facts for errors, as for :meth:`store`.
@@ -292,25 +294,25 @@ class Format:
             FormatError: as :meth:`store` and :meth:`load`. The residual is then unchanged.
         """
         if residual is None:
-            return self.store(values, part, facts, noise)
+            return self.store(values, part_size, facts, noise)
         has_gradient = values.count_nonzero() > 0  # a tensor on the device, for which the host does not wait
         total = values.clone()
         total[: len(residual)].addcmul_(residual, has_gradient.to(residual.dtype))
-        stored = self.store(total, part, facts, noise)
-        lost = total.sub_(self.load(stored, part, total.dtype, facts))[: len(residual)]
+        stored = self.store(total, part_size, facts, noise)
+        lost = total.sub_(self.load(stored, part_size, total.dtype, facts))[: len(residual)]
         residual.mul_(has_gradient.logical_not()).add_(lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         return stored
 
-    def padded_part_size(self, values: int, parts: int) -> int:
-        """Return the number of values in each part if ``values`` values are cut into ``parts`` equal parts of whole blocks."""
-        return -(-values // (parts * self.block)) * self.block
+    def padded_part_size(self, num_values: int, num_parts: int) -> int:
+        """Return the number of values in a part if ``num_values`` are cut into ``num_parts`` equal parts of whole blocks."""
+        return -(-num_values // (num_parts * self.block)) * self.block
 
-    def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
-        """Decode stored parts of ``part`` values each, and return their sum in ``dtype``, added in stored order."""
-        first, *others = stored.view(-1, self.size(part)).unbind()
-        total = self.load(first, part, dtype, facts).to(dtype, copy=True)
+    def sum(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
+        """Decode stored parts of ``part_size`` values each, and return their sum in ``dtype``, added in stored order."""
+        first, *others = stored.view(-1, self.size(part_size)).unbind()
+        total = self.load(first, part_size, dtype, facts).to(dtype, copy=True)
         for each in others:
-            total += self.load(each, part, dtype, facts)
+            total += self.load(each, part_size, dtype, facts)
         return total
 
     def _call_codec(self, name: str, fn: Callable[[], T], facts: ErrorFacts) -> T:
@@ -373,15 +375,15 @@ class Format:
             raise self._format_error(f"{text}, expected a floating-point tensor of shape ({size},).", facts)
         return values
 
-    def planes_of(self, part: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """Return the planes of one stored part of ``size`` values, as 1-D views."""
-        columns = self.plane_columns(part.view(1, -1), size)
+    def planes_of(self, stored_part: torch.Tensor, part_size: int) -> list[torch.Tensor]:
+        """Return the planes of one stored part of ``part_size`` values, as 1-D views."""
+        columns = self.plane_columns(stored_part.view(1, -1), part_size)
         return [column.view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
 
-    def plane_columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
+    def plane_columns(self, stored: torch.Tensor, part_size: int) -> list[torch.Tensor]:
         """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
         found, start = [], 0
-        for nbytes in self.plane_nbytes(part):
+        for nbytes in self.plane_nbytes(part_size):
             found.append(stored[:, start : start + nbytes])
             start += align_nbytes(nbytes)
         return found

@@ -110,7 +110,7 @@ def format_of_hooked_parameter(
     for other, form in alike:
         if other.device == device and other.cls is hooks.cls and bool(other.settings == hooks.settings):
             return form
-    tensors = EncodedTensorClass(hooks.make, lambda _: None, lambda _: None)
+    tensors = EncodedTensorClass(hooks.make_tensor, lambda _: None, lambda _: None)
     codec = LeafCodec(hooks.scales_nbytes, hooks.agreed, hooks.encode, hooks.decode, tensors)
     form = register_format(Format(f"{label}_{len(alike)}" if alike else label, planes, block=block, leaves=codec))
     alike.append((hooks, form))
@@ -302,7 +302,7 @@ class _GatherHooks:
             start += align_nbytes(like.nbytes)
         return found
 
-    def make(self, part: LeafPart) -> torch.Tensor:
+    def make_tensor(self, part: LeafPart) -> torch.Tensor:
         """Return the module's tensor: the result of the second hook for a whole leaf."""
         found = self._call_post_hook(part, part.shape)
         if type(found) is torch.Tensor and any(_is_inside(found, plane) for plane in part.planes):
@@ -327,7 +327,7 @@ class _GatherHooks:
         """Call the second hook once, without values, so that its errors are raised before the first gather."""
         planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._try_pre_hook(shape).inputs])
         scales = torch.zeros(self.scales_nbytes(shape), dtype=torch.uint8, device=self.device)
-        self.make(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
+        self.make_tensor(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
         """Return the values of the second hook's result for the rows of a part.

@@ -220,7 +220,7 @@ def _codec_of_kind(kind: QuantizerKind, tensors: "_QuantizedTensors") -> LeafCod
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
-        EncodedTensorClass(tensors.make, tensors.derive, tensors.forget),
+        EncodedTensorClass(tensors.make_tensor, tensors.compute_derived, tensors.drop_derived),
     )
 
 
@@ -264,14 +264,14 @@ class _QuantizedTensors:
             start += align_nbytes(nbytes)
         return found
 
-    def make(self, part: LeafPart) -> torch.Tensor:
+    def make_tensor(self, part: LeafPart) -> torch.Tensor:
         """Return TransformerEngine's tensor in the memory of a whole leaf."""
         tensor: torch.Tensor = self._tensor_without_values(part)
         for name, plane in zip(self._kind.planes, part.planes, strict=True):
             setattr(tensor, name, non_view_alias(plane.view(self._plane_shape(part.shape))))
         for name, scales in self.scales_in(part).items():
             setattr(tensor, name, non_view_alias(scales))
-        self.derive(tensor)
+        self.compute_derived(tensor)
         return tensor
 
     def _tensor_without_values(self, part: LeafPart) -> Any:
@@ -287,14 +287,14 @@ class _QuantizedTensors:
         """Return the shape of the plane of a leaf of ``shape``."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
-    def derive(self, tensor: Any) -> None:
+    def compute_derived(self, tensor: Any) -> None:
         """In a backward, compute the derived attributes that the backward reads."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
             post_all_gather_processing(tensor)
 
-    def forget(self, tensor: Any) -> None:
+    def drop_derived(self, tensor: Any) -> None:
         """Remove all derived attributes from a tensor."""
         for name in self._kind.derived:
             setattr(tensor, name, None)

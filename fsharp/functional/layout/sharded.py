@@ -63,7 +63,7 @@ class Sharded:
         is_gathered: whether :func:`~fsharp.gather` to ``"full"`` made the buffers. Each rank then computes with its copies
             alone, so a gradient with respect to the buffers is this rank's summand.
         ledger: the record of :func:`~fsharp.value_and_grad` that collects gradients of the buffers; None outside of a loss.
-        scale: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
+        reduction: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
         tree_name: name of the tree to which the buffers belong, for labels of collectives.
 
     Attributes:
@@ -82,7 +82,7 @@ class Sharded:
         "place",
         "rank",
         "raw_buffers",
-        "scale",
+        "reduction",
         "tree_name",
         "unit",
     )
@@ -96,14 +96,14 @@ class Sharded:
         *,
         is_gathered: bool = False,
         ledger: Any = None,
-        scale: Literal["sum", "mean"] | None = None,
+        reduction: Literal["sum", "mean"] | None = None,
         tree_name: TreeName = UNNAMED_TREE,
     ) -> None:
         self.lazy = buffers if isinstance(buffers, LazyBuffers) else None
         self.raw_buffers: tuple[Any, ...] = tuple(buffers) if self.lazy is None else self.lazy.raw  # type: ignore[arg-type]
         self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
-        self.scale, self.is_donated = scale, False
+        self.reduction, self.is_donated = reduction, False
         self.tree_name = tree_name
         self.rank: int | None = None
 
@@ -161,7 +161,7 @@ class Sharded:
         *,
         groups: tuple[int, ...] | None = None,
         ledger: Any = None,
-        scale: Literal["sum", "mean"] | None = None,
+        reduction: Literal["sum", "mean"] | None = None,
     ) -> "Sharded":
         """Return a node with new tensors of equal values in place of all or some of this node's buffers."""
         return Sharded(
@@ -171,7 +171,7 @@ class Sharded:
             self.groups if groups is None else groups,
             is_gathered=self.is_gathered,
             ledger=ledger,
-            scale=scale,
+            reduction=reduction,
             tree_name=self.tree_name,
         )
 
@@ -194,7 +194,7 @@ class Sharded:
     def select_groups(self, groups: Sequence[int]) -> "Sharded":
         """Return a node with some of this node's groups."""
         chosen = tuple(groups)
-        if chosen == self.groups and self.ledger is None and self.scale is None:
+        if chosen == self.groups and self.ledger is None and self.reduction is None:
             return self
         held = dict(zip(self.groups, self.buffers, strict=True)) if chosen else {}
         return self.with_buffers(list(map(held.__getitem__, chosen)), groups=chosen)
@@ -460,7 +460,7 @@ def merge(tree: Any, part: Any) -> Any:
         for leaf in (whole, new):
             if not is_sharded(leaf):
                 raise not_sharded_error("merge()", leaf)
-        if not new.groups and whole.ledger is None and whole.scale is None:
+        if not new.groups and whole.ledger is None and whole.reduction is None:
             return whole
         held = dict(zip(new.groups, new.buffers, strict=True))
         return whole.replace([held.get(g, old) for g, old in zip(whole.groups, whole.buffers, strict=True)])

@@ -196,12 +196,12 @@ def apply_transform(
     return add_updates(params, updates, donate=donate), state
 
 
-Inner = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
+InnerUpdate = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 """A function from a transformation, gradients, state and parameters to updates (or new parameters) and state."""
 
 
 def update_and_apply_from(
-    step: Callable[[Inner, Any, Any, Any, Comm, bool | None], Any],
+    step: Callable[[InnerUpdate, Any, Any, Any, Comm, bool | None], Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions ``update`` and ``apply`` of a wrapper of transformations, made of one function ``step``.
 

@@ -8,7 +8,7 @@ import torch
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import (
-    Inner,
+    InnerUpdate,
     Transform,
     add_updates,
     as_transform,
@@ -75,7 +75,7 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
     def init(params: Any, /, *, comm: Comm | None = None) -> WithEmaState:
         return WithEmaState(optree.tree_map(torch.clone, params), inner.init(params, comm=comm))
 
-    def step(run: Inner, grads: Any, state: WithEmaState, params: Any, comm: Comm, donate: bool | None) -> Any:
+    def step(run: InnerUpdate, grads: Any, state: WithEmaState, params: Any, comm: Comm, donate: bool | None) -> Any:
         out, new = run(inner, grads, state.inner_state, params)
         made, move = add_updates(params, out) if donate is None else out, torch.Tensor.lerp_ if donate else torch.Tensor.lerp
         return out, WithEmaState(optree.tree_map(lambda e, p: move(e, p, 1 - decay), state.ema, made), new)

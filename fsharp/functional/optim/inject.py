@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Inner, Transform, as_transform, config_texts, update_and_apply_from, wrapper_name
+from fsharp.functional.optim.base import InnerUpdate, Transform, as_transform, config_texts, update_and_apply_from, wrapper_name
 from fsharp.type_checks import options_checked
 
 
@@ -98,7 +98,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
 
             return check_on_all_ranks("inject_hyperparams()", comm, check, fields)
 
-        def step(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
+        def step(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
             values = current(state, comm)
             out, new = run(build(values), grads, state.inner_state, params)
             return out, InjectHyperparamsState(state.count + 1, values, new)

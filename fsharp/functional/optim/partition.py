@@ -8,7 +8,7 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import (
-    Inner,
+    InnerUpdate,
     Transform,
     as_transform,
     known_extra_arguments,
@@ -66,7 +66,7 @@ def partition(
         _check_labels({s.unit.groups[g].label for s in units_of(params) for g in s.groups}, txs)
         return PartitionState({label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()})
 
-    def step(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
+    def step(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
         outs, new = {}, {}
         for label, tx in txs.items():
             outs[label], new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))

@@ -12,7 +12,14 @@ from fsharp.functional.comm.agree import agree, check_on_all_ranks, max_over_ran
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Inner, Transform, apply_transform, as_transform, update_and_apply_from, wrapper_name
+from fsharp.functional.optim.base import (
+    InnerUpdate,
+    Transform,
+    apply_transform,
+    as_transform,
+    update_and_apply_from,
+    wrapper_name,
+)
 from fsharp.type_checks import options_checked
 
 
@@ -170,7 +177,7 @@ def _conditional_transform(
 ) -> Transform:
     """Return a transformation made from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
 
-    def either(run: Inner, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
+    def either(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
         def rest(same: Any) -> Any:
             if donate is None:
                 return optree.tree_map(torch.zeros_like, params), same

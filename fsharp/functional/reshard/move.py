@@ -80,7 +80,7 @@ def move_state_tree(
                 unit,
                 state_tree.place_in(unit),
                 state_tree.groups_in(unit) if me in ranks.new_ranks else (),
-                scale=state_tree.gradient_reduction,
+                reduction=state_tree.gradient_reduction,
             )
         )
     return nodes

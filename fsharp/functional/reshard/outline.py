@@ -105,20 +105,20 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
 def on_meta(node: Sharded) -> Sharded:
     """Return a node like ``node`` whose buffers are on the meta device."""
     meta = [torch.empty_like(b, device="meta") if isinstance(b, torch.Tensor) else b for b in node.buffers]
-    return Sharded(meta, node.unit, node.place, node.groups, scale=node.scale)
+    return Sharded(meta, node.unit, node.place, node.groups, reduction=node.reduction)
 
 
 def _node_to_json(node: Sharded) -> dict[str, Any]:
     shapes = [[dtype_name(b.dtype), list(b.shape)] if isinstance(b, torch.Tensor) else None for b in node.raw_buffers]
     place = [node.place.order, [placement.value for placement in node.place.placements]]
-    return {"place": place, "groups": node.groups, "scale": node.scale, "buffers": shapes}
+    return {"place": place, "groups": node.groups, "reduction": node.reduction, "buffers": shapes}
 
 
 def _node_from_json(data: dict[str, Any], unit: UnitLayout) -> Sharded:
     order, placements = data["place"]
     place = Place(tuple(order), tuple(map(Placement, placements)))
     buffers = [each and torch.empty(each[1], dtype=dtype_named(each[0]), device="meta") for each in data["buffers"]]
-    return Sharded(buffers, unit, place, tuple(data["groups"]), scale=data["scale"])
+    return Sharded(buffers, unit, place, tuple(data["groups"]), reduction=data["reduction"])
 
 
 def _bytes_of_elements(x: torch.Tensor) -> bytes:

@@ -65,7 +65,7 @@ class StateTree:
     @property
     def gradient_reduction(self) -> Literal["sum", "mean"] | None:
         """Whether the tree holds sums or means of gradients over ranks; None for other values. See :class:`~fsharp.Sharded`."""
-        return self.nodes[0].scale
+        return self.nodes[0].reduction
 
     def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
         """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves the state tree holds."""

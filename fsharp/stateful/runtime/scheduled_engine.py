@@ -49,16 +49,16 @@ class HandedOutGradients:
         """The units, in tree order."""
         return [unit for unit, _, _ in self._rows]
 
-    def hand_out_gradient(self, node: Sharded, unit: UnitState, scale: Literal["sum"] | None) -> Sharded:
+    def hand_out_gradient(self, node: Sharded, unit: UnitState, reduction: Literal["sum"] | None) -> Sharded:
         """Return the gradient at rest of ``unit``, whose parameters are ``node``, and record the gradient as handed out."""
         gradient = unit.gradient
         if gradient is None:
-            return Sharded([], node.unit, node.unit.strategy.grads, (), scale=scale)
+            return Sharded([], node.unit, node.unit.strategy.grads, (), reduction=reduction)
         if gradient.phase is GradientPhase.NONE:
             gradient.settle()
         tensors = gradient.rest.hand_out()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
-        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, scale=scale)
+        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
         return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
     def check_unsent(self) -> None:
@@ -198,7 +198,7 @@ class ScheduledEngine(Engine):
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
         assert total is not None
-        return total, self.hand_out_gradients(units, params, scale="sum")
+        return total, self.hand_out_gradients(units, params, reduction="sum")
 
     def begin_gradients(self, params: Any, residuals: ResidualViews = MappingProxyType({})) -> list[UnitState]:
         """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
@@ -214,8 +214,8 @@ class ScheduledEngine(Engine):
         found = zip(units, units_of(probed), strict=True)
         self.current_step().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
-    def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, scale: Literal["sum"] | None = None) -> Any:
-        """Return the gradients at rest of ``params``, as nodes with this ``scale``. ``units``: the unit of each node."""
+    def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
+        """Return the gradients at rest of ``params``, as nodes with this ``reduction``. ``units``: the unit of each node."""
         self.lanes.join_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
@@ -223,7 +223,7 @@ class ScheduledEngine(Engine):
             )
         self._handed_out = handed_out = HandedOutGradients()
         position = iter(units)
-        return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), scale), params)
+        return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), reduction), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
         """Return gradients in the place ``to``: by the schedule if :meth:`run_value_and_grad` returned them, else at once."""
@@ -320,9 +320,9 @@ def _reduced_gradient(node: Sharded, gradient: GradientBuffer | None, to: PlaceN
     """Return the reduced gradient of a unit in the place ``to``. ``node``: the gradient that was handed out."""
     place = resolve_place(node.unit, to)
     if gradient is None or gradient.final is None:
-        same = Sharded(node.raw_buffers, node.unit, place, node.groups, scale=node.scale)
+        same = Sharded(node.raw_buffers, node.unit, place, node.groups, reduction=node.reduction)
         return with_future_buffers(same, node.lazy.wait) if node.lazy is not None else same
-    result = Sharded(gradient.final.hand_out(), node.unit, place, node.groups, scale=node.scale)
+    result = Sharded(gradient.final.hand_out(), node.unit, place, node.groups, reduction=node.reduction)
     return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
 

@@ -283,7 +283,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self._refuse()
         comm = innermost_comm(self.own)
         if isinstance(comm, ProcessGroupComm):
-            comm.watch.check()
+            comm.watch.raise_if_failed()
 
     def _refuse(self) -> None:
         if self._closed is not None:

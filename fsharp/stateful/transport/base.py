@@ -266,7 +266,7 @@ class ProcessGroups:
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
         """Return the group along an axis for one kind of collective. Raise an error if another rank has failed."""
-        self.comm.watch.check()
+        self.comm.watch.raise_if_failed()
         if not self.separate:
             return self.comm.group(axis)
         if (kind, axis) not in self._made:

@@ -156,7 +156,7 @@ class FullUnit:
     def hand_out_leaf(self, position: int) -> torch.Tensor:
         """Return a new tensor for the stored leaf at a position, in the leaf's own tensor class."""
         cls, part = self._classed[position]
-        tensor = cls.make(part)
+        tensor = cls.make_tensor(part)
         self._handed_out.append(HandedOutLeaf(tensor, part.path, cls, self.storage.data_ptr()))
         return tensor
 

@@ -50,7 +50,7 @@ class HandedOutLeaf:
     def take_memory(self) -> None:
         """Take the memory from the leaf."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
-            self._cls.forget(tensor)
+            self._cls.drop_derived(tensor)
         for ref, *_ in self._inner:
             if (inner := ref()) is not None:
                 inner.set_()
@@ -67,7 +67,7 @@ class HandedOutLeaf:
     def recompute_derived(self) -> None:
         """Recompute the data that a tensor subclass derives from its values for the backward, after the memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
-            self._cls.derive(tensor)
+            self._cls.compute_derived(tensor)
 
 
 class _ReleasedTensor(torch.Tensor):

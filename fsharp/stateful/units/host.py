@@ -104,7 +104,7 @@ class Offload:
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node
             held = HostBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
-            return node.with_buffers(held, scale=node.scale)
+            return node.with_buffers(held, reduction=node.reduction)
 
         return MovedState(map_units(one, tree), moves)
 

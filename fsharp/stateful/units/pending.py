@@ -39,7 +39,7 @@ class FutureBuffers(LazyBuffers):
 
 def with_future_buffers(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
     """Return a node whose buffers are filled once ``arrive`` has returned; the first reader of a buffer calls ``arrive``."""
-    return node.with_buffers(FutureBuffers(node.raw_buffers, arrive, lanes), scale=node.scale)
+    return node.with_buffers(FutureBuffers(node.raw_buffers, arrive, lanes), reduction=node.reduction)
 
 
 def is_pending(node: Sharded) -> bool:

@@ -332,7 +332,7 @@ def test_what_ranks_that_join_are_told_comes_back_as_it_was():
     for x, y in zip(optree.tree_leaves(again, is_leaf=is_sharded), optree.tree_leaves(tree, is_leaf=is_sharded), strict=True):
         assert type(x) is type(y)
         if is_sharded(x):
-            assert (x.unit, x.place, x.groups, x.scale) == (y.unit, y.place, y.groups, y.scale)
+            assert (x.unit, x.place, x.groups, x.reduction) == (y.unit, y.place, y.groups, y.reduction)
             assert [(b.device.type, b.shape, b.dtype) for b in x.buffers] == [("meta", b.shape, b.dtype) for b in y.buffers]
         elif isinstance(x, torch.Tensor):
             assert x.dtype == y.dtype
