@@ -234,7 +234,7 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
 
 def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     file = tmp_path / "choice.json"
-    argv = ["tune", "gpt-2", "--mesh", "outer=2,inner=4", "--budget", "10", "--units", "layers.*"]
+    argv = ["tune", "tests.gpt_like:make_params", "--mesh", "outer=2,inner=4", "--budget", "10", "--units", "layers.*"]
     status, lines, _ = run(capsys, *argv, "--rows", "0", "--json", file)
     assert status == 0
     assert lines[1].endswith("chosen")
@@ -248,7 +248,7 @@ def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     status, lines, _ = run(capsys, "tune", "gpt-2", "--mesh", "4", "--tokens", "128", "--rows", "0")
     assert status == 0
     assert any("outer=2,inner=2" in line for line in lines)
-    status, _, err = run(capsys, "tune", "gpt-2", "--budget", "0.01")
+    status, _, err = run(capsys, "tune", "tests.gpt_like:make_params", "--budget", "1e-7")
     assert status == 1
     assert "no candidate fits into the budget" in err
 

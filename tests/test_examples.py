@@ -50,6 +50,7 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.deep  # tests/resilience/test_elastic.py has ranks that are killed
 def test_a_rank_comes_back_and_the_others_stay() -> None:
     text = output(sys.executable, "examples/lose_a_rank.py")
     steps = {int(rank): steps for rank, steps in numbers(text, r"rank (\d): process \d+ has made (\d+) steps")}

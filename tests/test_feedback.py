@@ -170,13 +170,13 @@ def test_training_has_the_same_bits_on_every_path(path, policy, microbatches, do
     precision = of(WIRES[wire])
 
     def rank_fn(comm):
-        ways = {"microbatches": microbatches, "precision": precision}
+        ways = {"microbatches": microbatches, "precision": precision, "steps": 4}
         blocking = run(comm, strategy, donate=not donate, **ways)
         assert_same(run(comm, strategy, POLICIES[policy], donate=donate, **ways), blocking)
-        without = run(comm, strategy, microbatches=microbatches, precision=of(WIRES[wire], False))
+        without = run(comm, strategy, microbatches=microbatches, precision=of(WIRES[wire], False), steps=3)
         assert without[2] is None
         assert blocking[0][:1] == without[0][:1]
-        assert blocking[0] != without[0]
+        assert blocking[0][:3] != without[0]
 
     simulate(STRATEGIES[strategy][0], rank_fn)
 
@@ -268,7 +268,7 @@ def test_a_quadratic_problem_is_solved_where_it_stalls_without(strategy, wire):
     middle, apart = torch.randn(96, generator=generator), 10 * torch.randn(96, generator=generator)
 
     def distance(comm, feedback):
-        tx = fs.optim.sgd(1e-2)
+        tx = fs.optim.sgd(5e-2)
         layout = fs.plan({"w": torch.zeros(96)}, comm.mesh, FLAT[strategy][1], precision=of(wire, feedback))
         state = fs.init_state(tx, fs.shard({"w": torch.zeros(96)}, layout, comm, place="optim"), comm=comm)
 
@@ -276,13 +276,13 @@ def test_a_quadratic_problem_is_solved_where_it_stalls_without(strategy, wire):
             return fs.forward(lambda p: 0.5 * (p["w"] - target).square().sum(), params, comm=comm)
 
         step, target = fs.train_step(loss, tx, donate=True), middle + (apart if comm.rank else -apart)
-        for _ in range(600):
+        for _ in range(120):
             state, _ = step(state, target, comm)
         return float((fs.full_tree(state.params, comm=comm)["w"] - middle).abs().max())
 
     for without, with_feedback in simulate(DP, lambda comm: (distance(comm, False), distance(comm, True)), timeout=60):
         assert without > 1
-        assert with_feedback < 0.05
+        assert with_feedback < 0.2
 
 
 @every(4, strategy=STRATEGIES, microbatches=[1, 3])

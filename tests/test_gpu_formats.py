@@ -10,7 +10,7 @@ import fsharp as fs
 from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests.gpt_like import loss_fn, make_params
-from tests.scheduling import STRATEGIES, assert_same, every, make_state, make_tx, my_batches
+from tests.scheduling import STRATEGIES, assert_same, make_state, make_tx, my_batches
 from tests.virtual_device import SIDES
 from tests.virtual_device import accelerator as accelerator
 from tests.virtual_device import gpu as gpu
@@ -34,6 +34,17 @@ CASES = [
     for strategy in (["zero1"] if each.update else ["zero3", "zero1", "hsdp"])
 ]
 POLICIES = {"default": {}, "buckets": {"prefetch": 2, "bucket_nbytes": 2000}, "offload": {"offload": True}}
+ALL = [(policy, *case) for policy in POLICIES for case in CASES]
+CHOSEN = [
+    ("buckets", "8 and 4 bits", "hsdp"),
+    ("default", "feedback", "zero3"),
+    ("buckets", "stochastic", "zero1"),
+    ("offload", "stochastic differences", "zero1"),
+    ("offload", "by tensor", "zero3"),
+    ("default", "nvfp4", "hsdp"),
+    ("default", "differences", "zero1"),
+]
+"""Each precision once, and each policy and strategy."""
 
 
 class OnOneDevice:
@@ -101,10 +112,12 @@ def compare_paths(comm, policy, name, strategy):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@every(3, policy=POLICIES, case=CASES)
-def test_scheduled_steps_have_the_bits_of_blocking_ones(side, policy, case, accelerator):
+@pytest.mark.parametrize(
+    ("policy", "name", "strategy"),
+    [case if case in CHOSEN else pytest.param(*case, marks=pytest.mark.deep) for case in ALL],
+)
+def test_scheduled_steps_have_the_bits_of_blocking_ones(side, policy, name, strategy, accelerator):
     """Autograd has one thread for each GPU, in which ranks that are threads would wait for each other: these are processes."""
-    name, strategy = case
 
     def on_virtual_device(comm):
         with accelerator():
