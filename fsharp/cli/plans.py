@@ -15,10 +15,10 @@ from fsharp.functional.traffic import step_traffic
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.inspect.drawing import draw as draw_step
 from fsharp.inspect.estimate import Hardware, predict
-from fsharp.inspect.presets import EFFICIENCY, GPUS, host_links
+from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.inspect.tables import table
 from fsharp.planning.plan_step import plan_step
-from fsharp.planning.space import FLAT, HYBRID, order_of_use, repeated_units
+from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, order_of_use, repeated_units
 from fsharp.planning.tune import POLICIES
 from fsharp.planning.tune import tune as choose
 
@@ -233,7 +233,7 @@ def _layouts(
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
     """Return the parameters of a model, the mesh, and a layout for each strategy, or for ``strategy`` alone."""
     axes = mesh_of(where, mesh)
-    makers = {**FLAT, **(HYBRID if len(axes.names) == 2 else {})}
+    makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
     named = {name: make(*axes.names) for name, make in makers.items()}
     if strategy and strategy not in named:
         raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
@@ -265,5 +265,5 @@ def _hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, 
         return machine.hardware_of(layout, tokens=tokens, efficiency=1.0 if efficiency is None else efficiency)
     if (gpu := gpu or DEFAULT_GPU) not in GPUS:
         raise OptionError(f"{where}: gpu is {gpu!r}, expected one of {', '.join(GPUS)}; or measure your own: fsharp calibrate.")
-    links = host_links(layout.mesh)
+    links = axes_by_link(layout.mesh)
     return Hardware.preset(gpu, layout, tokens=tokens, efficiency=EFFICIENCY if efficiency is None else efficiency, **links)

@@ -14,10 +14,10 @@ from fsharp.stateful.schedule.ops import SPREAD, Phase, Stream, buffer_nbytes, k
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
-from fsharp.stateful.timing.trace import Row, Trace, by_unit, check_rows, self_times
+from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_times
 
-_ROUNDS = 8
-Channel = tuple[str, str]
+_MAX_FIT_ROUNDS = 8
+Link = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
 
 
@@ -33,7 +33,7 @@ def calibrate(
     steps = trace.ended_steps()
     rows = [row for _, rows in steps for row in rows]
     check_rows("Hardware.fit()", schedule, rows)
-    _check_kinds(schedule, rows)
+    _check_kinds_measured(schedule, rows)
     flights = _collective_times(schedule, rows)
     in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     waiting: list[Interval] = []
@@ -49,7 +49,7 @@ def calibrate(
         for span in host:
             seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.full_speed_length(span, host_speed)
         begun = sorted({(row[5], first[row[0]]) for row in mine if schedule.ops[row[0]].spec.cost == "send"})
-        for gap_start, gap_stop in _uncovered_stretches(host, start, stop):
+        for gap_start, gap_stop in _gaps_between_spans(host, start, stop):
             issued = begun[bisect_left(begun, (gap_start, -1)) : bisect_right(begun, (gap_stop, len(schedule.ops)))]
             following = next((span for span in host if span.start_s >= gap_stop), None)
             gap_s = in_flight.full_speed_length((gap_start, gap_stop), host_speed)
@@ -72,7 +72,7 @@ def calibrate(
     waits = _IntervalUnion(waiting)
 
     def alone(start: float, stop: float) -> float:
-        return (stop - start) * sending_speed + waits.within(start, stop) * (1 - sending_speed)
+        return (stop - start) * sending_speed + waits.length_between(start, stop) * (1 - sending_speed)
 
     taken_alone = {
         op: [
@@ -92,19 +92,19 @@ def calibrate(
             taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
     links = _fit_links(schedule, taken_alone)
     return {
-        "compute": by_unit(own),
+        "compute": median_times_by_unit(own),
         "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
         "bandwidth": {link: bandwidth for link, (_, bandwidth) in links.items()} or math.inf,
         "memory_bandwidth": cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
         "codec_bandwidth": codec_bandwidth,
         "host_bandwidth": _host_bandwidth(schedule, rows),
         "update_s": median(updates),
-        **_fit_issues(schedule, issuing),
+        **_fit_issue_cost(schedule, issuing),
     }
 
 
 def issued_nbytes(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes with which the issue of a collective grows: those that are sent.
+    """Return the bytes that make the issue of a collective slower: the bytes that are sent.
 
     A gather copies the rank's own part into the arena, and a reduction posts a message for each chunk. A gather of updated
     parameters copies nothing.
@@ -112,8 +112,8 @@ def issued_nbytes(op: Op, facts: UnitFacts) -> int:
     return 0 if op.spec is SPREAD else sum(call.nbytes for call in op.spec.collectives(facts))
 
 
-def _fit_issues(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, float]:
-    """Return the seconds of the issue of a collective, and the bytes per second by which it grows.
+def _fit_issue_cost(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, float]:
+    """Return ``issue_s`` and ``issue_bandwidth``: the seconds of an issue of few bytes, and bytes per second of larger ones.
 
     ``issuing``: seconds in each step of the stretches in which these collectives were issued, by their first ops. Errors count
     relative to the seconds.
@@ -148,7 +148,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
         for span in self_times(rows):
             if span.op >= 0 and span.kind == schedule.ops[span.op].kind and schedule.ops[span.op].spec.cost == "compute":
                 seconds, covered = taken.get(span.op, (0.0, 0.0))
-                taken[span.op] = seconds + span.seconds, covered + in_flight.within(span.start_s, span.stop_s)
+                taken[span.op] = seconds + span.seconds, covered + in_flight.length_between(span.start_s, span.stop_s)
         for i, (seconds, covered) in taken.items():
             op = schedule.ops[i]
             own_s = alone.get(op.unit, (0.0, 0.0))[op.phase == "backward"]
@@ -163,7 +163,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
 
 
 def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
-    """Return the bytes in memory with which ops work: of each op its part of the arena, else its inputs, else its output."""
+    """Return the bytes of memory that ops read or write: of each op its part of the arena, else its inputs, else its output."""
     total = 0
     for op in ops:
         mine = facts[op.unit]
@@ -173,7 +173,7 @@ def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
     return total
 
 
-def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
+def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
     """Return the bytes per second of copies between host memory and the device, from the median over steps of their seconds."""
     copied: dict[int, float] = {}
     copies = kinds_where(lambda spec: spec.cost == "copy")
@@ -184,7 +184,7 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
     return schedule.host_nbytes / seconds if seconds else math.inf
 
 
-def _codec_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
+def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
     """Return encoded bytes per second of the ops that encode or decode and do not wait, over all steps."""
     seconds, coded, facts = 0.0, 0, schedule.program.facts
     for i, kind, _, _, _, start, stop, _ in rows:
@@ -195,27 +195,29 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
 
 
 class _IntervalUnion:
+    """A union of intervals of time, with the length of any part of the union."""
+
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.parts = union_of_intervals(intervals)
         self.starts = [start for start, _ in self.parts]
         self.before = [0.0, *accumulate(stop - start for start, stop in self.parts)]
 
-    def until(self, at: float) -> float:
+    def length_before(self, at: float) -> float:
         """Return the length of the union before ``at``."""
         i = bisect_right(self.starts, at)
         return self.before[i] - max(self.parts[i - 1][1] - at, 0.0) if i else 0.0
 
-    def within(self, start: float, stop: float) -> float:
+    def length_between(self, start: float, stop: float) -> float:
         """Return the length of the union between ``start`` and ``stop``."""
-        return self.until(stop) - self.until(start)
+        return self.length_before(stop) - self.length_before(start)
 
-    def full_speed_length(self, what: TimeSpan | Interval, speed: float) -> float:
+    def full_speed_length(self, span: TimeSpan | Interval, speed: float) -> float:
         """Return the length that a span would have at full speed, if it ran at ``speed`` in the union."""
-        start, stop = (what.start_s, what.stop_s) if isinstance(what, TimeSpan) else what
-        return stop - start - (1 - speed) * self.within(start, stop)
+        start, stop = (span.start_s, span.stop_s) if isinstance(span, TimeSpan) else span
+        return stop - start - (1 - speed) * self.length_between(start, stop)
 
 
-def _uncovered_stretches(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Interval]:
+def _gaps_between_spans(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Interval]:
     result, at = [], start
     for began, ended in union_of_intervals((span.start_s, span.stop_s) for span in spans):
         if began > at:
@@ -224,7 +226,7 @@ def _uncovered_stretches(spans: Iterable[TimeSpan], start: float, stop: float) -
     return [*result, (at, stop)] if at < stop else result
 
 
-def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
+def _check_kinds_measured(schedule: Schedule, rows: Iterable[TraceRow]) -> None:
     measured = {row[1] for row in rows}
     facts = schedule.program.facts
     wanted = {op.kind for op in schedule.ops if op.spec.cost != "send" or op.spec.collectives(facts[op.unit])}
@@ -248,7 +250,7 @@ class _CollectiveTimes(NamedTuple):
     stop_s: float
 
 
-def _collective_times(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[_CollectiveTimes]]:
+def _collective_times(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int, list[_CollectiveTimes]]:
     """Return the times of each collective in each step, by the collective's first op."""
     first = {i: run[0] for run in issue_group_ranges(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
@@ -273,14 +275,14 @@ class _FitPoint(NamedTuple):
     ``latencies`` is 1 if the seconds contain the latency, 0 if the latency was over before the queue was free.
     """
 
-    sent: dict[Channel, int]
+    sent: dict[Link, int]
     latencies: int
     seconds: float
     weight: int
 
 
 def _fit_points(
-    schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Channel, float] | None
+    schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Link, float] | None
 ) -> list[_FitPoint]:
     """Return points from ``(seconds in the queue, seconds after the queue)`` of each collective, by its first op.
 
@@ -289,7 +291,7 @@ def _fit_points(
     that have not queued count from their issue. Of each op only steps on the side of most of its steps count.
     """
     facts, ops = schedule.program.facts, schedule.ops
-    alike: dict[tuple[tuple[tuple[Channel, int], ...], int], list[float]] = {}
+    alike: dict[tuple[tuple[tuple[Link, int], ...], int], list[float]] = {}
     for run in issue_group_ranges(ops):
         sent = sent_nbytes_by_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if not sent or run[0] not in taken:
@@ -302,28 +304,30 @@ def _fit_points(
     return [_FitPoint(dict(sent), has_latency, median(each), len(each)) for (sent, has_latency), each in alike.items()]
 
 
-def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> dict[Channel, tuple[float, float]]:
+def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> dict[Link, tuple[float, float]]:
     """Return ``(latency, bandwidth)`` of each link. As points depend on latencies, the fit is repeated until it is stable."""
     points = _fit_points(schedule, taken, None)
-    found = _solve(points)
-    for _ in range(_ROUNDS):
-        again = _solve(_fit_points(schedule, taken, {link: latency for link, (latency, _) in found.items()}), or_else=found)
+    found = _solve_links(points)
+    for _ in range(_MAX_FIT_ROUNDS):
+        again = _solve_links(
+            _fit_points(schedule, taken, {link: latency for link, (latency, _) in found.items()}), fallback=found
+        )
         if again == found:
             break
         found = again
     return found
 
 
-def _solve(
-    points: Sequence[_FitPoint], or_else: dict[Channel, tuple[float, float]] | None = None
-) -> dict[Channel, tuple[float, float]]:
+def _solve_links(
+    points: Sequence[_FitPoint], fallback: dict[Link, tuple[float, float]] | None = None
+) -> dict[Link, tuple[float, float]]:
     links = sorted({link for point in points for link in point.sent})
     for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # else one number for all axes
         found = _least_squares(points, names)
         if found is not None:
             return {link: found[names[link]] for link in links}
-    if or_else is not None:
-        return or_else
+    if fallback is not None:
+        return fallback
     sizes = {link: sorted({point.sent[link] for point in points if link in point.sent}) for link in links}
     rows = [(" ".join(link), ", ".join(f"{nbytes:,}" for nbytes in each) + " bytes") for link, each in sizes.items()]
     what = "latency and bandwidth cannot be told apart, as all collectives of a kind send equally many bytes."
@@ -331,7 +335,7 @@ def _solve(
     raise ScheduleError(problem("Hardware.fit()", what, rows, remedy))
 
 
-def _least_squares(points: Sequence[_FitPoint], names: Mapping[Channel, Channel]) -> dict[Channel, tuple[float, float]] | None:
+def _least_squares(points: Sequence[_FitPoint], names: Mapping[Link, Link]) -> dict[Link, tuple[float, float]] | None:
     """Return the ``(latency, bandwidth)`` that fits best for each of ``names``; None if the points do not determine them."""
     found = sorted(set(names.values()))
     if not found:

@@ -17,8 +17,8 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
     """
     both = predicted, measured
     summary: list[tuple[str, str, str, str]] = [
-        _row("step", predicted.step_s, measured.step_s),
-        _row("exposed", predicted.exposed_s, measured.exposed_s),
+        _comparison_row("step", predicted.step_s, measured.step_s),
+        _comparison_row("exposed", predicted.exposed_s, measured.exposed_s),
         ("overlap", f"{predicted.overlap:.1%}", f"{measured.overlap:.1%}", ""),
         ("peak", nbytes_text(predicted.peak_nbytes), nbytes_text(measured.peak_nbytes), ""),
     ]
@@ -36,12 +36,12 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
         for what, kind, phase in parts
     ]
     head = ("", "predicted", "measured", "ratio")
-    blocks = [[_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)]
+    blocks = [[_comparison_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)]
     rules = {1, 5, 5 + len(blocks[0])}
     return "\n".join(align_columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3}, rules=rules))
 
 
-def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
+def _comparison_row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
     return name, seconds_text(predicted), seconds_text(measured), f"{measured / predicted:.2f}" if predicted else ""
 
 

@@ -25,15 +25,15 @@ Colour = tuple[float, float, float]
 
 _WIDTH_IN, _DPI = 15.0, 150
 _MARGIN_IN = 1.0  # that labels of lanes take
-_FONT = 7.0
-_LANES: dict[Stream, float] = {"compute": 1.0, "gather": 0.75, "reduce": 0.75, "host": 0.75}
+_FONT_SIZE = 7.0
+_LANE_HEIGHTS: dict[Stream, float] = {"compute": 1.0, "gather": 0.75, "reduce": 0.75, "host": 0.75}
 _INK, _FAINT, _UPDATE, _CODED = "#222222", "#c8c8c8", "#555555", "#1b9e77"
 _WAIT, _WAIT_LINES = "#f7d4d4", "#d62728"
-_MEMORY = ("#4c78a8", "#d9730d")  # of the first timeline and of the second
-_BYTES = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")
-_SECONDS = (1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"), (1e-9, "nanoseconds")
-_RAMPS = "viridis", "plasma", "cividis"
-_SINGLES = "#e07b39", "#c2528b", "#8c6d4f", "#4f8fc0", "#7f9a3c", "#9467bd"
+_MEMORY_COLOURS = ("#4c78a8", "#d9730d")  # of the first timeline and of the second
+_BYTE_UNITS = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")
+_TIME_UNITS = (1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"), (1e-9, "nanoseconds")
+_COLOUR_RAMPS = "viridis", "plasma", "cividis"
+_SINGLE_COLOURS = "#e07b39", "#c2528b", "#8c6d4f", "#4f8fc0", "#7f9a3c", "#9467bd"
 
 
 @options_checked
@@ -70,18 +70,18 @@ def draw(
     timelines = [timeline, measured] if measured else [timeline]
     names = ["predicted", "measured"] if measured else [""]
     lanes = [stream for stream in STREAMS if any(span.stream == stream for t in timelines for span in t.spans)]
-    heights = [0.9 * (0.4 + sum(_LANES[lane] + 0.08 for lane in lanes))] * len(timelines) + [1.35]
+    heights = [0.9 * (0.4 + sum(_LANE_HEIGHTS[lane] + 0.08 for lane in lanes))] * len(timelines) + [1.35]
     figure = Figure((_WIDTH_IN, sum(heights) + 0.42 * len(timelines) + 1.15), _DPI, facecolor="white", layout="constrained")
     all_axes = figure.subplots(len(heights), height_ratios=heights)
     longest = max(each.step_s for each in timelines) or 1.0
     units = timeline.schedule.program.facts
     coded = [op.spec.coded_nbytes(units[op.unit]) for op in timeline.schedule.ops]
-    style = _DrawingStyle(_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times, coded)
+    style = _DrawingStyle(_unit_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times, coded)
     for axes, each, name in zip(all_axes, timelines, names):
-        axes.set_title(_title(each, name, has_times), loc="left", fontsize=10, fontweight="bold", color=_INK)
+        axes.set_title(_title_text(each, name, has_times), loc="left", fontsize=10, fontweight="bold", color=_INK)
         _draw_lanes(axes, each, lanes, style)
     _draw_memory(all_axes[-1], timelines, names, style)
-    _legend(figure, all_axes[-1], has_times, has_codes=any(coded))
+    _draw_legend(figure, all_axes[-1], has_times, has_codes=any(coded))
     figure.savefig(path)
 
 
@@ -112,23 +112,23 @@ class _DrawingStyle(NamedTuple):
 
 def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _DrawingStyle) -> None:
     top, labels = 0.4, dict[float, str]()
-    for start, stop, text, colour in _phase_stretches(timeline):
+    for start, stop, text, colour in _phase_spans(timeline):
         axes.broken_barh([(start, stop - start)], (0, 0.28), facecolors=colour, edgecolors="white", linewidth=0.8)
         _write_first_that_fits(axes, [text], start, stop, 0.14, colour, style)
         axes.axvline(stop, color=_FAINT, linewidth=0.6, zorder=0)
-    boxes = list(_boxes(timeline))
+    boxes = list(_boxes_to_draw(timeline))
     for lane in lanes:
         mine = [box for box in boxes if box.stream == lane]
         rows = _pack_into_rows(mine)
-        height = _LANES[lane] / max(len(rows), 1)
+        height = _LANE_HEIGHTS[lane] / max(len(rows), 1)
         for i, row in enumerate(rows):
             _draw_row(axes, row, (top + i * height, height * 0.94), style)
         text = str(lane)
         if style.has_times and timeline.step_s:
             busy = total_length(union_of_intervals((box.start_s, box.stop_s) for box in mine if box.kind != WAITING))
             text = f"{lane}\nbusy {busy / timeline.step_s:.0%}"
-        labels[top + _LANES[lane] / 2] = text
-        top += _LANES[lane] + 0.08
+        labels[top + _LANE_HEIGHTS[lane] / 2] = text
+        top += _LANE_HEIGHTS[lane] + 0.08
     axes.set(xlim=(0, style.longest), ylim=(top, 0))
     axes.set_yticks(list(labels), list(labels.values()))
     axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=_INK)
@@ -142,7 +142,7 @@ def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], st
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
         axes.broken_barh(waits, where, facecolors=face, edgecolors=lines, linewidth=0, hatch="//////")
     others = [box for box in row if _look_of(box) != "hatched"]
-    faces = [_face(box, style.colours) for box in others]
+    faces = [_fill_colour(box, style.colours) for box in others]
     edges = ["white" if box.seconds > 0.06 * style.per_inch else "none" for box in others]
     places = [(box.start_s, box.seconds) for box in others]
     axes.broken_barh(places, where, facecolors=faces, edgecolors=edges, linewidth=0.6)
@@ -161,18 +161,18 @@ def _write_first_that_fits(
 ) -> None:
     from matplotlib.colors import to_rgba
 
-    text = next((text for text in texts if 0.7 * _FONT / 72 * len(text) <= (stop - start) / style.per_inch), "")
+    text = next((text for text in texts if 0.7 * _FONT_SIZE / 72 * len(text) <= (stop - start) / style.per_inch), "")
     if text:
         red, green, blue, alpha = to_rgba(face)
         colour = "white" if alpha * (1 - 0.3 * red - 0.59 * green - 0.11 * blue) > 0.4 else _INK
-        axes.text((start + stop) / 2, y, text, ha="center", va="center", fontsize=_FONT, color=colour)
+        axes.text((start + stop) / 2, y, text, ha="center", va="center", fontsize=_FONT_SIZE, color=colour)
 
 
 def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str], style: _DrawingStyle) -> None:
     schedule = timelines[0].schedule
     most = max([schedule.arena, *(timeline.peak_nbytes for timeline in timelines), 1])
-    scale, unit = next((scale, unit) for scale, unit in _BYTES if most >= scale)
-    for timeline, name, colour in zip(timelines, names, _MEMORY):
+    scale, unit = next((scale, unit) for scale, unit in _BYTE_UNITS if most >= scale)
+    for timeline, name, colour in zip(timelines, names, _MEMORY_COLOURS):
         curve = [*timeline.memory, (timeline.step_s, timeline.memory[-1][1])]
         x, y = [second for second, _ in curve], [nbytes / scale for _, nbytes in curve]
         if timeline is timelines[0]:
@@ -184,14 +184,14 @@ def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str],
     axes.set_ylabel(f"arena, {unit}", fontsize=9, color=_INK)
     label = "position of the op"
     if style.has_times:
-        seconds, label = next((s, text) for s, text in _SECONDS if style.longest >= 2 * s or s == _SECONDS[-1][0])
+        seconds, label = next((s, text) for s, text in _TIME_UNITS if style.longest >= 2 * s or s == _TIME_UNITS[-1][0])
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / seconds:g}")
     axes.set_xlabel(label, fontsize=9, color=_INK)
     axes.tick_params(labelsize=8, labelcolor=_INK)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Any, axes: Any, has_times: bool, *, has_codes: bool) -> None:
+def _draw_legend(figure: Any, axes: Any, has_times: bool, *, has_codes: bool) -> None:
     from matplotlib.patches import Patch
 
     ramp = (0.13, 0.57, 0.55)
@@ -211,7 +211,7 @@ def _legend(figure: Any, axes: Any, has_times: bool, *, has_codes: bool) -> None
     figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=8, ncols=len(handles))
 
 
-def _title(timeline: Timeline, name: str, has_times: bool) -> str:
+def _title_text(timeline: Timeline, name: str, has_times: bool) -> str:
     schedule = timeline.schedule
     memory = f"peak {nbytes_text(timeline.peak_nbytes)} of {nbytes_text(schedule.arena)}"
     if not has_times:
@@ -223,7 +223,7 @@ def _title(timeline: Timeline, name: str, has_times: bool) -> str:
     return f"{name}    {facts}" if name else facts
 
 
-def _phase_stretches(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
+def _phase_spans(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
     """Yield start, stop, text and colour of each forward, each backward, and the update."""
     chosen = kinds_where(lambda spec: spec.cost in ("compute", "update"))
     spans = [span for span in timeline.spans if span.kind in chosen]
@@ -237,7 +237,7 @@ def _phase_stretches(timeline: Timeline) -> Iterator[tuple[float, float, str, st
         yield start, stop, text, {"forward": "#e3e3e3", "backward": "#bfbfbf"}.get(phase, _UPDATE)
 
 
-def _boxes(timeline: Timeline) -> Iterator[TimeSpan]:
+def _boxes_to_draw(timeline: Timeline) -> Iterator[TimeSpan]:
     """Yield the spans to draw, cut to the step. Units that share a collective have equal parts of its width."""
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in timeline.spans:
@@ -261,13 +261,13 @@ def _pack_into_rows(boxes: list[TimeSpan]) -> list[list[TimeSpan]]:
     return rows
 
 
-def _colours(schedule: Schedule) -> dict[str, Colour]:
+def _unit_colours(schedule: Schedule) -> dict[str, Colour]:
     """Return the colours of units: units that differ in a number are along a ramp, others have colours of their own."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
     result: dict[str, Colour] = {}
-    ramps, singles = cycle(_RAMPS), cycle(_SINGLES)
+    ramps, singles = cycle(_COLOUR_RAMPS), cycle(_SINGLE_COLOURS)
     for units in units_by_repeated_name(schedule).values():
         if len(units) == 1:
             result[units[0]] = to_rgb(next(singles))
@@ -278,7 +278,7 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
     return result
 
 
-def _face(span: TimeSpan, colours: dict[str, Colour]) -> Any:
+def _fill_colour(span: TimeSpan, colours: dict[str, Colour]) -> Any:
     look = _look_of(span)
     if look == "coded":
         return _CODED

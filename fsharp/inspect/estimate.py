@@ -23,7 +23,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.inspect.calibrate import Channel, calibrate, fit_host_share, issued_nbytes, moved_nbytes
+from fsharp.inspect.calibrate import Link, calibrate, fit_host_share, issued_nbytes, moved_nbytes
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
@@ -35,10 +35,10 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _MAX_STEPS = 16
-_NOW = 0.0, 0.0
+_OVER_AT_START = 0.0, 0.0
 """Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
-PerLink = float | Mapping[str | Channel, float]
+PerLink = float | Mapping[str | Link, float]
 """One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
 ``{("reduce_scatter", "dp"): x}``, which takes precedence over the axis. An ``all_reduce`` without a number is a
 ``reduce_scatter`` and an ``all_gather`` of half of its bytes each, so a fit to ZeRO-3 predicts DDP. An ``all_to_all`` without
@@ -249,7 +249,7 @@ class Hardware:
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """The parts of their speed that the host and collectives have while both work."""
+        """The parts of full speed, from 0 to 1, that the host and the collectives keep while both work."""
         return 1 - self.contention * (1 - self.host_share), 1 - self.contention * self.host_share
 
     def collective_s(self, calls: Iterable[Call]) -> float:
@@ -260,19 +260,19 @@ class Hardware:
         2.0
         """
         sent = sent_nbytes_by_axis(calls)
-        return self.latency_s(sent) + sum(nbytes * self._byte_s(link) for link, nbytes in sent.items())
+        return self.latency_s(sent) + sum(nbytes * self._seconds_per_byte(link) for link, nbytes in sent.items())
 
-    def latency_s(self, links: Iterable[Channel]) -> float:
+    def latency_s(self, links: Iterable[Link]) -> float:
         """Return the seconds of a collective that do not depend on its bytes, over all of its links in sequence."""
         halves = [half for link in links for half in self._collectives_in(link)]
-        return sum(_of(self.latency, half, "latency") for half in halves)
+        return sum(_value_of_link(self.latency, half, "latency") for half in halves)
 
-    def _byte_s(self, link: Channel) -> float:
-        """Return the seconds of one byte over a link: the mean over the collectives that make up the link's."""
+    def _seconds_per_byte(self, link: Link) -> float:
+        """Return the seconds of one byte over a link: the mean over :meth:`_collectives_in` of the link."""
         halves = self._collectives_in(link)
-        return sum(1 / _of(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
+        return sum(1 / _value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
-    def _collectives_in(self, link: Channel) -> tuple[Channel, ...]:
+    def _collectives_in(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
         For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather. For an
@@ -287,7 +287,7 @@ class Hardware:
         return (link,)
 
 
-def _of(value: PerLink, link: Channel, name: str) -> float:
+def _value_of_link(value: PerLink, link: Link, name: str) -> float:
     if not isinstance(value, Mapping):
         return value
     if link in value:
@@ -318,8 +318,10 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     simulation = _Simulation(schedule, hardware)
     carried: dict[int, Interval] = {}
     for _ in range(_MAX_STEPS):
-        timeline, handed_on = simulation.step(carried)
-        if all(math.isclose(handed_on[j][1], carried.get(j, _NOW)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on):
+        timeline, handed_on = simulation.simulate_step(carried)
+        if all(
+            math.isclose(handed_on[j][1], carried.get(j, _OVER_AT_START)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on
+        ):
             break
         carried = handed_on
     return timeline
@@ -357,11 +359,11 @@ class _Simulation:
             )
             latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
             longer_s = sum(issued_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
-            self.issues.append((run, _seconds(ops, facts, hardware, times), latency_s, hardware.issue_s + longer_s))
+            self.issues.append((run, _op_seconds(ops, facts, hardware, times), latency_s, hardware.issue_s + longer_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
-    def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
+    def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
         """Return the timeline of a step; and start and end of the ops that it hands on, relative to the step's end.
 
         ``carried``: start and end, in this step's time, of the ops that the previous step has handed on.
@@ -379,7 +381,9 @@ class _Simulation:
             queue, sends = self.queues[run[0]], self.ops[run[0]].spec.cost == "send"
             idle = start = free[queue] - latency_s  # the latency may pass while earlier collectives are under way
             for i in run:
-                start = max([start, 0.0, *(times[j][1] if j < i else before.get(j, _NOW)[1] for j in self.ops[i].after)])
+                start = max(
+                    [start, 0.0, *(times[j][1] if j < i else before.get(j, _OVER_AT_START)[1] for j in self.ops[i].after)]
+                )
             if sends and self.is_synchronous:
                 start = max(start, free["compute"])
             if sends and self.schedule.policy.separate_groups is False:
@@ -432,14 +436,14 @@ class _Simulation:
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event planned for ``at`` happens, if work has only ``speed`` for ``seconds`` from ``start`` on."""
+    """Return when an event that was due at ``at`` happens, if from ``start`` on work has only ``speed`` for ``seconds``."""
     ahead = at - start
     if ahead <= 0:
         return at
     return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
 
 
-def _seconds(
+def _op_seconds(
     ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware, times: Mapping[str, tuple[float, float]]
 ) -> float:
     phase, unit = ops[0].phase, ops[0].unit

@@ -18,12 +18,12 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     if callable(fields["compute"]):
         remedy = "Pass a dict of seconds by pattern, or a pair for all units."
         raise ScheduleError(problem("Hardware.to_json()", "compute is a function, which JSON cannot hold.", remedy=remedy))
-    return json.dumps({name: _to_json(value) for name, value in fields.items()}, indent=1)
+    return json.dumps({name: _value_to_json(value) for name, value in fields.items()}, indent=1)
 
 
-def _to_json(value: Any) -> Any:
+def _value_to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return [[*(key if isinstance(key, tuple) else (key,)), _to_json(each)] for key, each in value.items()]
+        return [[*(key if isinstance(key, tuple) else (key,)), _value_to_json(each)] for key, each in value.items()]
     if isinstance(value, tuple):
         return {"forward": value[0], "backward": value[1]}
     return None if value == math.inf else value
@@ -52,23 +52,23 @@ def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in rows.items():
         try:
-            result[name] = _from_json(value, _seconds if name == "compute" else _number)
+            result[name] = _value_from_json(value, _parse_seconds if name == "compute" else _parse_number)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise wrong(f"{name} is {short_repr(value)}, expected {'seconds' if name == 'compute' else 'numbers'}.") from error
     return result
 
 
-def _from_json(value: Any, item: Callable[[Any], Any]) -> Any:
+def _value_from_json(value: Any, parse: Callable[[Any], Any]) -> Any:
     if isinstance(value, list):
-        return {(row[0] if len(row) == 2 else (row[0], row[1])): item(row[-1]) for row in value}
-    return item(value)
+        return {(row[0] if len(row) == 2 else (row[0], row[1])): parse(row[-1]) for row in value}
+    return parse(value)
 
 
-def _number(value: Any) -> Any:
+def _parse_number(value: Any) -> Any:
     if value is not None and not isinstance(value, bool | int | float):
         raise TypeError
     return math.inf if value is None else value
 
 
-def _seconds(value: Any) -> tuple[float, float]:
+def _parse_seconds(value: Any) -> tuple[float, float]:
     return value["forward"], value["backward"]

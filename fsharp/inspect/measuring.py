@@ -24,10 +24,10 @@ from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace
 from fsharp.type_checks import options_checked
 
-_WIDTHS = (32, 256, 64, 512, 128, 1024)
+_LAYER_WIDTHS = (32, 256, 64, 512, 128, 1024)
 """Widths of square weights, each a unit of 4 KiB to 4 MiB. Different sizes tell latency and bandwidth apart."""
-_WARMUP = 3
-_FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s", "issue_bandwidth")
+_WARMUP_STEPS = 3
+_MEASURED_FIELDS = ("latency", "bandwidth", "memory_bandwidth", "host_share", "issue_s", "issue_bandwidth")
 
 
 @options_checked
@@ -62,7 +62,7 @@ def measure(
             compute=compute, bandwidth=1.0, update_s=update_s, contention=contention or 0.0, synchronous_host=is_synchronous
         )
         given = {"compute": compute, "update_s": update_s, "contention": contention, "steps": steps}
-        return {name: _as_text(value) for name, value in given.items()}
+        return {name: _argument_text(value) for name, value in given.items()}
 
     check_on_all_ranks("measure()", comm, checked, lambda given: given)
     if contention is None:
@@ -70,22 +70,22 @@ def measure(
         found_here = is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks
         contention = max(float(text) for text in all_gather_texts(str(float(found_here)), comm))
     known: dict[str, Any] = {"synchronous_host": is_synchronous, "contention": contention}
-    alone, _ = _trace_of_model(SingleComm(device=comm.device), steps)
-    trace, schedule = _trace_of_model(comm, steps)
+    alone, _ = _trace_small_model(SingleComm(device=comm.device), steps)
+    trace, schedule = _trace_small_model(comm, steps)
     mine = Hardware.fit(trace, schedule, alone=alone, **known)
     everyones = [Hardware.from_json(text) for text in all_gather_texts(mine.to_json(), comm)]
-    found = {name: _median([getattr(each, name) for each in everyones]) for name in _FIELDS}
+    found = {name: _median([getattr(each, name) for each in everyones]) for name in _MEASURED_FIELDS}
     return Hardware(compute=compute, update_s=update_s, **known, **found)
 
 
-def _trace_of_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
-    params = {"layers": [torch.eye(width, device=comm.device) for width in _WIDTHS]}
+def _trace_small_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
+    params = {"layers": [torch.eye(width, device=comm.device) for width in _LAYER_WIDTHS]}
     layout = plan(params, comm.mesh, zero3(*(axis for axis, _ in comm.mesh.axes)), units="layers.*")
     tx = sgd(1e-3)
     state = init_state(tx, shard(params, layout, comm), comm=comm, donate=True)
     step = Scheduler(comm, policy=SchedulePolicy(bucket_nbytes=0))(train_step(_loss, tx, donate=True))
-    x = torch.ones(64, max(_WIDTHS), device=comm.device)
-    for _ in range(_WARMUP):
+    x = torch.ones(64, max(_LAYER_WIDTHS), device=comm.device)
+    for _ in range(_WARMUP_STEPS):
         state, _ = step(state, x)
     trace = step.start_trace()
     for _ in range(steps):
@@ -105,14 +105,14 @@ def _layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x[:, : len(weight)] @ weight).square().mean()
 
 
-def _as_text(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     """Return an argument as text for comparison between ranks. All functions have the same text."""
     if callable(value):
         return "a function"
     if isinstance(value, Mapping):
-        return "\n".join(f"{pattern}: {_as_text(each)}" for pattern, each in value.items())
+        return "\n".join(f"{pattern}: {_argument_text(each)}" for pattern, each in value.items())
     if isinstance(value, tuple | list):
-        return ", ".join(map(_as_text, value))
+        return ", ".join(map(_argument_text, value))
     return "None" if value is None else repr(float(value))
 
 

@@ -57,12 +57,12 @@ GPUS = {
 """GPUs by name. [Note: data sheets] has the source of each number."""
 
 
-def host_links(mesh: Mesh, per_host: int = 8) -> dict[str, Any]:
-    """Return the axes of a mesh by their links, as options of :meth:`~fsharp.inspect.Hardware.preset`.
+def axes_by_link(mesh: Mesh, per_host: int = 8) -> dict[str, Any]:
+    """Return the axes of a mesh by the links that they use, as options of :meth:`~fsharp.inspect.Hardware.preset`.
 
     Each ``per_host`` ranks in a row share a host.
 
-    >>> host_links(Mesh({"a": 3, "b": 4, "c": 4}))
+    >>> axes_by_link(Mesh({"a": 3, "b": 4, "c": 4}))
     {'within': ['c'], 'across': ['a'], 'spanning': ['b']}
     """
     links: dict[str, list[str]] = {"within": [], "across": [], "spanning": []}

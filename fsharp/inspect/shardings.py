@@ -21,14 +21,14 @@ from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, options_explained
 
-_COLUMNS = 100
+_MAX_COLUMNS = 100
 _MAX_CELLS = 16
 _MAX_ROWS, _MAX_BOXES = 40, 8
 """Columns of the text of a tree, and of the text of a leaf."""
 _WIDTH_IN, _ROW_IN, _DPI = 13.0, 0.3, 150
 _MAX_RANKS = 64
 _MAX_NAMES = 18
-_GAP = 0.02
+_GROUP_GAP = 0.02
 """Gap between the buffers of two groups, as a part of the whole width."""
 _INK, _PADDING = "#222222", "#dddddd"
 
@@ -118,12 +118,12 @@ class LeafSharding:
         part = _part_of_each_rank(self.mesh, self.place)
         return (part >= self._parts.start) & (part < self._parts.stop)
 
-    def _of_part(self, part: int) -> tuple[int, int]:
+    def _elements_in_part(self, part: int) -> tuple[int, int]:
         start = part * self._part_size - self.leaf.offset
         return max(0, start), min(self.leaf.numel, start + self._part_size)
 
     def _rows_text(self, part: int) -> str:
-        first, last = self._of_part(part)
+        first, last = self._elements_in_part(part)
         if not self.shape:
             return "all"
         row = self.leaf.numel // self.shape[0]
@@ -131,10 +131,10 @@ class LeafSharding:
         return f"rows {first // row:,}:{last // row:,}" if is_rows else f"elements {first:,}:{last:,}"
 
     @property
-    def _share_text(self) -> str:
+    def _shard_size_text(self) -> str:
         if self.shard_shape is not None:
             return str(list(self.shard_shape))
-        sizes = [last - first for first, last in map(self._of_part, {*self._parts[:2], *self._parts[-1:]})]
+        sizes = [last - first for first, last in map(self._elements_in_part, {*self._parts[:2], *self._parts[-1:]})]
         least = min(sizes) if len(self._parts) == self._num_parts else 0
         return f"{least:,} to {max(sizes):,} elements" if least < max(sizes) else f"{least:,} elements"
 
@@ -155,7 +155,7 @@ class LeafSharding:
         rows = [(self._rows_text(part), _ranks_text(parts == part)) for part in shown]
         if left_out > 0:
             rows.insert(half, ("⋮", f"{left_out:,} more"))
-        lines = [f"{self._name}, spec {self.spec}", f"{self.place} of {self.mesh}"]
+        lines = [f"{self._title}, spec {self.spec}", f"{self.place} of {self.mesh}"]
         if rows:
             left, width = (max(map(len, column)) for column in zip(*rows, strict=True))
             indent, rule = " " * (left + 1), "─" * (max(width, 18) + 2)
@@ -164,10 +164,10 @@ class LeafSharding:
         return "\n".join([*lines, *self._notes()])
 
     def __repr__(self) -> str:
-        return f"LeafSharding({self._name}, spec {self.spec}, {self.place} of {self.mesh})"
+        return f"LeafSharding({self._title}, spec {self.spec}, {self.place} of {self.mesh})"
 
     @property
-    def _name(self) -> str:
+    def _title(self) -> str:
         return f"{self.path or '(whole tree)'}: {_shape_text(self.leaf)}"
 
 
@@ -213,14 +213,14 @@ class TreeSharding:
                 spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._difference_by_axis.values()), "None")
                 holds = leaf._holding_mask.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
-                rows.append((name, _shape_text(leaf.leaf), spec, leaf._share_text, shown))
-        room = _COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
+                rows.append((name, _shape_text(leaf.leaf), spec, leaf._shard_size_text, shown))
+        room = _MAX_COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
         left_out = sum(leaf is not None for _, leaf in named[_MAX_ROWS:])
         per_cell = f"{size // cells:,} or {size // cells + 1:,}" if size % cells else f"{size // cells:,}"
         return "\n".join(
             [
                 f"Sharding of {self.place} on {self.layout.mesh}",
-                *align_columns([(_clipped(row[0], max(room, 12)), *row[1:]) for row in rows], rules={1}),
+                *align_columns([(_clip_text(row[0], max(room, 12)), *row[1:]) for row in rows], rules={1}),
                 *([f"and {left_out:,} rows more; sharding(layout)[path] is one leaf"] if left_out else []),
                 f"a cell is {per_cell} rank{'s' * (size > cells)}: █ with some of the leaf, · with nothing of it",
             ]
@@ -291,7 +291,7 @@ def _shape_text(leaf: Leaf) -> str:
     return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
 
 
-def _clipped(text: str, width: int) -> str:
+def _clip_text(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return f"{text[: width // 2]}…{text[len(text) - (width - width // 2 - 1) :]}"
@@ -317,11 +317,11 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         from matplotlib.figure import Figure
     except ImportError as error:
         raise LayoutError("draw_sharding(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib.") from error
-    chosen = max(layout.units, key=_size) if unit is None else layout[unit]
+    chosen = max(layout.units, key=_num_elements) if unit is None else layout[unit]
     size = layout.mesh.size
     if size > _MAX_RANKS:
         raise LayoutError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer ranks.")
-    if not _size(chosen):
+    if not _num_elements(chosen):
         raise LayoutError(f"draw_sharding(): unit {chosen.name!r} has no parameters.")
     figure = Figure(figsize=(_WIDTH_IN, 1.7 + _ROW_IN * size), dpi=_DPI, layout="constrained")
     figure.suptitle(f"{chosen.name or '(root)'} on {layout.mesh}", fontsize=11, color=_INK)
@@ -332,7 +332,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         _draw_place(axes, chosen, place, is_trained=title != "parameters")
         axes.set_title(f"{title}: {', '.join(f'{a} {place[a].name.lower()}' for a in place.order)}", fontsize=9, color=_INK)
         axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
-        axes.set_xlim(0, _size(chosen) * (1 + _GAP * (len(chosen.groups) - 1)))
+        axes.set_xlim(0, _num_elements(chosen) * (1 + _GROUP_GAP * (len(chosen.groups) - 1)))
         axes.set_xlabel("elements of the flat buffers", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].invert_yaxis()
@@ -341,7 +341,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     figure.savefig(path)
 
 
-def _size(unit: UnitLayout) -> int:
+def _num_elements(unit: UnitLayout) -> int:
     return sum(group.size for group in unit.groups)
 
 
@@ -366,4 +366,4 @@ def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> No
                 colour = colours[numbers[span.leaf.path] % len(colours)]
                 width = span.stop - span.start
                 axes.barh(rank, width, left=start + span.start, height=0.7, color=[colour], alpha=alpha, label=label)
-        x += group.size + _GAP * _size(unit)
+        x += group.size + _GROUP_GAP * _num_elements(unit)

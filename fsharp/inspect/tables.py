@@ -7,7 +7,7 @@ from fsharp.stateful.schedule.ops import kinds_where
 from fsharp.stateful.schedule.schedule import Schedule, issue_group_ranges
 from fsharp.type_checks import options_checked
 
-_HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "coded", "after")
+_COLUMN_NAMES = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "coded", "after")
 
 
 @options_checked
@@ -18,7 +18,7 @@ def table(schedule: Schedule) -> str:
     marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
     """
     facts = schedule.program.facts
-    rows, joined = list[tuple[str, ...]]([_HEAD]), {i for run in issue_group_ranges(schedule.ops) for i in run[1:]}
+    rows, joined = list[tuple[str, ...]]([_COLUMN_NAMES]), {i for run in issue_group_ranges(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
         before = schedule.ops[i - 1] if i else None
         calls = op.spec.collectives(facts[op.unit])
@@ -38,7 +38,7 @@ def table(schedule: Schedule) -> str:
         )
     if not any(row[8] for row in rows[1:]):
         rows = [(*row[:8], *row[9:]) for row in rows]
-    right = {0, 7, 8} if len(rows[0]) == len(_HEAD) else {0, 7}
+    right = {0, 7, 8} if len(rows[0]) == len(_COLUMN_NAMES) else {0, 7}
     number = Counter(op.kind for op in schedule.ops)
     calls_sent = schedule.calls()
     sent = sum(call.nbytes * count for call, count in calls_sent.items())

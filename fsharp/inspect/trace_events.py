@@ -22,13 +22,13 @@ def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timelin
         path: path of the file.
         measured: a second timeline, shown as another process.
     """
-    events = list(_events(timeline, 1, "predicted" if measured else "step"))
+    events = list(_trace_events(timeline, 1, "predicted" if measured else "step"))
     if measured:
-        events += _events(measured, 2, "measured")
+        events += _trace_events(measured, 2, "measured")
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, Any]]:
+def _trace_events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, Any]]:
     schedule = timeline.schedule
     facts = schedule.program.facts
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}

@@ -14,13 +14,13 @@ from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.inspect.drawing import draw
 from fsharp.inspect.estimate import Hardware, predict
 from fsharp.planning.plan_step import Use, plan_step
-from fsharp.planning.space import owned_share
+from fsharp.planning.space import updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.timeline import Timeline
 from fsharp.tracebacks import api_boundary
 
-_SHOWN = 24
+_MAX_SHOWN_ROWS = 24
 """Candidates that a printed choice shows."""
 
 
@@ -54,8 +54,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Further arguments of :func:`plan_step` and :func:`predict`, beside layout and policy.
+class StepArguments:
+    """The arguments with which :func:`plan_step` and :func:`predict` are called, beside layout and policy.
 
     Attributes:
         uses: the uses of units in a microbatch.
@@ -89,9 +89,9 @@ class Planned:
 
     def predict(self, schedule: Schedule, layout: Layout) -> Timeline:
         """Return the predicted step of one rank. ``update_s`` is scaled to the part of the parameters that a rank updates."""
-        return predict(schedule, replace(self.hardware, update_s=owned_share(layout) * self.hardware.update_s))
+        return predict(schedule, replace(self.hardware, update_s=updated_share(layout) * self.hardware.update_s))
 
-    def at_rest(self, layout: Layout) -> dict[str, int]:
+    def nbytes_at_rest(self, layout: Layout) -> dict[str, int]:
         """Return the bytes of a rank by kind, with an empty arena."""
         return {
             "params": layout.nbytes("params"),
@@ -102,10 +102,10 @@ class Planned:
             "activations": self.activation_nbytes,
         }
 
-    def candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
+    def predict_candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
         """Return the prediction for a layout and a policy. ``names``: the names of layout, policy and remat."""
         schedule = self.schedule(layout, policy)
-        memory = {**self.at_rest(layout), "arena": schedule.arena}
+        memory = {**self.nbytes_at_rest(layout), "arena": schedule.arena}
         sent = sum(call.nbytes * count for call, count in schedule.calls().items())
         return Candidate(*names, self.predict(schedule, layout).step_s, memory, peak_nbytes(memory, policy), sent)
 
@@ -120,8 +120,8 @@ def peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
     return memory["params"] + memory["residuals"] + memory["arena"] + work
 
 
-def judged(candidates: Sequence[Candidate], budget: float) -> tuple[Candidate, ...]:
-    """Return candidates, those that fit first, by their seconds and then by their memory. Each has the reason why it lost."""
+def rank_candidates(candidates: Sequence[Candidate], budget: float) -> tuple[Candidate, ...]:
+    """Return candidates in order: those that fit, then by seconds, then by memory. Each has the reason why it lost."""
     ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
     best = ranked[0]
     return replace(best, lost=""), *(replace(x, lost=_why_lost(x, best, budget)) for x in ranked[1:])
@@ -166,18 +166,18 @@ class Choice:
     budget: float
     activations: str
     made_by: Mapping[str, Any]
-    _planned: Planned = field(repr=False)
+    _arguments: StepArguments = field(repr=False)
     _others: Mapping[tuple[str, str, str], Any] = field(repr=False, compare=False, default_factory=dict)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule of the chosen step."""
-        return self._planned.schedule(self.layout, self.policy)
+        return self._arguments.schedule(self.layout, self.policy)
 
     @cached_property
     def timeline(self) -> Timeline:
         """The predicted step, op by op."""
-        return self._planned.predict(self.schedule, self.layout)
+        return self._arguments.predict(self.schedule, self.layout)
 
     @property
     def module_options(self) -> dict[str, Any]:
@@ -203,9 +203,13 @@ class Choice:
             known = [("candidates", ", ".join(" / ".join(filter(None, key)) for key in self._others) or "those of a file")]
             what = f"there is no candidate {(layout, policy, remat)}."
             raise ScheduleError(problem("Choice.pick()", what, known, "Pass the names of a row of the table."))
-        option, chosen, planned = found
-        return self._with(
-            planned.candidate(option.layout, chosen, (layout, policy, remat)), option.layout, chosen, planned, option
+        option, chosen, arguments = found
+        return self._with_candidate(
+            arguments.predict_candidate(option.layout, chosen, (layout, policy, remat)),
+            option.layout,
+            chosen,
+            arguments,
+            option,
         )
 
     @api_boundary
@@ -222,25 +226,29 @@ class Choice:
         first = self.candidates[0]
         text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         names = (first.layout, f"{first.policy}, {text}" if text else first.policy, first.remat)
-        return self._with(self._planned.candidate(self.layout, policy, names), self.layout, policy, self._planned, None)
+        return self._with_candidate(
+            self._arguments.predict_candidate(self.layout, policy, names), self.layout, policy, self._arguments, None
+        )
 
-    def _with(self, first: Candidate, layout: Layout, policy: SchedulePolicy, planned: Planned, option: Any) -> "Choice":
+    def _with_candidate(
+        self, first: Candidate, layout: Layout, policy: SchedulePolicy, arguments: StepArguments, option: Any
+    ) -> "Choice":
         if first.peak_nbytes > self.budget:
             what = f"the candidate takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
         key = (first.layout, first.policy, first.remat)
         rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != key]
-        rows = (replace(first, lost=""), *(replace(x, lost=_compared(x, first, self.budget)) for x in rest))
+        rows = (replace(first, lost=""), *(replace(x, lost=_compare_with_first(x, first, self.budget)) for x in rest))
         made_by = self.made_by if option is None else option.made_by
         return replace(
             self,
             name=first.layout,
             layout=layout,
             policy=policy,
-            remat=planned.remat,
+            remat=arguments.remat,
             candidates=rows,
             made_by=made_by,
-            _planned=planned,
+            _arguments=arguments,
         )
 
     @api_boundary
@@ -254,7 +262,7 @@ class Choice:
             ScheduleError: the seconds of compute are a function, which JSON cannot hold.
         """
         rows = [asdict(each) for each in self.candidates]
-        planned = {each.name: getattr(self._planned, each.name) for each in fields(self._planned)}
+        arguments = {each.name: getattr(self._arguments, each.name) for each in fields(self._arguments)}
         body = {
             "name": self.name,
             "policy": asdict(self.policy),
@@ -263,9 +271,9 @@ class Choice:
             "activations": self.activations,
             "candidates": [{**row, "step_s": row["step_s"] if math.isfinite(row["step_s"]) else None} for row in rows],
             "step": {
-                **planned,
-                "uses": list(map(asdict, planned["uses"])),
-                "hardware": json.loads(planned["hardware"].to_json()),
+                **arguments,
+                "uses": list(map(asdict, arguments["uses"])),
+                "hardware": json.loads(arguments["hardware"].to_json()),
             },
             "layout": json.loads(self.layout.to_json()),
         }
@@ -283,30 +291,30 @@ class Choice:
             body = json.loads(text)
             step = dict(body["step"])
             hardware = Hardware.from_json(json.dumps(step.pop("hardware")))
-            uses = tuple(map(_use, step.pop("uses")))
+            uses = tuple(map(_use_from_json, step.pop("uses")))
             remat = tuple(step.pop("remat"))
             if body["remat"] != list(remat):
                 raise ValueError("remat was edited, which changes the activations: use pick() instead")
-            planned = Planned(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
-            policy = _policy(body["policy"])
+            arguments = StepArguments(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
+            policy = _policy_from_json(body["policy"])
             rows = tuple(
                 Candidate(**{**row, "step_s": math.inf if row["step_s"] is None else row["step_s"]})
                 for row in body["candidates"]
             )
             layout = Layout.from_json(json.dumps(body["layout"]))
-            found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, planned)
+            found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, arguments)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"the text is no choice: {type(error).__name__}: {error}."
             raise ScheduleError(
                 problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
             ) from error
         first = rows[0]
-        again = planned.candidate(layout, policy, (first.layout, first.policy, first.remat))
+        again = arguments.predict_candidate(layout, policy, (first.layout, first.policy, first.remat))
         if replace(again, lost="") == replace(first, lost=""):
             return found
-        return found._with(replace(again, policy=f"{first.policy}, edited"), layout, policy, planned, None)
+        return found._with_candidate(replace(again, policy=f"{first.policy}, edited"), layout, policy, arguments, None)
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _table_rows(self) -> list[tuple[str, ...]]:
         has_remat = any(x.remat for x in self.candidates)
         head = ("layout", "policy", *["recomputed"] * has_remat, "ms a step", "memory", "sent", "")
         rows: list[tuple[str, ...]] = [head]
@@ -320,33 +328,33 @@ class Choice:
         return rows
 
     @property
-    def _right(self) -> set[int]:
+    def _right_columns(self) -> set[int]:
         first = 3 if any(x.remat for x in self.candidates) else 2
         return {first, first + 1, first + 2}
 
     def table(self, rows: int | None = None) -> str:
         """Return the table of candidates, as text: the first ``rows`` of them, or all."""
-        lines = align_columns(self._rows(), right=self._right)
+        lines = align_columns(self._table_rows(), right=self._right_columns)
         if rows is not None and len(lines) > rows + 1:
             lines[rows + 1 :] = [f"... and {len(lines) - rows - 1} more"]
         return "\n".join([*lines, f"activations: {self.activations}"])
 
     def __str__(self) -> str:
-        return self.table(_SHOWN)
+        return self.table(_MAX_SHOWN_ROWS)
 
     def _repr_html_(self) -> str:
-        return table_html(f"The fastest that fits is {self.name}", self._rows(), right=self._right)
+        return table_html(f"The fastest that fits is {self.name}", self._table_rows(), right=self._right_columns)
 
 
-def _compared(candidate: Candidate, first: Candidate, budget: float) -> str:
+def _compare_with_first(candidate: Candidate, first: Candidate, budget: float) -> str:
     if candidate.peak_nbytes <= budget and candidate.step_s < first.step_s:
         return f"{1 - candidate.step_s / first.step_s:.1%} faster{', at most' * candidate.is_bound}"
     return _why_lost(candidate, first, budget)
 
 
-def _use(row: Any) -> Use:
-    return Use(tuple(row["units"]), tuple(map(_use, row["inner"])))
+def _use_from_json(row: Any) -> Use:
+    return Use(tuple(row["units"]), tuple(map(_use_from_json, row["inner"])))
 
 
-def _policy(row: Mapping[str, Any]) -> SchedulePolicy:
+def _policy_from_json(row: Mapping[str, Any]) -> SchedulePolicy:
     return SchedulePolicy(**{**row, "together": tuple(tuple(each) for each in row["together"])})

@@ -9,7 +9,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.planning.plan_step import ROOT, Use, in_order
+from fsharp.planning.plan_step import ROOT, Use, uses_in_order
 from fsharp.planning.trial import UnitCall
 
 Activations = float | tuple[float, float]
@@ -86,7 +86,7 @@ class Costs(NamedTuple):
 
 def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activations | Mapping[str, Activations]) -> Costs:
     """Return costs with the bytes of activations that the user gives, without FLOPs and seconds."""
-    uses = in_order(layout, order)
+    uses = uses_in_order(layout, order)
     units = [unit.name or ROOT for unit in layout.units]
     given: Any = activations
     kept: dict[str, Any] = value_by_path("tune(activations=)", given, units, default=0.0)
@@ -109,7 +109,7 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
 
     Attention and other operations between the matrices do not count.
     """
-    uses = in_order(layout, order)
+    uses = uses_in_order(layout, order)
     flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
 
     def of(use: Use) -> KeptBytes:
@@ -129,7 +129,7 @@ def _input_nbytes(unit: UnitLayout) -> list[float]:
 
 
 def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
-    """Return the costs of the calls of a trial. FLOPs and seconds of a call count for its last unit."""
+    """Return the costs of units from the calls of a trial. FLOPs and seconds of a call count for its last unit."""
     every = [each for outer in calls for each in outer.walk()]
     flops: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}
@@ -145,13 +145,13 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
     measured = any(not math.isnan(call.forward_s) for call in every)
     return Costs(
         tuple(call.use for call in calls),
-        tuple(map(_kept, calls)),
+        tuple(map(_kept_bytes_of, calls)),
         {name: mean(each) for name, each in flops.items()},
         {name: (mean(x for x, _ in each), mean(x for _, x in each)) for name, each in seconds.items()} if measured else {},
         source,
     )
 
 
-def _kept(call: UnitCall) -> KeptBytes:
+def _kept_bytes_of(call: UnitCall) -> KeptBytes:
     units = tuple(name or ROOT for name in call.units)
-    return KeptBytes(units, call.kept_nbytes, call.input_nbytes, tuple(map(_kept, call.inner)))
+    return KeptBytes(units, call.kept_nbytes, call.input_nbytes, tuple(map(_kept_bytes_of, call.inner)))

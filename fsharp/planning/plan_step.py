@@ -80,16 +80,16 @@ def plan_step(
     # The transport says how much scratch a reduction needs, from the mesh alone. A layout has a mesh as a Comm has.
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
-    uses = in_order(layout, order)
-    times = Counter(name for use in uses for name in _names(use))
+    uses = uses_in_order(layout, order)
+    times = Counter(name for use in uses for name in _unit_names(use))
     trained = {name for name in times if layout[name].trainable_groups}
     recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in times])
-    units = {name: _unit(layout, name, transport, optimizer_buffers if policy.offload else None) for name in times}
+    units = {name: _make_unit_state(layout, name, transport, optimizer_buffers if policy.offload else None) for name in times}
     facts = []
     for name, unit in units.items():
         known = {"several_uses": times[name] > 1, "several_microbatches": microbatches > 1}
         facts.append(unit.facts(policy, trained=name in trained, updated=name in trained, **known))
-    step = _Events(trained, recomputed)
+    step = _EventList(trained, recomputed)
     for _ in range(microbatches):
         step.add_microbatch(uses)
     fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if policy.offload and unit.name in trained]
@@ -101,7 +101,7 @@ ROOT = "(root)"
 """The name of the root in programs: the unit of a whole tree."""
 
 
-def in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
+def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
     """Return the uses of units in a microbatch, in order. Raise a LayoutError if ``order`` lacks a unit with elements."""
     names = [unit.name for unit in layout.units if unit.groups or unit.tied_units]
     patterns = [each for each in order if not isinstance(each, Use)]
@@ -118,7 +118,7 @@ def in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
             continue
         mine = [name for name in names if name in selected[each]] if order else [each]
         uses += [Use((*sorted(layout[name].tied_units), name)) for name in mine]
-    used = {name for use in uses for name in _names(use)}
+    used = {name for use in uses for name in _unit_names(use)}
     if unknown := sorted(used - {unit.name for unit in layout.units}):
         raise LayoutError(
             problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has none of this name.", facts)
@@ -129,14 +129,14 @@ def in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
     return tuple(uses)
 
 
-def _names(use: Use) -> Iterator[str]:
+def _unit_names(use: Use) -> Iterator[str]:
     """Yield the units of a use and of the uses inside."""
     yield from use.units
     for each in use.inner:
-        yield from _names(each)
+        yield from _unit_names(each)
 
 
-def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
+def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
     """Return the state of a unit in training. ``buffers``: number of buffers of optimizer state in host memory, if any."""
     unit = UnitState(name or ROOT, layout[name], trivial=False)
     unit.begin_gradient(transport, None)
@@ -146,7 +146,7 @@ def _unit(layout: Layout, name: str, transport: Transport, buffers: int | None) 
     return unit
 
 
-class _Events:
+class _EventList:
     """The events of a step, one microbatch after another. Backwards end at the first use of a trained unit."""
 
     def __init__(self, trained: Collection[str], recomputed: Collection[str]) -> None:
@@ -155,33 +155,33 @@ class _Events:
 
     def add_microbatch(self, uses: Sequence[Use]) -> None:
         """Add the forwards of uses, then the backwards in reverse order."""
-        done = [self._forward(use) for use in uses]
-        begun = [any(name in self._trained for use in uses[: i + 1] for name in _names(use)) for i in range(len(uses))]
+        done = [self._add_forward(use) for use in uses]
+        begun = [any(name in self._trained for use in uses[: i + 1] for name in _unit_names(use)) for i in range(len(uses))]
         for use, passed in reversed(list(zip(done, begun, strict=True))):
             if passed:
-                self._backward(use)
+                self._add_backward(use)
         self.events.append(Event("microbatch_end"))
 
-    def _forward(self, use: Use) -> "_Done":
+    def _add_forward(self, use: Use) -> "_ForwardDone":
         keys = [(name or ROOT, next(self._numbers)) for name in use.units]
         self.events += [Event("forward", key, number) for key, number in keys]
-        inner = [self._forward(each) for each in use.inner]
+        inner = [self._add_forward(each) for each in use.inner]
         self.events += [Event("forward_end", key, number) for key, number in reversed(keys)]
-        return _Done(use, keys, inner)
+        return _ForwardDone(use, keys, inner)
 
-    def _backward(self, done: "_Done") -> None:
+    def _add_backward(self, done: "_ForwardDone") -> None:
         self.events += [Event("backward", key, number) for key, number in done.keys]
         if any(key in self._recomputed for key, _ in done.keys):
-            self._forward(done.use)
+            self._add_forward(done.use)
         for each in reversed(done.inner):
-            self._backward(each)
+            self._add_backward(each)
         for name, (key, number) in reversed(list(zip(done.use.units, done.keys, strict=True))):
             self.events.append(Event("backward_end", key, number, bare=name not in self._trained))
 
 
-class _Done(NamedTuple):
+class _ForwardDone(NamedTuple):
     """A use whose forward is over: the key and the number of each of its units, and the uses inside."""
 
     use: Use
     keys: list[tuple[str, int]]
-    inner: list["_Done"]
+    inner: list["_ForwardDone"]

@@ -1,4 +1,4 @@
-"""Request: the arguments of tune(). From these it makes layouts, costs of units, and combinations to predict."""
+"""TuneRequest: the arguments of tune(). From these it makes layouts, costs of units, and combinations to predict."""
 
 import json
 import math
@@ -18,46 +18,46 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.tree.paths import Patterns, select_paths, value_by_path
 from fsharp.inspect.estimate import Hardware
-from fsharp.inspect.presets import EFFICIENCY, GPUS, host_links
-from fsharp.planning.choice import Planned
+from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
+from fsharp.planning.choice import StepArguments
 from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
 from fsharp.planning.plan_step import ROOT, Backend, Use
-from fsharp.planning.search import Trial
+from fsharp.planning.search import Combination
 from fsharp.planning.space import (
-    Cut,
+    CostKey,
+    LayoutOption,
     Model,
-    Option,
     Strategies,
     UnitPatterns,
-    meshes_of,
+    layout_options,
+    meshes_to_try,
     model_of,
-    options_of,
     order_of_use,
     trial_layout,
     units_to_try,
 )
-from fsharp.planning.trial import UnitCall, measure_calls, trial_of_loss, trial_of_module
+from fsharp.planning.trial import UnitCall, measure_calls, record_calls_of_loss, record_calls_of_module
 from fsharp.stateful.modules.selection import chosen_modules, units_by_module
 from fsharp.stateful.schedule.policy import SchedulePolicy
 
-Machine = Hardware | str | Callable[[Layout], Hardware]
+HardwareSource = Hardware | str | Callable[[Layout], Hardware]
 """The hardware; or the name of a GPU, as for :meth:`Hardware.preset`; or a function that returns the hardware of a layout."""
 
 
-class Space(NamedTuple):
-    """The layouts to try; and by :data:`Cut` the calls of a trial, and the costs before a measurement."""
+class SearchSpace(NamedTuple):
+    """The layouts to try; and by :data:`CostKey` the calls that a trial has recorded, and their costs before a measurement."""
 
-    options: list[Option]
-    calls: dict[Cut, list[UnitCall]]
-    costs: dict[Cut, Costs]
+    options: list[LayoutOption]
+    calls: dict[CostKey, list[UnitCall]]
+    costs: dict[CostKey, Costs]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
+class TuneRequest:
     """The arguments of :func:`~fsharp.tune`."""
 
     model: Any
-    hardware: Machine
+    hardware: HardwareSource
     budget: float
     batch: Any
     mesh: int | Mesh | Sequence[Mesh] | None
@@ -82,14 +82,14 @@ class Request:
         """The batch, if it is a number."""
         return self.batch if isinstance(self.batch, int | float) and not isinstance(self.batch, bool) else None
 
-    def space(self) -> Space:
+    def space(self) -> SearchSpace:
         """Return the layouts to try, with their costs. Trials run on meta tensors."""
-        self._check()
+        self._check_arguments()
         if isinstance(self.model, Mapping) and all(isinstance(each, Layout) for each in self.model.values()):
             return self._space_of_layouts(self.model)
         return self._space_of_model(model_of(self.model, self.frozen))
 
-    def _check(self) -> None:
+    def _check_arguments(self) -> None:
         if not self.budget > 0 or self.optimizer_buffers < 0 or not self.policies:
             got = f"a budget of {self.budget!r}, {self.optimizer_buffers!r} optimizer buffers and {len(self.policies)} policies"
             raise ScheduleError(problem("tune()", f"got {got}, expected more than 0, at least 0, and at least one policy."))
@@ -102,7 +102,7 @@ class Request:
         if isinstance(self.hardware, str) and self.hardware not in GPUS:
             raise ScheduleError(f"tune(): hardware is {self.hardware!r}, expected a Hardware, or one of {', '.join(GPUS)}.")
 
-    def _space_of_layouts(self, layouts: Mapping[str, Layout]) -> Space:
+    def _space_of_layouts(self, layouts: Mapping[str, Layout]) -> SearchSpace:
         of_model = ("mesh", "strategies", "units", "formats", "batch", "loss_fn", "device")
         if wrong := [name for name in of_model if getattr(self, name) is not None] + ["frozen"] * (self.frozen != ()):
             raise ScheduleError(f"tune(): got {wrong[0]}= beside layouts. Leave it out, or pass the model in place of layouts.")
@@ -113,39 +113,41 @@ class Request:
         if len({layout.mesh.size for layout in layouts.values()}) != 1:
             found = ", ".join(f"{name}: {layout.mesh}" for name, layout in layouts.items()) or "no layout"
             raise ScheduleError(problem("tune()", f"expected layouts for one number of ranks, got {found}."))
-        options = [Option(name, layout, (name, ""), {}) for name, layout in layouts.items()]
-        return Space(options, {}, {each.cut: given_costs(each.layout, self.order, self.activations or 0.0) for each in options})
+        options = [LayoutOption(name, layout, (name, ""), {}) for name, layout in layouts.items()]
+        return SearchSpace(
+            options, {}, {each.cost_key: given_costs(each.layout, self.order, self.activations or 0.0) for each in options}
+        )
 
-    def _space_of_model(self, model: Model) -> Space:
+    def _space_of_model(self, model: Model) -> SearchSpace:
         has_trial = self.batch is not None and self.tokens is None
-        meshes = self._meshes()
+        meshes = self._meshes_to_try()
         self._check_trial(model, has_trial=has_trial)
-        cuts = self._cuts(model)
+        choices = self._choices_of_units(model)
         formats = {"": Precision()} if self.formats is None else self.formats
-        options = options_of(model, meshes, self.strategies, cuts, formats)
+        options = layout_options(model, meshes, self.strategies, choices, formats)
         if not any(option.layout.num_params for option in options):
             raise ScheduleError(
                 "tune(): the model has no parameters, or there is no strategy, choice of units or format to try."
             )
-        calls: dict[Cut, list[UnitCall]] = {}
-        costs: dict[Cut, Costs] = {}
-        for (units, patterns), (form, precision) in product(cuts.items(), formats.items()):
-            cut = units, form
+        calls: dict[CostKey, list[UnitCall]] = {}
+        costs: dict[CostKey, Costs] = {}
+        for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
+            cost_key = units, form
             alone = trial_layout(model, meshes[0], patterns, precision)
             order = self.order or order_of_use(model.tree, alone)
             if has_trial:
-                calls[cut] = self._trial(model, alone, patterns)
-                costs[cut] = costs_of_calls(calls[cut], "estimated by a trial on meta tensors")
+                calls[cost_key] = self._run_trial(model, alone, patterns)
+                costs[cost_key] = costs_of_calls(calls[cost_key], "estimated by a trial on meta tensors")
             elif self.tokens is not None:
-                costs[cut] = estimated_costs(alone, order, self.tokens)
+                costs[cost_key] = estimated_costs(alone, order, self.tokens)
             else:
-                costs[cut] = given_costs(alone, order, self.activations or 0.0)
-        return Space(options, calls, self._costs_with_given_activations(costs, options))
+                costs[cost_key] = given_costs(alone, order, self.activations or 0.0)
+        return SearchSpace(options, calls, self._costs_with_given_activations(costs, options))
 
-    def _meshes(self) -> tuple[Mesh, ...]:
+    def _meshes_to_try(self) -> tuple[Mesh, ...]:
         if self.mesh is None and self.comm is None:
             raise ScheduleError("tune(): pass mesh=, a mesh or a number of ranks; or comm=.")
-        meshes = meshes_of(self.comm.mesh if self.mesh is None and self.comm is not None else self.mesh)  # type: ignore[arg-type]
+        meshes = meshes_to_try(self.comm.mesh if self.mesh is None and self.comm is not None else self.mesh)  # type: ignore[arg-type]
         if isinstance(self.mesh, int) and isinstance(self.hardware, Hardware) and isinstance(self.hardware.bandwidth, Mapping):
             axes = {key if isinstance(key, str) else key[1] for key in self.hardware.bandwidth}
             meshes = tuple(each for each in meshes if axes.issuperset(each.names)) or meshes
@@ -169,7 +171,7 @@ class Request:
         if what:
             raise ScheduleError(f"tune(): {what}")
 
-    def _cuts(self, model: Model) -> Mapping[str, UnitPatterns]:
+    def _choices_of_units(self, model: Model) -> Mapping[str, UnitPatterns]:
         """Return the choices of units: only one if the seconds or the activations of units are given."""
         if isinstance(self.units, Mapping):
             return self.units
@@ -180,33 +182,38 @@ class Request:
         is_derived = not isinstance(self.hardware, Hardware) or self.device is not None
         return found if is_derived and self.activations is None else dict(list(found.items())[:1])
 
-    def _trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> list[UnitCall]:
+    def _run_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> list[UnitCall]:
         if model.module is None:
             assert self.loss_fn is not None
-            return trial_of_loss(self.loss_fn, model.tree, alone, self.batch, microbatches=self.microbatches)
+            return record_calls_of_loss(self.loss_fn, model.tree, alone, self.batch, microbatches=self.microbatches)
         chosen = chosen_modules(model.module, [patterns] if isinstance(patterns, str) else list(patterns or ()))
-        return trial_of_module(model.module, alone, units_by_module(alone, chosen), self.batch)
+        return record_calls_of_module(model.module, alone, units_by_module(alone, chosen), self.batch)
 
-    def _costs_with_given_activations(self, costs: Mapping[Cut, Costs], options: Sequence[Option]) -> dict[Cut, Costs]:
+    def _costs_with_given_activations(
+        self, costs: Mapping[CostKey, Costs], options: Sequence[LayoutOption]
+    ) -> dict[CostKey, Costs]:
         """Return costs in which the user's bytes of activations, if given, replace estimates."""
         if self.activations is None:
             return dict(costs)
-        layouts = {option.cut: option.layout for option in options}
-        given = {cut: given_costs(layouts[cut], each.uses, self.activations) for cut, each in costs.items()}
-        return {cut: each._replace(kept=given[cut].kept, source=given[cut].source) for cut, each in costs.items()}
+        layouts = {option.cost_key: option.layout for option in options}
+        given = {cost_key: given_costs(layouts[cost_key], each.uses, self.activations) for cost_key, each in costs.items()}
+        return {
+            cost_key: each._replace(kept=given[cost_key].kept, source=given[cost_key].source)
+            for cost_key, each in costs.items()
+        }
 
-    def costs(self, space: Space) -> dict[Cut, Costs]:
+    def costs(self, space: SearchSpace) -> dict[CostKey, Costs]:
         """Return the costs of units. With ``device`` they are measured: over ranks the median seconds and the largest bytes."""
         if self.device is None:
             return space.costs
         for each in space.calls.values():
-            self._measure(each, self.device)
+            self._measure_calls(each, self.device)
         source = f"measured on {self.device}, one call of each kind of unit"
         return self._costs_with_given_activations(
-            {cut: costs_of_calls(calls, source) for cut, calls in space.calls.items()}, space.options
+            {cost_key: costs_of_calls(calls, source) for cost_key, calls in space.calls.items()}, space.options
         )
 
-    def _measure(self, calls: Sequence[UnitCall], device: torch.device) -> None:
+    def _measure_calls(self, calls: Sequence[UnitCall], device: torch.device) -> None:
         comm = self.comm
         if comm is None:
             measure_calls(calls, device)
@@ -219,25 +226,27 @@ class Request:
             forward_s, backward_s = (median(rank[i][k] for rank in everyones) for k in (0, 1))
             call.set_measured(forward_s, backward_s, max(rank[i][2] for rank in everyones))
 
-    def trials(self, space: Space, costs: Mapping[Cut, Costs]) -> list[Trial]:
+    def combinations(self, space: SearchSpace, costs: Mapping[CostKey, Costs]) -> list[Combination]:
         """Return all combinations of layouts, policies and recomputations."""
         result = []
-        machines = {option: self._hardware_of(option.layout, costs[option.cut]) for option in space.options}
-        recomputed = {cut: self._recomputed(each) for cut, each in costs.items()}
+        machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in space.options}
+        recomputed = {cost_key: self._units_to_recompute(each) for cost_key, each in costs.items()}
         for option in space.options:
-            mine = costs[option.cut]
-            for again, names in recomputed[option.cut].items():
+            mine = costs[option.cost_key]
+            for again, names in recomputed[option.cost_key].items():
                 kept = mine.activation_nbytes(names)
                 if not math.isfinite(kept):
                     remedy = "Pass activations= as pairs: bytes without recomputation, and with it."
                     what = "the bytes that recomputed units keep are unknown."
                     raise ScheduleError(problem("tune(remat=)", what, [("recomputed", ", ".join(names))], remedy))
                 step = (self.microbatches, self.optimizer_buffers, self.backend, round(kept))
-                planned = Planned(mine.uses, names, machines[option], *step)
-                result += [Trial((option.name, how, again), option, policy, planned) for how, policy in self.policies.items()]
+                arguments = StepArguments(mine.uses, names, machines[option], *step)
+                result += [
+                    Combination((option.name, how, again), option, policy, arguments) for how, policy in self.policies.items()
+                ]
         return result
 
-    def _recomputed(self, costs: Costs) -> dict[str, tuple[str, ...]]:
+    def _units_to_recompute(self, costs: Costs) -> dict[str, tuple[str, ...]]:
         """Return sets of units to recompute, by name. By default none, and all innermost calls if this saves memory."""
         if self.remat is None:
             every = tuple(sorted({name for call in costs.innermost() for name in call.units}))
@@ -251,7 +260,7 @@ class Request:
         if isinstance(self.hardware, Hardware):
             found = self.hardware
         elif isinstance(self.hardware, str):
-            found = Hardware.preset(self.hardware, layout, tokens=1, **host_links(layout.mesh))
+            found = Hardware.preset(self.hardware, layout, tokens=1, **axes_by_link(layout.mesh))
             seconds = {name: flops / (EFFICIENCY * GPUS[self.hardware].flops) for name, flops in costs.flops.items()}
             found = replace(found, compute={name: (forward_s, 2 * forward_s) for name, forward_s in seconds.items()})
         else:
@@ -260,22 +269,22 @@ class Request:
                 raise ScheduleError(f"tune(): hardware is a function that returned {found!r:.80}, expected a Hardware.")
         return replace(found, compute=dict(costs.seconds)) if costs.seconds else found
 
-    def texts(self, space: Space) -> dict[str, str]:
+    def comparison_texts(self, space: SearchSpace) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "effort")
-        texts = {name: _text(getattr(self, name)) for name in settings}
+        texts = {name: _argument_text(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.device is None else self.device.type
         texts["layouts"] = "\n".join(f"{option.name}: {option.layout.digest}" for option in space.options)
-        texts["units"] = "\n".join(f"{', '.join(filter(None, cut))}: {costs}" for cut, costs in space.costs.items())
+        texts["units"] = "\n".join(f"{', '.join(filter(None, cost_key))}: {costs}" for cost_key, costs in space.costs.items())
         return texts
 
-    def texts_of_hardware(self, trials: Sequence[Trial]) -> dict[str, str]:
+    def hardware_texts(self, combinations: Sequence[Combination]) -> dict[str, str]:
         """Return the hardware of all layouts as text."""
-        machines = {each.option.name: (each.option.layout, each.planned.hardware) for each in trials}
+        machines = {each.option.name: (each.option.layout, each.arguments.hardware) for each in combinations}
         return {"hardware": "\n".join(f"{name}: {_hardware_text(*each)}" for name, each in machines.items())}
 
 
-def _text(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     return "\n".join(f"{name}: {each}" for name, each in value.items()) if isinstance(value, Mapping) else repr(value)
 
 

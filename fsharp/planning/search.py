@@ -10,104 +10,104 @@ from dataclasses import dataclass, replace
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.traffic import step_traffic
 from fsharp.inspect.estimate import compute_times
-from fsharp.planning.choice import Candidate, Planned, peak_nbytes
+from fsharp.planning.choice import Candidate, StepArguments, peak_nbytes
 from fsharp.planning.plan_step import ROOT
-from fsharp.planning.space import Option, owned_share
+from fsharp.planning.space import LayoutOption, updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
 
-Names = tuple[str, str, str]
-_BAR = 24
-_QUIET_S = 1.0
+CandidateNames = tuple[str, str, str]
+_BAR_WIDTH = 24
+_BAR_DELAY_S = 1.0
 """Seconds after which progress shows."""
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class Combination:
     """One combination to predict: a layout, a policy and a choice of recomputation."""
 
-    names: Names
-    option: Option
+    names: CandidateNames
+    option: LayoutOption
     policy: SchedulePolicy
-    planned: Planned
+    arguments: StepArguments
 
 
-def search(trials: Sequence[Trial], budget: float, *, effort: float, show: bool) -> list[Candidate]:
+def search_candidates(combinations: Sequence[Combination], budget: float, *, effort: float, show: bool) -> list[Candidate]:
     """Return a candidate for each combination, in order.
 
     A step takes at least as long as its units compute, and as its collectives send. Combinations are simulated in order of this
     lower bound. The search ends when the bound exceeds the fastest step that fits, or when ``effort`` units have been simulated
     and a step fits. With an infinite effort all combinations that may fit are simulated.
     """
-    found: dict[Names, Candidate] = {}
-    least: dict[tuple[Option, tuple[str, ...], bool], float] = {}
-    waiting: list[tuple[float, int, Trial]] = []
-    policies = {name: i for i, name in enumerate(dict.fromkeys(each.names[1] for each in trials))}
-    for each in trials:
-        memory = each.planned.at_rest(each.option.layout)
+    found: dict[CandidateNames, Candidate] = {}
+    least: dict[tuple[LayoutOption, tuple[str, ...], bool], float] = {}
+    waiting: list[tuple[float, int, Combination]] = []
+    policies = {name: i for i, name in enumerate(dict.fromkeys(each.names[1] for each in combinations))}
+    for each in combinations:
+        memory = each.arguments.nbytes_at_rest(each.option.layout)
         nbytes = peak_nbytes(memory, each.policy)
         if nbytes > budget:
             found[each.names] = Candidate(*each.names, math.inf, memory, nbytes, 0, is_bound=True)
             continue
         separate = each.policy.separate_groups
-        is_one_group = not (each.planned.backend == "gloo" if separate is None else separate)
-        key = each.option, each.planned.remat, is_one_group
+        is_one_group = not (each.arguments.backend == "gloo" if separate is None else separate)
+        key = each.option, each.arguments.remat, is_one_group
         if key not in least:
-            least[key] = least_seconds(each.option.layout, each.planned, is_one_group=is_one_group)
+            least[key] = least_seconds(each.option.layout, each.arguments, is_one_group=is_one_group)
         waiting.append((least[key], policies[each.names[1]], each))
     # The first policy of all layouts whose bounds are equal up to 0.1 % comes before the second.
     waiting.sort(key=lambda row: (round(math.log(row[0] or 1e-12), 3), row[1]))
     best, spent = math.inf, 0
     same: dict[object, Candidate] = {}
-    with progress(len(waiting), show=show) as advance:
+    with progress_bar(len(waiting), show=show) as advance:
         for bound_s, _, each in waiting:
-            alike = _alike(each)
+            alike = _schedule_key(each)
             is_known = alike in same
             is_enough = spent >= effort and best < math.inf
             if not is_known and math.isfinite(effort) and (bound_s > best or is_enough):
-                memory = each.planned.at_rest(each.option.layout)
+                memory = each.arguments.nbytes_at_rest(each.option.layout)
                 nbytes = peak_nbytes(memory, each.policy)
                 found[each.names] = Candidate(*each.names, bound_s, memory, nbytes, 0, is_bound=True)
             else:
                 if not is_known:
-                    same[alike] = each.planned.candidate(each.option.layout, each.policy, each.names)
-                    spent += len(each.option.layout.units) * each.planned.microbatches
+                    same[alike] = each.arguments.predict_candidate(each.option.layout, each.policy, each.names)
+                    spent += len(each.option.layout.units) * each.arguments.microbatches
                 layout, policy, remat = each.names
                 found[each.names] = mine = replace(same[alike], layout=layout, policy=policy, remat=remat)
                 if mine.peak_nbytes <= budget:
                     best = min(best, mine.step_s)
             advance(f"fastest so far {1e3 * best:.1f} ms" if math.isfinite(best) else "nothing fits yet")
-    return [found[each.names] for each in trials]
+    return [found[each.names] for each in combinations]
 
 
-def _alike(trial: Trial) -> object:
+def _schedule_key(combination: Combination) -> object:
     """Return a key that is equal for combinations with equal schedules. Without gathers some policies give one schedule."""
-    policy = trial.policy
-    is_gathered = any(unit.strategy.params.sharded_axes for unit in trial.option.layout.units)
+    policy = combination.policy
+    is_gathered = any(unit.strategy.params.sharded_axes for unit in combination.option.layout.units)
     if not is_gathered and not policy.offload:
         policy = replace(policy, prefetch=1, release="room")
-    return trial.option, policy, trial.planned.remat
+    return combination.option, policy, combination.arguments.remat
 
 
-def least_seconds(layout: Layout, planned: Planned, *, is_one_group: bool) -> float:
+def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: bool) -> float:
     """Return a lower bound of the seconds of a step: the time of units and update, or the time to send, if longer.
 
     ``is_one_group``: whether gathers and reductions share process groups, and so run one after another.
     """
-    hardware = planned.hardware
+    hardware = arguments.hardware
     times = compute_times(hardware, [unit.name or ROOT for unit in layout.units if unit.groups or unit.tied_units])
     computed = 0.0
-    todo = [(use, False) for use in planned.uses]
+    todo = [(use, False) for use in arguments.uses]
     while todo:
         use, inside = todo.pop()
-        again = inside or any((name or ROOT) in planned.remat for name in use.units)
+        again = inside or any((name or ROOT) in arguments.remat for name in use.units)
         todo += [(each, again) for each in use.inner]
         for name in use.units:
             forward_s, backward_s = times[name or ROOT]
             is_trained = bool(layout[name].trainable_groups)
             computed += forward_s + (backward_s + forward_s * again) * is_trained
-    computed = planned.microbatches * computed + owned_share(layout) * hardware.update_s
+    computed = arguments.microbatches * computed + updated_share(layout) * hardware.update_s
     sent: dict[bool, float] = {}
-    for call, number in step_traffic(layout, microbatches=planned.microbatches, release=False).items():
+    for call, number in step_traffic(layout, microbatches=arguments.microbatches, release=False).items():
         is_gather = call.op == "all_gather" and not is_one_group
         seconds = hardware.collective_s([call]) - hardware.latency_s([(call.op, call.axis)])  # a bucket has one latency
         sent[is_gather] = sent.get(is_gather, 0.0) + number * seconds
@@ -115,17 +115,17 @@ def least_seconds(layout: Layout, planned: Planned, *, is_one_group: bool) -> fl
 
 
 @contextmanager
-def progress(total: int, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that counts one more of ``total``. After one second it shows a bar on stderr."""
+def progress_bar(total: int, *, show: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that counts one more of ``total`` as done. After one second it shows a bar on stderr, if ``show``."""
     began, shown, done = time.monotonic(), 0.0, 0
 
     def advance(text: str) -> None:
         nonlocal shown, done
         done += 1
         now = time.monotonic()
-        if show and now - began > _QUIET_S and now - shown > 0.1:
+        if show and now - began > _BAR_DELAY_S and now - shown > 0.1:
             shown = now
-            bar = ("#" * (_BAR * done // total)).ljust(_BAR, ".")
+            bar = ("#" * (_BAR_WIDTH * done // total)).ljust(_BAR_WIDTH, ".")
             print(f"\rtune: [{bar}] {done} of {total}, {now - began:.0f} s, {text}\033[K", end="", file=sys.stderr, flush=True)
 
     try:

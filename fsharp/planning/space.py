@@ -19,32 +19,32 @@ from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
 """Strategies by name; or functions that return the strategy for the axes of a mesh, such as :func:`~fsharp.zero3`."""
-FLAT: Mapping[str, Callable[..., Strategy]] = {"ddp": ddp, "zero1": zero1, "zero2": zero2, "zero3": zero3}
+FLAT_STRATEGIES: Mapping[str, Callable[..., Strategy]] = {"ddp": ddp, "zero1": zero1, "zero2": zero2, "zero3": zero3}
 """Strategies that treat all axes of a mesh alike."""
-HYBRID: Mapping[str, Callable[..., Strategy]] = {"hsdp": hsdp, "hfsdp": hfsdp}
+HYBRID_STRATEGIES: Mapping[str, Callable[..., Strategy]] = {"hsdp": hsdp, "hfsdp": hfsdp}
 """Strategies of an outer and an inner axis."""
 UnitPatterns = str | Sequence[str] | None
-Cut = tuple[str, str]
-"""The name of a choice of units, and the name of a format."""
+CostKey = tuple[str, str]
+"""The name of a choice of units, and the name of a format: layouts with equal names have equal costs of units."""
 RANKS_OF_A_HOST = 8
 MOST_UNITS = 200
 """Most parts of repeated layers that are tried as units."""
 
 
 @dataclass(frozen=True, eq=False)
-class Option:
+class LayoutOption:
     """A layout, and the arguments that make it.
 
     Attributes:
         name: name in tables.
         layout: the layout.
-        cut: names of its choice of units and of its format.
+        cost_key: names of its choice of units and of its format.
         made_by: arguments of :func:`~fsharp.plan`: mesh, strategy, units and precision; empty for a layout that was passed.
     """
 
     name: str
     layout: Layout
-    cut: Cut
+    cost_key: CostKey
     made_by: Mapping[str, Any]
 
 
@@ -70,10 +70,10 @@ def model_of(model: Any, frozen: Patterns) -> Model:
     return Model(parameter_tree("tune()", model), lambda path: path not in trained, model)
 
 
-def meshes_of(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
+def meshes_to_try(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
     """Return the meshes to try. A number of ranks gives one axis ``dp``, and pairs of axes that fit hosts of 8 ranks.
 
-    >>> [str(mesh) for mesh in meshes_of(16)]
+    >>> [str(mesh) for mesh in meshes_to_try(16)]
     ['Mesh(dp=16)', 'Mesh(outer=8, inner=2)', 'Mesh(outer=4, inner=4)', 'Mesh(outer=2, inner=8)']
     """
     if isinstance(mesh, Mesh):
@@ -129,28 +129,28 @@ def units_to_try(model: Model, *, has_own_calls: bool) -> dict[str, UnitPatterns
     return found
 
 
-def options_of(
+def layout_options(
     model: Model,
     meshes: Sequence[Mesh],
     strategies: Strategies | None,
     units: Mapping[str, UnitPatterns],
     formats: Mapping[str, Precisions],
-) -> list[Option]:
+) -> list[LayoutOption]:
     """Return a layout of the model for each combination of mesh, strategy, units and format."""
     several = len(meshes) > 1, len(units) > 1, len(formats) > 1
     result = []
     for mesh in meshes:
         is_split = len(mesh.names) == 2 and any(len(each.names) == 1 for each in meshes)  # flat strategies use the other mesh
-        default = {**({} if is_split else FLAT), **(HYBRID if len(mesh.names) == 2 else {})}
-        for (strategy, make), (cut, patterns), (form, precision) in product(
+        default = {**({} if is_split else FLAT_STRATEGIES), **(HYBRID_STRATEGIES if len(mesh.names) == 2 else {})}
+        for (strategy, make), (choice, patterns), (form, precision) in product(
             (default if strategies is None else strategies).items(), units.items(), formats.items()
         ):
             chosen = make if isinstance(make, Strategy) else make(*mesh.names)
             shape = ",".join(f"{axis}={size}" for axis, size in mesh.axes)
-            name = ", ".join([strategy, *(text for text, shown in zip((shape, cut, form), several, strict=True) if shown)])
+            name = ", ".join([strategy, *(text for text, shown in zip((shape, choice, form), several, strict=True) if shown)])
             made_by: dict[str, Any] = {"mesh": mesh, "strategy": chosen, "units": patterns, "precision": precision}
             layout = plan(model.tree, **made_by, frozen=model.frozen)
-            result.append(Option(name, layout, (cut, form), made_by))
+            result.append(LayoutOption(name, layout, (choice, form), made_by))
     return result
 
 
@@ -162,14 +162,14 @@ def trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Preci
     return plan(model.tree, alone, ddp(*mesh.names), units=units, precision=computed, frozen=model.frozen)
 
 
-def num_elements(layout: Layout) -> int:
+def num_trained_elements(layout: Layout) -> int:
     """Return the number of trained elements."""
     return sum(group.used for unit in layout.units for group in unit.groups if group.trainable)
 
 
-def owned_share(layout: Layout) -> float:
+def updated_share(layout: Layout) -> float:
     """Return the part of all trained elements, from 0 to 1, that one rank updates."""
-    everything = num_elements(layout)
+    everything = num_trained_elements(layout)
     return layout.nbytes("optim", torch.uint8) / everything if everything else 0.0
 
 

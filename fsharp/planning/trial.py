@@ -28,9 +28,9 @@ from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
 from fsharp.planning.plan_step import ROOT, Use
 
-_ROUNDS = 3
-_READS = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
-_HOLDS = "If the arguments are objects that hold tensors, such as a cache, turn them off, or leave out device=."
+_NUM_MEASUREMENTS = 3
+_READS_VALUES_REMEDY = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
+_HOLDS_TENSORS_REMEDY = "If the arguments are objects that hold tensors, such as a cache, turn them off, or leave out device=."
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class UnitCall:
         """The use for :func:`~fsharp.schedules.plan_step`."""
         return Use(self.units, tuple(each.use for each in self.inner))
 
-    def add_kept(self, nbytes: int) -> None:
+    def add_kept_nbytes(self, nbytes: int) -> None:
         """Count bytes that autograd keeps."""
         self.kept_nbytes += nbytes
 
@@ -84,7 +84,7 @@ class UnitCall:
             yield from each.walk()
 
 
-class _Recorder:
+class _CallRecorder:
     """Records the calls of a trial, and what autograd keeps in each of them.
 
     Attributes:
@@ -100,28 +100,28 @@ class _Recorder:
         self.add_known(known)
 
     def add_known(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add tensors that do not count as kept, such as parameters."""
+        """Add tensors that do not count as kept for the backward, such as parameters."""
         self._seen |= {_storage_key(x): x for x in tensors}
 
-    def hold(self, result: Any) -> None:
-        """Keep the graph of a result alive as long as the recorder, so that no two tensors get one key."""
+    def keep_alive(self, result: Any) -> None:
+        """Keep a result and its graph alive as long as the recorder, so that no two tensors get one key."""
         self._held.append(result)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record in this context."""
-        with saved_tensors_hooks(self._keep, lambda x: x), self._flops:
+        with saved_tensors_hooks(self._count_kept, lambda x: x), self._flops:
             self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
             yield
 
     @contextmanager
-    def call(self, call: UnitCall, inputs: Any) -> Iterator[None]:
+    def record_call(self, call: UnitCall, inputs: Any) -> Iterator[None]:
         """Record a call around what runs in this context."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) != self._hooks:
             what = f"unit {call.units[-1] or '(root)'!r} is used in a checkpoint, or by forward(remat=)."
             raise ScheduleError(problem("tune()", what, remedy="Leave it out: tune() itself tries recomputation."))
         (self._open[-1].inner if self._open else self.calls).append(call)
-        input_nbytes = sum(_nbytes(x) for x in _unique(_tensors(inputs)))
+        input_nbytes = sum(_storage_nbytes(x) for x in _unique_storages(_tensor_leaves(inputs)))
         before = self._flops.get_total_flops()
         self._open.append(call)
         try:
@@ -130,18 +130,18 @@ class _Recorder:
             self._open.pop()
             call.add_forward(self._flops.get_total_flops() - before, input_nbytes)
 
-    def _keep(self, x: torch.Tensor) -> torch.Tensor:
+    def _count_kept(self, x: torch.Tensor) -> torch.Tensor:
         key = _storage_key(x)
         if key not in self._seen and self._open:
             self._seen[key] = x
-            self._open[-1].add_kept(_nbytes(x))
+            self._open[-1].add_kept_nbytes(_storage_nbytes(x))
         return x
 
 
 class _TrialEngine(SingleComm, Engine):
     """An Engine of one rank that records calls of :func:`~fsharp.forward`, and runs their functions on meta tensors."""
 
-    def __init__(self, mesh: Mesh, recorder: _Recorder) -> None:
+    def __init__(self, mesh: Mesh, recorder: _CallRecorder) -> None:
         super().__init__(mesh, device="meta")
         self._recorder = recorder
 
@@ -151,44 +151,48 @@ class _TrialEngine(SingleComm, Engine):
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
         sharded, ties = units
         nodes = [*ties, *units_of(sharded)]
-        trees = optree.tree_map(lambda node: _trained(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded))
-        self._recorder.add_known(_tensors(trees))
+        trees = optree.tree_map(lambda node: _trained_subtree(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded))
+        self._recorder.add_known(_tensor_leaves(trees))
         call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs))
-        with self._recorder.call(call, (args, kwargs)):
+        with self._recorder.record_call(call, (args, kwargs)):
             return fn(trees, *args, **kwargs)
 
     def report_failure(self, error: Exception, where: str) -> None:
         raise error
 
     def run_value_and_grad(self, loss_fn: Any, params: Any, parts: list[Any], residuals: Any) -> tuple[Any, Any]:
-        raise _not_in_a_loss("value_and_grad")
+        raise _not_in_loss_error("value_and_grad")
 
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
-        raise _not_in_a_loss("reduce_scatter")
+        raise _not_in_loss_error("reduce_scatter")
 
     def run_update_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        raise _not_in_a_loss("update")
+        raise _not_in_loss_error("update")
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        raise _not_in_a_loss("update")
+        raise _not_in_loss_error("update")
 
 
-def _not_in_a_loss(name: str) -> ScheduleError:
+def _not_in_loss_error(name: str) -> ScheduleError:
     return ScheduleError(f"tune(): loss_fn calls {name}(). Pass the loss alone, as for fs.train_step.")
 
 
-def trial_of_loss(loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch: Any, *, microbatches: int) -> list[UnitCall]:
+def record_calls_of_loss(
+    loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch: Any, *, microbatches: int
+) -> list[UnitCall]:
     """Return the calls of ``loss_fn(params, batch, comm)`` on meta tensors. ``layout`` is for one rank of a mesh."""
-    given = on_meta(batch)
+    given = to_meta(batch)
     part = split_batch(given, microbatches)[0] if microbatches > 1 else given
-    recorder = _Recorder(_tensors(part))
-    params = shard_for(on_meta(tree), layout, 0)
-    with _explained("on meta tensors", _READS), recorder.recording():
-        recorder.hold(loss_fn(params, part, _TrialEngine(layout.mesh, recorder)))
+    recorder = _CallRecorder(_tensor_leaves(part))
+    params = shard_for(to_meta(tree), layout, 0)
+    with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
+        recorder.keep_alive(loss_fn(params, part, _TrialEngine(layout.mesh, recorder)))
     return recorder.calls
 
 
-def trial_of_module(module: nn.Module, layout: Layout, owners: Mapping[str, Sequence[str]], batch: Any) -> list[UnitCall]:
+def record_calls_of_module(
+    module: nn.Module, layout: Layout, owners: Mapping[str, Sequence[str]], batch: Any
+) -> list[UnitCall]:
     """Return the calls of a module on meta tensors.
 
     ``owners``: by path of a module, the names of the units that a call of this module gathers. ``batch``: a mapping of keyword
@@ -206,16 +210,16 @@ def trial_of_module(module: nn.Module, layout: Layout, owners: Mapping[str, Sequ
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     memo |= {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
     skeleton = copy.deepcopy(module, memo)
-    given = on_meta(batch)
-    recorder = _Recorder([*skeleton.parameters(), *skeleton.buffers(), *_tensors(given)])
+    given = to_meta(batch)
+    recorder = _CallRecorder([*skeleton.parameters(), *skeleton.buffers(), *_tensor_leaves(given)])
     open_: list[Any] = []
 
     def enter(names: tuple[str, ...], each: nn.Module, args: Any, kwargs: Any) -> Any:
         first = next((p.dtype for p in each.parameters() if p.is_floating_point()), None)
         both: Any = args, kwargs
-        args, kwargs = optree.tree_map(partial(_cast, dtype=first), both)
+        args, kwargs = optree.tree_map(partial(_cast_floats, dtype=first), both)
         tensors = dict(each.named_parameters(remove_duplicate=False)) | dict(each.named_buffers(remove_duplicate=False))
-        call = recorder.call(UnitCall(names, partial(_call_module, each), (tensors, args, kwargs)), (args, kwargs))
+        call = recorder.record_call(UnitCall(names, partial(_call_module, each), (tensors, args, kwargs)), (args, kwargs))
         call.__enter__()
         open_.append(call)
         return args, kwargs
@@ -230,8 +234,8 @@ def trial_of_module(module: nn.Module, layout: Layout, owners: Mapping[str, Sequ
             each.register_forward_pre_hook(partial(enter, (*ties, *names)), with_kwargs=True)
             each.register_forward_hook(leave)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
-    with _explained("on meta tensors", _READS), recorder.recording():
-        recorder.hold(skeleton(*args, **kwargs))
+    with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
+        recorder.keep_alive(skeleton(*args, **kwargs))
     for call in (inner for outer in recorder.calls for inner in outer.walk()):
         call.run.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
         call.run.args[0]._forward_pre_hooks.clear()  # type: ignore[attr-defined]
@@ -246,28 +250,28 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for outer in calls for each in outer.walk() if not each.inner):
-        kinds.setdefault(_kind(call), []).append(call)
+        kinds.setdefault(_call_kind(call), []).append(call)
     for alike in kinds.values():
-        with _explained(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS):
-            found = [_measured(alike[0], device) for _ in range(_ROUNDS + 1)][1:]
+        with _explain_errors(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS_TENSORS_REMEDY):
+            found = [_measure_call(alike[0], device) for _ in range(_NUM_MEASUREMENTS + 1)][1:]
         for call in alike:
             call.set_measured(median(row[0] for row in found), median(row[1] for row in found), found[0][2])
     return len(kinds)
 
 
-def _measured(call: UnitCall, device: torch.device) -> tuple[float, float, int]:
+def _measure_call(call: UnitCall, device: torch.device) -> tuple[float, float, int]:
     """Return seconds of a call's forward and of its backward on a device, and the bytes that are kept in between."""
     generator = torch.Generator().manual_seed(0)
-    params, args, kwargs = optree.tree_map(partial(_filled, device=device, generator=generator), call.operands)
-    recorder = _Recorder(_tensors(params))
+    params, args, kwargs = optree.tree_map(partial(_materialize_meta, device=device, generator=generator), call.operands)
+    recorder = _CallRecorder(_tensor_leaves(params))
     recorder._open.append(kept := UnitCall((), call.run, ()))
     _synchronize(device)
     began = time.perf_counter()
-    with saved_tensors_hooks(recorder._keep, lambda x: x):
+    with saved_tensors_hooks(recorder._count_kept, lambda x: x):
         out = call.run(params, *args, **kwargs)
     _synchronize(device)
     middle = time.perf_counter()
-    results = [x for x in _tensors(out) if x.requires_grad]
+    results = [x for x in _tensor_leaves(out) if x.requires_grad]
     if results:
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])
     _synchronize(device)
@@ -279,7 +283,7 @@ def _synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _filled(x: Any, device: torch.device, generator: torch.Generator) -> Any:
+def _materialize_meta(x: Any, device: torch.device, generator: torch.Generator) -> Any:
     """Return a tensor on a device for a meta tensor: random floats, or zeros of an integer dtype, which may be indices."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -289,7 +293,7 @@ def _filled(x: Any, device: torch.device, generator: torch.Generator) -> Any:
     return filled.requires_grad_(x.requires_grad)
 
 
-def _kind(call: UnitCall) -> Any:
+def _call_kind(call: UnitCall) -> Any:
     run = call.run
     if isinstance(run, partial) and run.func is _call_module:
         what: Any = type(run.args[0])
@@ -306,7 +310,7 @@ def _call_module(module: nn.Module, tensors: Any, *args: Any, **kwargs: Any) -> 
     return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
 
-def _trained(node: Sharded, ties: Sequence[Sharded]) -> Any:
+def _trained_subtree(node: Sharded, ties: Sequence[Sharded]) -> Any:
     """Return the subtree of a node on the meta device. Its trained leaves require gradients."""
     trainable = {leaf.path for leaf in node.unit.leaves if leaf.tied_to or node.unit.groups[leaf.group].trainable}
     leaves, spec = optree.tree_flatten(node.tree(tuple(ties)))
@@ -317,7 +321,7 @@ def _trained(node: Sharded, ties: Sequence[Sharded]) -> Any:
 
 
 @contextmanager
-def _explained(where: str, remedy: str) -> Iterator[None]:
+def _explain_errors(where: str, remedy: str) -> Iterator[None]:
     """Turn an error of the user's code in a trial into a ScheduleError with a remedy."""
     try:
         yield
@@ -328,7 +332,7 @@ def _explained(where: str, remedy: str) -> Iterator[None]:
         raise ScheduleError(problem("tune()", what, remedy=remedy)) from error
 
 
-def on_meta(tree: Any) -> Any:
+def to_meta(tree: Any) -> Any:
     """Return a tree with its tensors on the meta device. Tied tensors stay tied."""
     storages: dict[Any, torch.Tensor] = {}
 
@@ -343,15 +347,15 @@ def on_meta(tree: Any) -> Any:
     return optree.tree_map(one, tree)
 
 
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+def _cast_floats(x: Any, dtype: torch.dtype | None) -> Any:
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None else x
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
     return [x for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def _unique(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list({_storage_key(x): x for x in tensors}.values())
 
 
@@ -359,5 +363,5 @@ def _storage_key(x: torch.Tensor) -> Any:
     return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
 
 
-def _nbytes(x: torch.Tensor) -> int:
+def _storage_nbytes(x: torch.Tensor) -> int:
     return x.untyped_storage().nbytes() if x.layout is torch.strided else x.numel() * x.element_size()

@@ -13,11 +13,11 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precisions
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.functional.tree.paths import Patterns
-from fsharp.planning.choice import Candidate, Choice, judged
+from fsharp.planning.choice import Candidate, Choice, rank_candidates
 from fsharp.planning.costs import Activations
 from fsharp.planning.plan_step import Backend, Use
-from fsharp.planning.request import Machine, Request
-from fsharp.planning.search import search
+from fsharp.planning.request import HardwareSource, TuneRequest
+from fsharp.planning.search import search_candidates
 from fsharp.planning.space import Strategies, UnitPatterns
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
@@ -39,7 +39,7 @@ POLICIES: Mapping[str, SchedulePolicy] = {
 @options_checked
 def tune(
     model: Any,
-    hardware: Machine,
+    hardware: HardwareSource,
     *,
     budget: float,
     batch: Any = None,
@@ -120,7 +120,7 @@ def tune(
     Cost: no collective without ``comm``. About 4 ms for each unit of ``effort``. A candidate is not simulated if it exceeds the
     budget at rest, or if it would be slower than the fastest even without waits.
     """
-    request = Request(
+    request = TuneRequest(
         model=model,
         hardware=hardware,
         budget=budget,
@@ -145,33 +145,33 @@ def tune(
     if comm is None:
         space = request.space()
         costs = request.costs(space)
-        trials = request.trials(space, costs)
+        combinations = request.combinations(space, costs)
     else:  # a failure or difference of one rank is an error on all ranks, before and after their joint measurement
-        space = check_on_all_ranks("tune()", comm, request.space, request.texts)
+        space = check_on_all_ranks("tune()", comm, request.space, request.comparison_texts)
         costs = request.costs(space)
-        trials = check_on_all_ranks("tune()", comm, lambda: request.trials(space, costs), request.texts_of_hardware)
+        combinations = check_on_all_ranks("tune()", comm, lambda: request.combinations(space, costs), request.hardware_texts)
     show = sys.stderr.isatty() and (comm is None or comm.rank == 0) if progress is None else progress
-    candidates = judged(search(trials, budget, effort=effort, show=show), budget)
+    candidates = rank_candidates(search_candidates(combinations, budget, effort=effort, show=show), budget)
     first = candidates[0]
     if first.peak_nbytes > budget:
-        raise _too_large(candidates, budget)
-    known = {each.names: each for each in trials}
+        raise _over_budget_error(candidates, budget)
+    known = {each.names: each for each in combinations}
     chosen = known[first.layout, first.policy, first.remat]
     return Choice(
         name=first.layout,
         layout=chosen.option.layout,
         policy=chosen.policy,
-        remat=chosen.planned.remat,
+        remat=chosen.arguments.remat,
         candidates=candidates,
         budget=budget,
-        activations=costs[chosen.option.cut].source,
+        activations=costs[chosen.option.cost_key].source,
         made_by=chosen.option.made_by,
-        _planned=chosen.planned,
-        _others={names: (each.option, each.policy, each.planned) for names, each in known.items()},
+        _arguments=chosen.arguments,
+        _others={names: (each.option, each.policy, each.arguments) for names, each in known.items()},
     )
 
 
-def _too_large(candidates: Sequence[Candidate], budget: float) -> ScheduleError:
+def _over_budget_error(candidates: Sequence[Candidate], budget: float) -> ScheduleError:
     least = min(candidates, key=lambda x: x.peak_nbytes)
     names = ", ".join(filter(None, (least.layout, least.policy, least.remat and f"recomputed {least.remat}")))
     facts = [("budget", nbytes_text(budget)), ("smallest", f"{nbytes_text(least.peak_nbytes)}: {names}")]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fsharp as fs
 from fsharp.errors import AgreementError, OptionError, PatternError, ScheduleError, TreeError
 from fsharp.inspect import Choice
-from fsharp.planning.space import meshes_of
+from fsharp.planning.space import meshes_to_try
 from fsharp.planning.tune import POLICIES
 from fsharp.testing import processes
 from tests.gpt_like import block, cross_entropy, embed, head, make_batches, make_params, plain_logits
@@ -386,6 +386,6 @@ def test_bytes_of_a_unit_are_for_one_choice_of_units():
 
 
 def test_meshes_of_a_number_of_ranks():
-    assert [dict(mesh.axes) for mesh in meshes_of(6)] == [{"dp": 6}, {"outer": 3, "inner": 2}]
-    assert [dict(mesh.axes) for mesh in meshes_of(1)] == [{"dp": 1}]
-    assert len(meshes_of(16384)) == 14
+    assert [dict(mesh.axes) for mesh in meshes_to_try(6)] == [{"dp": 6}, {"outer": 3, "inner": 2}]
+    assert [dict(mesh.axes) for mesh in meshes_to_try(1)] == [{"dp": 1}]
+    assert len(meshes_to_try(16384)) == 14

@@ -10,7 +10,7 @@ from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.timeline import WAITING, Timeline, TimeSpan
 from fsharp.tracebacks import api_boundary
 
-Row = tuple[int, str, str, Phase, Stream, float, float, int]
+TraceRow = tuple[int, str, str, Phase, Stream, float, float, int]
 
 
 class Trace:
@@ -21,7 +21,7 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[TraceRow] = []
         self.steps: list[tuple[float, float]] = []
 
     def record(
@@ -88,7 +88,7 @@ class Trace:
                     own.setdefault(span.op, []).append(span)
             for spans in own.values():
                 times.setdefault((spans[0].unit, spans[0].phase), []).append(sum(span.seconds for span in spans))
-        return by_unit(times)
+        return median_times_by_unit(times)
 
     def update_time(self) -> float:
         """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; or 0."""
@@ -96,7 +96,7 @@ class Trace:
         return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.ended_steps())
 
     @api_boundary
-    def ended_steps(self) -> list[tuple[tuple[float, float], list[Row]]]:
+    def ended_steps(self) -> list[tuple[tuple[float, float], list[TraceRow]]]:
         """Return ``((start, stop), rows)`` for each step that has ended, in order.
 
         Without :meth:`begin_step` all rows are one step.
@@ -110,7 +110,7 @@ class Trace:
         if not steps:
             ends = [row[6] for row in self.rows if row[4] == "compute"] or [row[6] for row in self.rows]
             steps = [(min(row[5] for row in self.rows), max(ends))]
-        rows: list[list[Row]] = [[] for _ in steps]
+        rows: list[list[TraceRow]] = [[] for _ in steps]
         for row in self.rows:
             rows[row[7]].append(row)
         ended = [each for each in zip(steps, rows, strict=True) if not math.isnan(each[0][1])]
@@ -119,7 +119,7 @@ class Trace:
         return ended
 
 
-def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
+def median_times_by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
     """Return the median seconds ``(forward, backward)`` of each unit, with nested units last.
 
     The keys serve as patterns, of which the last match counts. The pattern of an outer unit also matches units inside of it.
@@ -128,7 +128,7 @@ def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[f
     return {unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units}
 
 
-def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
+def check_rows(where: str, schedule: Schedule, rows: Iterable[TraceRow]) -> None:
     """Raise an error if rows measure ops that are not in a schedule."""
     for index, kind, unit, phase, *_ in rows:
         op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
@@ -139,7 +139,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
             )
 
 
-def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
+def self_times(rows: Iterable[TraceRow]) -> list[TimeSpan]:
     """Return the spans of measured rows. On the compute stream a span that lies in another span is cut out of the outer one."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
