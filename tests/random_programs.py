@@ -10,7 +10,7 @@ from fsharp.stateful.schedule.policy import DebugPolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 
 GATHER, REDUCE = Call("all_gather", "dp", 64), Call("reduce_scatter", "dp", 64)
-FINISH, SPREAD = Call("all_reduce", "outer", 32), Call("all_gather", "outer", 32)
+FINAL_REDUCE, UPDATE_GATHER = Call("all_reduce", "outer", 32), Call("all_gather", "outer", 32)
 ALIGN = 64
 
 
@@ -24,8 +24,8 @@ def unit_facts(draw, name):
     if not draw(st.sampled_from([True, True, True, False])):
         return UnitFacts(name, gathered, trainable=False, gather=gather, **coded)
     outgoing = draw(st.one_of(st.just(0), nbytes, nbytes))
-    reduce = draw(st.sampled_from([(REDUCE,), (REDUCE, FINISH), ()])) if outgoing else ()
-    finish, update_gather = draw(st.sampled_from([(), (FINISH,)])), draw(st.sampled_from([(), (SPREAD,)]))
+    reduce = draw(st.sampled_from([(REDUCE,), (REDUCE, FINAL_REDUCE), ()])) if outgoing else ()
+    finish, update_gather = draw(st.sampled_from([(), (FINAL_REDUCE,)])), draw(st.sampled_from([(), (UPDATE_GATHER,)]))
     finishing = draw(st.one_of(st.just(0), nbytes)) if finish else 0
     rest = draw(st.one_of(st.just(0), nbytes, nbytes))
     host = draw(st.sampled_from([0, 0, 1])) * draw(nbytes)
@@ -107,7 +107,9 @@ def programs(draw, max_units=5, **fixed):
         for use in order:  # an evaluation
             writer.forward(use)
     frozen = {unit.name for unit in units if not unit.trainable}
-    events = (event._replace(bare=True) if event.has_gradient and event.unit in frozen else event for event in writer.events)
+    events = (
+        event._replace(no_gradient=True) if event.has_gradient and event.unit in frozen else event for event in writer.events
+    )
     return Program(tuple(units), tuple(events))
 
 

@@ -46,7 +46,7 @@ def _check_rules(schedule):
             raise WrongValue(f"op {i}, {op}: out of order")
         if op.kind == "cast":
             event = events[op.at]
-            if (event.kind, event.unit, event.use, event.bare) != ("backward_end", op.unit, op.use, False):
+            if (event.kind, event.unit, event.use, event.no_gradient) != ("backward_end", op.unit, op.use, False):
                 raise WrongValue(f"op {i}, {op}: its gradient is not there at event {op.at}")
 
 
@@ -66,7 +66,7 @@ class _Machine:
         self.asked = [i for i, event in enumerate(self.events) if event.kind == "reduce"]
         self.due = {}  # by unit, the (event, use) of its gradients
         for i, event in enumerate(self.events):
-            if event.kind == "backward_end" and self.facts[event.unit].trainable and not event.bare:
+            if event.kind == "backward_end" and self.facts[event.unit].trainable and not event.no_gradient:
                 self.due.setdefault(event.unit, []).append((i, event.use))
         self.bucket = {}
         for i, op in enumerate(self.ops):

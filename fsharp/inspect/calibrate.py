@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.ops import SPREAD, Phase, Stream, buffer_nbytes, kinds_where
+from fsharp.stateful.schedule.ops import UPDATE_GATHER, Phase, Stream, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
@@ -109,7 +109,7 @@ def issued_nbytes(op: Op, facts: UnitFacts) -> int:
     A gather copies the rank's own part into the arena, and a reduction posts a message for each chunk. A gather of updated
     parameters copies nothing.
     """
-    return 0 if op.spec is SPREAD else sum(call.nbytes for call in op.spec.collectives(facts))
+    return 0 if op.spec is UPDATE_GATHER else sum(call.nbytes for call in op.spec.collectives(facts))
 
 
 def _fit_issue_cost(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, float]:

@@ -176,7 +176,7 @@ class _EventList:
         for each in reversed(done.inner):
             self._add_backward(each)
         for name, (key, number) in reversed(list(zip(done.use.units, done.keys, strict=True))):
-            self.events.append(Event("backward_end", key, number, bare=name not in self._trained))
+            self.events.append(Event("backward_end", key, number, no_gradient=name not in self._trained))
 
 
 class _ForwardDone(NamedTuple):

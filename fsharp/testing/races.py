@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import FsharpError, ScheduleError, problem
 from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
-from fsharp.stateful.transport.streams import Key, Lanes
+from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.testing.accesses import AccessLoggingMode
 from fsharp.testing.ordering import Access, ByteSpan, Entry, Race, RecordEvent, RecordStream, ReplayResult, Wait, replay
 from fsharp.tracebacks import api_boundary, api_context
@@ -49,13 +49,13 @@ class VirtualLanes(Lanes):
     def __init__(
         self,
         *,
-        describe: Callable[[Key], str] = lambda key: f"op {key[1]}",
+        describe: Callable[[OpKey], str] = lambda key: f"op {key[1]}",
         here: Callable[[], str] = lambda: "outside of a step",
     ) -> None:
         self.describe, self.here = describe, here
         self.log: list[Entry] = []
         self.lane, self._during = COMPUTE, ""
-        self._marks: set[Key] = set()
+        self._marks: set[OpKey] = set()
         self._given: set[str] = set()
 
     has_streams = True
@@ -65,11 +65,13 @@ class VirtualLanes(Lanes):
         return self.lane
 
     @contextmanager
-    def on_lane(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
-        """Log the ops in this context on a lane, after the ops ``after``, and with ``begins`` after the current lane."""
+    def on_lane(
+        self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
+    ) -> Iterator[None]:
+        """Log the ops in this context on a lane, after the ops ``after``, and with ``after_compute`` after the current lane."""
         lane = name
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
-        if begins:
+        if after_compute:
             self.log.append(Wait(lane, self.lane, f"{lane} waits for {self.lane} before {during}"))
         for key in after:
             if key in self._marks:
@@ -85,7 +87,7 @@ class VirtualLanes(Lanes):
         finally:
             self.lane, self._during = before
 
-    def join_ops(self, after: Sequence[Key]) -> None:
+    def join_ops(self, after: Sequence[OpKey]) -> None:
         """Make the current lane wait for ops of other lanes."""
         for key in after:
             if key in self._marks:
@@ -98,7 +100,7 @@ class VirtualLanes(Lanes):
                 continue
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
-    def synchronize_op(self, op: Key) -> None:
+    def synchronize_op(self, op: OpKey) -> None:
         """Make the current lane wait for an op, as all that the host issues later follows the op."""
         self.join_ops([op])
 
@@ -285,7 +287,7 @@ def _point_of_step_text(scheduler: Scheduler) -> str:
     return str(step.events[-1]) if step.events else "start of the step"
 
 
-def _op_text(scheduler: Scheduler, key: Key) -> str:
+def _op_text(scheduler: Scheduler, key: OpKey) -> str:
     number, i = key
     plan = scheduler.arena.tenant
     if plan is None or plan.number != number:

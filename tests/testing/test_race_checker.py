@@ -146,7 +146,7 @@ def test_order_is_brought_by_waits_of_all_kinds():
 
     def without_begins(lanes):
         x = torch.zeros(4)
-        with lanes.on_lane("gather", begins=False):
+        with lanes.on_lane("gather", after_compute=False):
             x.add_(1)
 
     def joined(lanes):
@@ -187,7 +187,7 @@ def test_order_goes_through_a_third_stream():
             x = torch.zeros(4)
             with lanes.on_lane("gather", (0, 0)):
                 x.add_(1)
-            with lanes.on_lane("reduce", (0, 1), after, begins=False):
+            with lanes.on_lane("reduce", (0, 1), after, after_compute=False):
                 torch.zeros(1)
             lanes.join_ops([(0, 1)])
             x.sum()
@@ -312,7 +312,7 @@ def test_memory_belongs_to_the_stream_that_allocated_it():
             lanes.join_ops([(0, 0)])
             x.sum()
             del x
-            with lanes.on_lane("gather", begins=waits):
+            with lanes.on_lane("gather", after_compute=waits):
                 torch.zeros(16)
 
         return program

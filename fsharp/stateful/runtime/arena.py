@@ -59,7 +59,7 @@ class Arena:
         if bound is None or bound.arena is not self.memory:
             bound = BoundSchedule(schedule, units, self.memory, self._executor)
             scheduled.programs.bound[id(schedule)] = bound
-            self._executor.lanes.drop_events_with(bound, bound.number)
+            self._executor.lanes.drop_events_when_collected(bound, bound.number)
         if self.tenant is not bound:
             self._evict_units()
             self.tenant = bound
@@ -107,6 +107,6 @@ class Arena:
         for unit in units:
             bound.slots[unit.key].carry_to_next_step(unit.node)
         if self._executor.lanes.has_streams:
-            with self._executor.lanes.on_lane("gather", begins=False):
+            with self._executor.lanes.on_lane("gather", after_compute=False):
                 for x in [x for unit in units if unit.node is not None for x in unit.node.raw_buffers]:
                     self._executor.lanes.record_use(x)  # the state may be replaced before these gathers have ended

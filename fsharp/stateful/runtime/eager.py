@@ -54,7 +54,7 @@ class EagerOps:
         self._is_in_use = is_in_use
         self.slots: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_numbers)  # numbers of compiled schedules are positive
-        executor.lanes.drop_events_with(self, self._number)
+        executor.lanes.drop_events_when_collected(self, self._number)
         self._at = 0
         self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op
@@ -191,8 +191,8 @@ class EagerOps:
             began = self._under_way.pop(0)
             assert began.unit is not None
             unit, after = began.unit, began.key[1]
-            if ops.SUM.has_ops_for(self._assumed_facts(unit)):
-                decode = self._emit(ops.SUM, unit, "backward", after=after)
+            if ops.DECODE_SUM.has_ops_for(self._assumed_facts(unit)):
+                decode = self._emit(ops.DECODE_SUM, unit, "backward", after=after)
                 after = decode.key[1]
                 yield decode
             bound = self._accumulate(unit, began.block, after)
@@ -216,24 +216,24 @@ class EagerOps:
         for unit in units:
             route, facts = unit.trained_gradient.route, self._assumed_facts(unit)
             memory = torch.empty(route.finishing_block_nbytes(), dtype=torch.uint8, device=self._device)
-            if ops.ENCODE_REST.has_ops_for(facts):
-                yield self._emit(ops.ENCODE_REST, unit, "finish")
-            reduce = self._emit(ops.FINISH, unit, "finish", pieces=route.finishing_block(memory))
+            if ops.FINAL_ENCODE.has_ops_for(facts):
+                yield self._emit(ops.FINAL_ENCODE, unit, "finish")
+            reduce = self._emit(ops.FINAL_REDUCE, unit, "finish", pieces=route.finishing_block(memory))
             yield reduce
             after = reduce.key[1]
-            if ops.FINAL_SUM.has_ops_for(facts):
-                decode = self._emit(ops.FINAL_SUM, unit, "finish", after=after)
+            if ops.FINAL_DECODE_SUM.has_ops_for(facts):
+                decode = self._emit(ops.FINAL_DECODE_SUM, unit, "finish", after=after)
                 after = decode.key[1]
                 yield decode
-            yield self._emit(ops.LAND, unit, "finish", after=after)
+            yield self._emit(ops.FINAL_ACCUMULATE, unit, "finish", after=after)
             self._join_reductions()
 
     def ops_after_update(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that gather updated parameters, and copy the state of updated units to host memory."""
         for unit in [each for each in units if each.key in self._executor.spreading]:
-            gather = self._emit(ops.SPREAD, unit, "update")
+            gather = self._emit(ops.UPDATE_GATHER, unit, "update")
             yield gather
-            yield self._emit(ops.SETTLE, unit, "update", after=gather.key[1])
+            yield self._emit(ops.UPDATE_WAIT, unit, "update", after=gather.key[1])
         for unit in [each for each in units if each.key in self._executor.moves]:
             yield self._emit(ops.OFFLOAD, unit, "update")
 

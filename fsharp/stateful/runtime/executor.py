@@ -19,7 +19,7 @@ from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.schedule.schedule import Op
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.transport.streams import Key, Lanes
+from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.stateful.units.axis_chain import ChainInput, Move, gather_along, reduce_along
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import HostCopies
@@ -50,8 +50,8 @@ class BoundOp:
     """
 
     op: Op
-    key: Key
-    after: Sequence[Key]
+    key: OpKey
+    after: Sequence[OpKey]
     unit: UnitState | None
     copy: UnshardedBuffer | None = None
     block: OutgoingBlock | None = None
@@ -135,7 +135,7 @@ class Executor:
         self.spreading: dict[str, UpdateGather] = {}
         self.moves: dict[str, HostCopies] = {}
         self.taken: tuple[str, ...] = ()
-        self.fetched: list[Key] = []
+        self.fetched: list[OpKey] = []
         self.host_nbytes = 0
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
@@ -190,12 +190,12 @@ class Executor:
         """Look up the action of an op, and run the action."""
         self.action_of(bound)()
 
-    def action_on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:
-        """Return an action that runs ``start`` on the op's lane, after ``bound.after``; with ``begins`` also after compute."""
+    def action_on_lane(self, bound: BoundOp, start: Action, *, after_compute: bool = True) -> Action:
+        """Return an action that runs ``start`` on the op's lane, after ``bound.after``, and also after compute if wanted."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:
-            with lanes.on_lane(stream, key, after, begins=begins):
+            with lanes.on_lane(stream, key, after, after_compute=after_compute):
                 start()
 
         return action if lanes.has_streams else start
@@ -241,7 +241,7 @@ def _each(actions: Iterable[Action]) -> None:
 
 def _ending_action(bound: BoundOp) -> Action:
     """Return the action that adds the result of a reduction to the gradient. The op ``bound`` begins or ends the reduction."""
-    if bound.spec in (ops.FINISH, ops.LAND):
+    if bound.spec in (ops.FINAL_REDUCE, ops.FINAL_ACCUMULATE):
         return bound.gradient.end_final_reduction
     assert bound.block is not None
     return partial(bound.gradient.accumulate, bound.block)
@@ -396,12 +396,12 @@ def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
         assert gradient.block is not None
         gradient.encode(gradient.route.chains, gradient.block.collected)
 
-    return executor.action_on_lane(bound, gradient.encode_rest if bound.spec is ops.ENCODE_REST else start)
+    return executor.action_on_lane(bound, gradient.encode_rest if bound.spec is ops.FINAL_ENCODE else start)
 
 
 def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
     transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.bucket_members]
-    as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
+    as_one, is_finish = len(members) > 1, bound.spec is ops.FINAL_REDUCE
     units, what = [each.unit for each in bound.bucket_members if each.unit is not None], ops_text(bound.bucket_members)
 
     def start() -> None:
@@ -427,14 +427,18 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
 def _bind_sum(executor: Executor, bound: BoundOp) -> Action:
     if bound.may_wait and executor.transport.is_async:
         return do_nothing  # the reader of the sum decodes it
-    return executor.action_on_lane(bound, bound.gradient.decode, begins=False)
+    return executor.action_on_lane(bound, bound.gradient.decode, after_compute=False)
 
 
 def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
-    gradient, end, is_finish = bound.gradient, _ending_action(bound), bound.spec is ops.LAND
-    reduction, opens = (bound.op.unit, ops.FINISH if is_finish else ops.REDUCE), bound.op.opens is not None
+    gradient, end, is_finish = bound.gradient, _ending_action(bound), bound.spec is ops.FINAL_ACCUMULATE
+    reduction, opens = (bound.op.unit, ops.FINAL_REDUCE if is_finish else ops.REDUCE), bound.op.opens is not None
     waits_late = bound.may_wait and executor.transport.is_async
-    ended = end if waits_late else executor.action_on_lane(bound, end, begins=not is_finish and not gradient.route.is_reduced)
+    ended = (
+        end
+        if waits_late
+        else executor.action_on_lane(bound, end, after_compute=not is_finish and not gradient.route.is_reduced)
+    )
 
     def action() -> None:
         executor.reducing.pop(reduction, None)
@@ -469,21 +473,21 @@ def do_nothing() -> None:
 
 BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.GATHER: _bind_gather,
-    ops.SPREAD: _bind_spread,
+    ops.UPDATE_GATHER: _bind_spread,
     ops.WAIT: _bind_wait,
-    ops.SETTLE: _bind_settle,
+    ops.UPDATE_WAIT: _bind_settle,
     ops.COMPUTE: lambda executor, bound: do_nothing,
     ops.DECODE: _bind_decode,
     ops.RELEASE: _bind_release,
     ops.CAST: _bind_cast,
     ops.ENCODE: _bind_encode,
-    ops.ENCODE_REST: _bind_encode,
+    ops.FINAL_ENCODE: _bind_encode,
     ops.REDUCE: _bind_reduce,
-    ops.FINISH: _bind_reduce,
-    ops.SUM: _bind_sum,
-    ops.FINAL_SUM: _bind_sum,
+    ops.FINAL_REDUCE: _bind_reduce,
+    ops.DECODE_SUM: _bind_sum,
+    ops.FINAL_DECODE_SUM: _bind_sum,
     ops.ACCUMULATE: _bind_accumulate,
-    ops.LAND: _bind_accumulate,
+    ops.FINAL_ACCUMULATE: _bind_accumulate,
     ops.FETCH: _bind_copy,
     ops.UPDATE: lambda executor, bound: do_nothing,
     ops.OFFLOAD: _bind_copy,

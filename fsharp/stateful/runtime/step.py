@@ -61,11 +61,11 @@ class Step:
         unit: UnitState | None = None,
         number: int = -1,
         *,
-        bare: bool = False,
+        no_gradient: bool = False,
         copy: UnshardedBuffer | None = None,
         units: Collection[UnitState] = (),
     ) -> None:
-        at, found = len(self.events), (kind, unit.key if unit is not None else "", number, bare)
+        at, found = len(self.events), (kind, unit.key if unit is not None else "", number, no_gradient)
         if self.eager is None:
             schedule = self.schedule
             assert schedule is not None
@@ -229,7 +229,7 @@ class Step:
         if grads is not None and self.eager is None and self.schedule is not None:
             grads = self.schedule.gradients_outside_arena(grads)
         self.executor.receive_gradients(grads)
-        self._event("backward_end", use.unit, use.number, bare=grads is None, copy=use.copy)
+        self._event("backward_end", use.unit, use.number, no_gradient=grads is None, copy=use.copy)
         self.executor.receive_gradients(None)
 
     def begin_backward(self, *, is_last: bool) -> None:

@@ -19,16 +19,20 @@ from itertools import accumulate, tee
 from operator import add
 from typing import Generic, NamedTuple, TypeVar
 
-_NEAR = 48  # a buffer goes to a stack if more spans than this begin while the buffer is live
+_MIN_SPANS_OF_STACKED = 48  # a buffer goes to a stack if more spans than this begin while the buffer is live
 # Sizes of arenas to try, as the part by which they exceed the lower bound.
-_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0)
-_PLACED = 12_000  # for one size of the arena, the number of placements in all searches,
-_EACH = 6  # or this number for each buffer, if that is more
-_PATIENCE = 300  # number of placements in one search, besides 1.5 for each buffer
+_ARENA_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0)
+_MAX_PLACEMENTS = 12_000  # for one size of the arena, the number of placements in all searches,
+_MAX_PLACEMENTS_PER_ITEM = 6  # or this number for each buffer, if that is more
+_MAX_PLACEMENTS_PER_SEARCH = 300  # number of placements in one search, besides 1.5 for each buffer
 
 # A rank of the places that a buffer fits in: from bytes below the buffer, bytes left in the gap, bytes above the buffer.
-Fit = Callable[[int, int, int], int]
-_FITS: tuple[Fit, ...] = (lambda at, spare, above: min(at, above), lambda at, spare, above: spare, lambda at, spare, above: at)
+FitRank = Callable[[int, int, int], int]
+_FIT_RANKS: tuple[FitRank, ...] = (
+    lambda at, spare, above: min(at, above),
+    lambda at, spare, above: spare,
+    lambda at, spare, above: at,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +58,21 @@ def lower_bound(items: Sequence[ArenaItem]) -> int:
     return most
 
 
-def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int] | None:
+def assign_addresses(items: Sequence[ArenaItem], *, max_nbytes: int | None = None) -> list[int] | None:
     """Return the first byte of each item, such that items that are live at one position share no byte.
 
     Starts are multiples of the greatest common divisor of all sizes. Equal lists of items get equal addresses.
 
     Args:
         items: the buffers to place.
-        within: limit of bytes. The result is None if no placement within the limit is found soon.
+        max_nbytes: limit of the arena. The result is None if no placement within the limit is found soon.
 
     Cost: ``n log n`` in the number of spans. For each item in a stack also a pass over all positions.
     """
     if not items:
         return []
     least = lower_bound(items)
-    return None if within is not None and least > within else _ArenaPacking(items).place_items(least, within)
+    return None if max_nbytes is not None and least > max_nbytes else _ArenaPacking(items).place_items(least, max_nbytes)
 
 
 class _SearchResult(NamedTuple):
@@ -96,7 +100,7 @@ class _ArenaPacking:
             return max((bisect_right(begins, b) - bisect_left(begins, a) for a, b in item.spans), default=0)
 
         every = [i for i, item in enumerate(items) if item.nbytes]
-        many = {i for i in every if meets(items[i]) > _NEAR}
+        many = {i for i in every if meets(items[i]) > _MIN_SPANS_OF_STACKED}
         self.short = [i for i in range(len(items)) if i not in many]
         self.low, self.high = [0] * (last + 1), [0] * (last + 1)
         self.stacked: dict[int, int] = {}
@@ -105,44 +109,44 @@ class _ArenaPacking:
             spans = items[i].spans
             stays = any(stop == last for _, stop in spans)
             stack = self.low if stays else self.high
-            self.stacked[i] = at = _largest_height(stack, items[i])
+            self.stacked[i] = at = _stack_height_during(stack, items[i])
             for first, stop in spans:
                 stack[first : stop + 1] = [at + items[i].nbytes] * (stop + 1 - first)
             if stays:
                 self.is_low.add(i)
-        self.floors = {i: _largest_height(self.low, items[i]) if many else 0 for i in self.short}
-        self.ceilings = {i: _largest_height(self.high, items[i]) if many else 0 for i in self.short}
+        self.floors = {i: _stack_height_during(self.low, items[i]) if many else 0 for i in self.short}
+        self.ceilings = {i: _stack_height_during(self.high, items[i]) if many else 0 for i in self.short}
         self.neighbours = _neighbours(items, self.short)
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
-    def place_items(self, least: int, within: int | None) -> list[int] | None:
-        """Return the first byte of each item, in at least ``least`` and at most ``within`` bytes; None if the search fails."""
+    def place_items(self, least: int, max_nbytes: int | None) -> list[int] | None:
+        """Return the first byte of each item, in ``least`` to ``max_nbytes`` bytes; None if the search fails."""
         stacks = max(map(add, self.low, self.high))
         least = max(least, stacks, _clique_nbytes(self.items, self.short, self.neighbours))
-        orders = _orders(self.items, self.short, self.neighbours)  # lazy, as mostly the first order succeeds
-        if within is not None:
-            if least > within:
+        orders = _search_orders(self.items, self.short, self.neighbours)  # lazy, as mostly the first order succeeds
+        if max_nbytes is not None:
+            if least > max_nbytes:
                 return None
-            target, limit = within // self.grain * self.grain, _PATIENCE + 3 * len(self.short) // 2
-            found = (self._search_places(order, _FITS[0], target=target, limit=limit).places for order in orders)
+            target, limit = max_nbytes // self.grain * self.grain, _MAX_PLACEMENTS_PER_SEARCH + 3 * len(self.short) // 2
+            found = (self._search_places(order, _FIT_RANKS[0], target=target, limit=limit).places for order in orders)
             return next(filter(None, found), None)
         total = max(sum(item.nbytes for item in self.items), least)
-        for slack in _SLACKS:
+        for slack in _ARENA_SLACKS:
             target = min(least + int(slack * least) // self.grain * self.grain, total)
-            budget = max(_PLACED // (1 + len(self.items) // 32), _EACH * len(self.items))
-            for fit in _FITS:
+            budget = max(_MAX_PLACEMENTS // (1 + len(self.items) // 32), _MAX_PLACEMENTS_PER_ITEM * len(self.items))
+            for fit in _FIT_RANKS:
                 orders, again = tee(orders)
                 for order in again:
                     if budget <= 0:
                         break
-                    limit = min(_PATIENCE + 3 * len(self.short) // 2, budget)
+                    limit = min(_MAX_PLACEMENTS_PER_SEARCH + 3 * len(self.short) // 2, budget)
                     starts, placed = self._search_places(order, fit, target=target, limit=limit)
                     budget -= placed
                     if starts:
                         return starts
         return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
-    def _search_places(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> "_SearchResult":
+    def _search_places(self, order: Sequence[int], fit: FitRank, *, target: int, limit: int) -> "_SearchResult":
         """Search for places of all items below ``target``, depth first, with at most ``limit`` placements."""
         items = self.items
         rank = {i: k for k, i in enumerate(order)}
@@ -179,17 +183,17 @@ class _ArenaPacking:
         return _SearchResult([], limit)
 
 
-def _largest_height(stack: Sequence[int], item: ArenaItem) -> int:
+def _stack_height_during(stack: Sequence[int], item: ArenaItem) -> int:
     """Return the largest height of a stack, in bytes, while an item is live."""
     return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
 
-def _clique_nbytes(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
+def _clique_nbytes(items: Sequence[ArenaItem], indices: Sequence[int], neighbours: dict[int, list[int]]) -> int:
     """Return a lower bound of the arena: the bytes of buffers of which any two are live together at some position."""
-    near = {i: set(neighbours[i]) for i in which}
-    load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in which}
+    near = {i: set(neighbours[i]) for i in indices}
+    load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in indices}
     most = 0
-    for seed in sorted(which, key=lambda i: -load[i])[:16]:
+    for seed in sorted(indices, key=lambda i: -load[i])[:16]:
         members = [seed]
         for i in sorted(near[seed], key=lambda i: -items[i].nbytes):
             if near[i].issuperset(members):
@@ -198,10 +202,10 @@ def _clique_nbytes(items: Sequence[ArenaItem], which: Sequence[int], neighbours:
     return most
 
 
-def _neighbours(items: Sequence[ArenaItem], which: Sequence[int]) -> dict[int, list[int]]:
+def _neighbours(items: Sequence[ArenaItem], indices: Sequence[int]) -> dict[int, list[int]]:
     """Return for each item the items that are live together with the item at some position."""
-    spans = sorted((a, b, i) for i in which if items[i].nbytes for a, b in items[i].spans)
-    result: dict[int, set[int]] = {i: set() for i in which}
+    spans = sorted((a, b, i) for i in indices if items[i].nbytes for a, b in items[i].spans)
+    result: dict[int, set[int]] = {i: set() for i in indices}
     live: list[tuple[int, int]] = []
     for a, b, i in spans:
         live = [(end, j) for end, j in live if end >= a]
@@ -212,30 +216,32 @@ def _neighbours(items: Sequence[ArenaItem], which: Sequence[int]) -> dict[int, l
     return {i: sorted(each) for i, each in result.items()}
 
 
-def _orders(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> Iterator[list[int]]:
-    if not which:
+def _search_orders(items: Sequence[ArenaItem], indices: Sequence[int], neighbours: dict[int, list[int]]) -> Iterator[list[int]]:
+    if not indices:
         yield []
         return
-    load = {i: items[i].nbytes + sum(items[j].nbytes for j in neighbours[i]) for i in which}
-    first = {i: min((a for a, _ in items[i].spans), default=0) for i in which}
-    last = {i: max((a for a, _ in items[i].spans), default=0) for i in which}
+    load = {i: items[i].nbytes + sum(items[j].nbytes for j in neighbours[i]) for i in indices}
+    first = {i: min((a for a, _ in items[i].spans), default=0) for i in indices}
+    last = {i: max((a for a, _ in items[i].spans), default=0) for i in indices}
     seeds = (
-        max(which, key=load.__getitem__),
-        max(which, key=lambda i: items[i].nbytes),
-        which[0],
-        max(which, key=first.__getitem__),
+        max(indices, key=load.__getitem__),
+        max(indices, key=lambda i: items[i].nbytes),
+        indices[0],
+        max(indices, key=first.__getitem__),
     )
     for seed in dict.fromkeys(seeds):
-        yield _overlap_order(seed, items, which, neighbours)
-    yield sorted(which, key=lambda i: -last[i])
-    yield sorted(which, key=lambda i: first[i])
+        yield _overlap_order(seed, items, indices, neighbours)
+    yield sorted(indices, key=lambda i: -last[i])
+    yield sorted(indices, key=lambda i: first[i])
 
 
-def _overlap_order(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
+def _overlap_order(
+    seed: int, items: Sequence[ArenaItem], indices: Sequence[int], neighbours: dict[int, list[int]]
+) -> list[int]:
     """Return an order from ``seed`` on. Next comes the item that is live with the most bytes so far (maximum cardinality)."""
-    met = dict.fromkeys(which, 0)
+    met = dict.fromkeys(indices, 0)
     order: dict[int, None] = {}
-    heap = [(1, 0, i) for i in which]
+    heap = [(1, 0, i) for i in indices]
     heappush(heap, (-1, 0, seed))
     while heap:
         i = heappop(heap)[2]
@@ -261,23 +267,23 @@ class ByteRanges(Generic[T]):
 
     def values_over(self, start: int, stop: int) -> Iterator[T]:
         """Yield the values of the runs that share a byte with ``start`` to ``stop``."""
-        yield from self._values[self._slice(start, stop)]
+        yield from self._values[self._overlapping_slice(start, stop)]
 
     def set_value(self, start: int, stop: int, value: T) -> None:
         """Set the value of bytes ``start`` to ``stop``."""
-        self._replace(start, stop, [(start, stop, value)])
+        self._replace_runs(start, stop, [(start, stop, value)])
 
     def remove_values(self, start: int, stop: int) -> None:
         """Remove the values of bytes ``start`` to ``stop``."""
-        self._replace(start, stop, [])
+        self._replace_runs(start, stop, [])
 
-    def _slice(self, start: int, stop: int) -> slice:
+    def _overlapping_slice(self, start: int, stop: int) -> slice:
         return slice(bisect_right(self._stops, start), bisect_left(self._starts, stop) if start < stop else 0)
 
-    def _replace(self, start: int, stop: int, runs: list[tuple[int, int, T]]) -> None:
+    def _replace_runs(self, start: int, stop: int, runs: list[tuple[int, int, T]]) -> None:
         if start >= stop:
             return
-        where = self._slice(start, stop)
+        where = self._overlapping_slice(start, stop)
         if where.start < where.stop:
             first, last = where.start, where.stop - 1
             if self._starts[first] < start:

@@ -8,9 +8,9 @@ from itertools import accumulate, chain
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, lower_bound
-from fsharp.stateful.schedule.emit import BundlesByKind, emit_ops
+from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
-from fsharp.stateful.schedule.policy import FINISHES, SchedulePolicy
+from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.residency import uses_in_backward_order
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
@@ -32,37 +32,37 @@ def compile_schedule(program: Program, policy: SchedulePolicy = SchedulePolicy()
 
     Cost: no memory, no collective; about 2.5 ms for each unit and microbatch.
     """
-    tried, finishes = policy, FINISHES
+    tried, max_final_reductions = policy, MAX_FINAL_REDUCTIONS
     sum_late = not has_streams if policy.sum_late is None else policy.sum_late
     while True:
-        ops, arena, bound = _emit_and_place(program, tried, finishes, sum_late=sum_late)
+        ops, arena, bound = _emit_and_place(program, tried, max_final_reductions, sum_late=sum_late)
         if policy.memory_budget is None or arena <= policy.memory_budget:
             return Schedule(program, tried, tuple(ops), arena, bound)
         if tried.bucket_nbytes != 0 or tried.together:
             tried = replace(tried, bucket_nbytes=0, together=())
         elif tried.prefetch:
             tried = replace(tried, prefetch=tried.prefetch - 1)
-        elif finishes > 1:
-            finishes = 1
+        elif max_final_reductions > 1:
+            max_final_reductions = 1
         else:
             facts = [("budget", f"{policy.memory_budget:,} bytes"), ("needed", f"{arena:,} bytes")]
             what = "the memory budget is too small, even without prefetch and with one reduction at a time."
             raise ScheduleError(problem("compile_schedule()", what, facts, "Raise the budget, or make smaller units."))
 
 
-Placed = tuple[list[Op], int, int]
+PlacedOps = tuple[list[Op], int, int]
 """Ops with addresses, bytes of the arena, and the most bytes that are live at one op."""
 
 
-def _emit_and_place(program: Program, policy: SchedulePolicy, finishes: int, *, sum_late: bool) -> Placed:
+def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductions: int, *, sum_late: bool) -> PlacedOps:
     """Return placed ops. Units stay resident from forward to backward as far as ``policy.release`` allows.
 
-    ``finishes``: number of reductions to the optimizer's place that may be under way. ``sum_late``: see ``policy.sum_late``.
+    ``max_final_reductions``: most reductions to the optimizer's place under way at once. ``sum_late``: see ``policy.sum_late``.
     """
-    buckets = BundlesByKind(program, policy)
+    buckets = BucketsByCollective(program, policy)
     first, *later = uses_in_backward_order(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []
-    emit = partial(emit_ops, program, policy, buckets, finishes=finishes, sum_late=sum_late)
+    emit = partial(emit_ops, program, policy, buckets, max_final_reductions=max_final_reductions, sum_late=sum_late)
     unplaced = emit(kept)
     best = place_buffers(unplaced, program)
     assert best is not None, "there is room without a limit"
@@ -71,28 +71,28 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, finishes: int, *, 
         return best
     most, fewer = best[2], 1
     # Uses nest: the use whose backward comes first had the last forward.
-    number = bisect_right(range(1, len(first) + 1), most, key=lambda n: _bound(emit(first[:n]), program))
+    number = bisect_right(range(1, len(first) + 1), most, key=lambda n: _peak_live_nbytes(emit(first[:n]), program))
     while number > 0:
-        found = place_buffers(emit(first[:number]), program, within=best[1])
+        found = place_buffers(emit(first[:number]), program, max_nbytes=best[1])
         if found is not None:
             return found
         number, fewer = number - fewer, 2 * fewer
     return best
 
 
-Items = dict[BufferKey, ArenaItem]
+ItemsByBuffer = dict[BufferKey, ArenaItem]
 
 
-def _items(unplaced: Sequence[UnplacedOp], program: Program) -> Items:
-    facts, lives = program.facts, _liveness(unplaced).items()
+def _arena_items(unplaced: Sequence[UnplacedOp], program: Program) -> ItemsByBuffer:
+    facts, lives = program.facts, _live_spans(unplaced).items()
     return {(name, unit): ArenaItem(buffer_nbytes(name, facts[unit]), spans) for (name, unit), spans in lives}
 
 
-def _bound(unplaced: Sequence[UnplacedOp], program: Program) -> int:
-    return lower_bound(list(_items(unplaced, program).values()))
+def _peak_live_nbytes(unplaced: Sequence[UnplacedOp], program: Program) -> int:
+    return lower_bound(list(_arena_items(unplaced, program).values()))
 
 
-def _live_nbytes(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
+def _live_nbytes_by_op(unplaced: Sequence[UnplacedOp], items: ItemsByBuffer) -> list[int]:
     change = [0] * (len(unplaced) + 1)
     for item in items.values():
         for first, last in item.spans:
@@ -101,19 +101,19 @@ def _live_nbytes(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
     return list(accumulate(change))
 
 
-def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | None = None) -> Placed | None:
-    """Return ops with addresses and with the ops for which they wait; None if no arena of ``within`` bytes is found."""
-    position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marks is None)}
-    if _open_early(unplaced, items := _items(unplaced, program)):
-        items = _items(unplaced, program)
-    starts = assign_addresses(list(items.values()), within=within)
+def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbytes: int | None = None) -> PlacedOps | None:
+    """Return ops with addresses and with the ops for which they wait; None if no arena of ``max_nbytes`` bytes is found."""
+    position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marked_op is None)}
+    if _open_gradients_early(unplaced, items := _arena_items(unplaced, program)):
+        items = _arena_items(unplaced, program)
+    starts = assign_addresses(list(items.values()), max_nbytes=max_nbytes)
     if starts is None:
         return None
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
     freed = ByteRanges[tuple[Stream, int]]()  # by bytes, the last op that freed them
     ops = []
     for op in unplaced:
-        if op.marks is None:
+        if op.marked_op is None:
             memory, opens = (where[each] if each else None for each in (op.buffer, op.opens))
             after = {position[id(each)] for each in op.after}
             for filled in (memory if op.fills else None, opens):
@@ -123,14 +123,14 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, within: i
             kind, stream = op.spec.kind, op.spec.stream
             ops.append(Op(kind, op.unit, op.phase, op.at, op.use, stream, memory, tuple(sorted(after)), op.bucket, opens))
         if op.buffer and op.frees:
-            last, memory = op.marks or op, where[op.buffer]
+            last, memory = op.marked_op or op, where[op.buffer]
             freed.set_value(memory.start, memory.stop, (last.spec.stream, position[id(last)]))
     return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
 
 
-def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
+def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
     """Let reductions write directly to gradients at rest if this takes no more memory. Return whether one does."""
-    live = _live_nbytes(unplaced, dict(items))
+    live = _live_nbytes_by_op(unplaced, dict(items))
     bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
     found = False
     for i, op in enumerate(unplaced):
@@ -145,7 +145,7 @@ def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaI
     return found
 
 
-def _liveness(unplaced: Sequence[UnplacedOp]) -> dict[BufferKey, tuple[tuple[int, int], ...]]:
+def _live_spans(unplaced: Sequence[UnplacedOp]) -> dict[BufferKey, tuple[tuple[int, int], ...]]:
     """Return the live spans of each buffer. A buffer that a step hands to the next step is live at both ends of the step."""
     spans: dict[BufferKey, list[tuple[int, int]]] = {}
     since: dict[BufferKey, int] = {}

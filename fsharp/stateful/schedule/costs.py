@@ -13,25 +13,29 @@ of 308 thousand took a few percent less with joined and packed blocks, and anoth
 
 from collections.abc import Hashable, Iterable, Mapping
 
-_MOST_NBYTES = 2_000_000  # of two latencies: 1 ms at 1 GB/s, as over gloo; 20 us at 50 GB/s, as over NCCL
-_BUCKETS = 4  # least number of buckets
+_MAX_BUCKET_NBYTES = 2_000_000  # of two latencies: 1 ms at 1 GB/s, as over gloo; 20 us at 50 GB/s, as over NCCL
+_MIN_BUCKETS = 4  # least number of buckets
 
 
 def bucket_limit_nbytes(sent: Iterable[int]) -> int:
     """Return the most bytes that a rank sends in one bucket, from the bytes of each unit. See [Note: buckets pay]."""
-    return min(_MOST_NBYTES, sum(sent) // _BUCKETS)
+    return min(_MAX_BUCKET_NBYTES, sum(sent) // _MIN_BUCKETS)
 
 
-Bundle = tuple[str, ...]
-"""Names of units that move in one collective, in order."""
-Bundles = Mapping[str, Bundle]
-"""The bundle of each unit."""
+Bucket = tuple[str, ...]
+"""Names of the units that share one collective, in order."""
+BucketOfUnit = Mapping[str, Bucket]
+"""By unit, its bucket."""
 
 
-def group_into_bundles(
-    order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int, groups: Mapping[str, int] = {}
-) -> Bundles:
-    """Return bundles of neighbouring units with equal channels, for which a rank sends at most ``most`` bytes.
+def group_into_buckets(
+    order: Iterable[str],
+    sent: Mapping[str, int],
+    channels: Mapping[str, Hashable],
+    max_nbytes: int,
+    groups: Mapping[str, int] = {},
+) -> BucketOfUnit:
+    """Return buckets of neighbouring units with equal channels, for which a rank sends at most ``max_nbytes`` bytes.
 
     A unit that sends nothing, or has the channel None, is alone. Units of a group in ``groups`` are joined without a limit of
     bytes, and only with units of the same group.
@@ -41,7 +45,7 @@ def group_into_bundles(
     for unit in dict.fromkeys(order):
         joins = last and sent[unit] and channels[unit] is not None and channels[unit] == channels[last]
         group = groups.get(unit)
-        if joins and group == groups.get(last) and (group is not None or filled + sent[unit] <= most):
+        if joins and group == groups.get(last) and (group is not None or filled + sent[unit] <= max_nbytes):
             found[-1].append(unit)
             filled += sent[unit]
         else:

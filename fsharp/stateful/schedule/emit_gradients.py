@@ -3,41 +3,43 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from fsharp.stateful.schedule.costs import Bundles
+from fsharp.stateful.schedule.costs import BucketOfUnit
 from fsharp.stateful.schedule.ops import (
     ACCUMULATE,
     CAST,
+    DECODE_SUM,
     ENCODE,
-    ENCODE_REST,
-    FINAL_SUM,
-    FINISH,
-    LAND,
+    FINAL_ACCUMULATE,
+    FINAL_DECODE_SUM,
+    FINAL_ENCODE,
+    FINAL_REDUCE,
     REDUCE,
     REST,
-    SUM,
     OpSpec,
 )
-from fsharp.stateful.schedule.policy import REDUCTIONS
+from fsharp.stateful.schedule.policy import MAX_REDUCTIONS
 from fsharp.stateful.schedule.program import Event
 from fsharp.stateful.schedule.unplaced import BufferKey, OpList, UnplacedOp
 
-After = tuple[UnplacedOp, ...]
+UnplacedOps = tuple[UnplacedOp, ...]
 
 
 class GradientOps:
-    """Emits the ops of gradients. Units of a bundle are reduced in one collective, once all their gradients are complete.
+    """Emits the ops of gradients. Units of a bucket are reduced in one collective, once all their gradients are complete.
 
     Args:
-        reduces: bundles for the reductions of a microbatch.
-        finishes: bundles for the reductions to the optimizer's place.
-        num_finishes: most reductions to the optimizer's place that are under way at once.
+        reduces: buckets for the reductions of a microbatch.
+        finishes: buckets for the reductions to the optimizer's place.
+        max_final_reductions: most reductions to the optimizer's place that are under way at once.
         sum_late: whether to add a reduction's result only when other ops need its memory. If False, the result is added at
             once, and its memory stays reserved until other ops need it.
     """
 
-    def __init__(self, ops: OpList, reduces: Bundles, finishes: Bundles, num_finishes: int, *, sum_late: bool) -> None:
+    def __init__(
+        self, ops: OpList, reduces: BucketOfUnit, finishes: BucketOfUnit, max_final_reductions: int, *, sum_late: bool
+    ) -> None:
         self._ops, self._reduces, self._finishes, self._sum_late = ops, reduces, finishes, sum_late
-        self._most = {REDUCE: REDUCTIONS, FINISH: num_finishes}
+        self._most = {REDUCE: MAX_REDUCTIONS, FINAL_REDUCE: max_final_reductions}
         self._due, self._to_come = Counter[str](), Counter[str]()  # casts of each unit in this microbatch: all, and missing
         self._casts: dict[str, UnplacedOp] = {}  # by unit, the last cast in this microbatch so far
         self._unfinished: dict[str, bool] = {}  # by unit that goes to the optimizer's place: whether it is not ready yet
@@ -49,69 +51,73 @@ class GradientOps:
         """Begin a microbatch with ``casts`` gradients of each unit, which go to the optimizer's place if it ``is_last``."""
         self._due, self._to_come, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
-        self._unfinished = {unit: True for unit, each in facts if FINISH.has_ops_for(each) and each.trainable}
+        self._unfinished = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
-    def emit_cast(self, event: Event, i: int) -> None:
-        """Emit the cast of a unit's gradient at the end of a backward. After the last cast of a bundle, emit its reduction."""
+    def emit_cast(self, event: Event, at: int) -> None:
+        """Emit the cast of a unit's gradient at the end of a backward. After the last cast of a bucket, emit its reduction."""
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
-        bundle = [each for each in self._reduces[unit] if self._due[each]]
-        if is_first and has_memory and all(each == unit or each in self._casts for each in bundle):
-            self._make_room(i, REDUCE)  # the last first cast of the bundle: until here other reductions may be under way
+        bucket = [each for each in self._reduces[unit] if self._due[each]]
+        if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
+            self._limit_reductions(
+                at, REDUCE
+            )  # the last first cast of the bucket: until here other reductions may be under way
         opens = None if has_memory else self._open_resting_gradient(unit)
         self._casts[unit] = self._ops.add_with_followers(
-            CAST, unit, "backward", i, use=event.use, is_first_user=is_first, opens=opens
+            CAST, unit, "backward", at, use=event.use, is_first_user=is_first, opens=opens
         )
         self._to_come[unit] -= 1
-        if not any(self._to_come[each] for each in bundle):
-            self._reduce(bundle, i)
+        if not any(self._to_come[each] for each in bucket):
+            self._emit_reduction(bucket, at)
 
-    def end_microbatch(self, i: int) -> None:
+    def end_microbatch(self, at: int) -> None:
         """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's place."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
-            self._end_oldest_reductions(i)
+            self._end_oldest_reductions(at)
         for unit in [unit for unit, is_waiting in self._unfinished.items() if is_waiting]:
-            self._finish_when_bundle_ready(unit, i)
+            self._emit_final_reduction_if_ready(unit, at)
 
-    def end_all_reductions(self, i: int) -> None:
+    def end_all_reductions(self, at: int) -> None:
         """Add the results of all reductions that are under way."""
         while self._under_way:
-            self._end_oldest_reductions(i)
+            self._end_oldest_reductions(at)
 
-    def _reduce(self, units: list[str], i: int) -> None:
+    def _emit_reduction(self, units: list[str], at: int) -> None:
         casts = self._casts
         facts = self._ops.facts[units[0]]
         if REDUCE.has_ops_for(facts):
-            self._make_room(i, REDUCE)
-            after = self._emit_encodes(ENCODE, units, i, {unit: (casts[unit],) for unit in units})
-            self._launch(self._ops.add_bucket(REDUCE, units, "backward", i, after=after))
+            self._limit_reductions(at, REDUCE)
+            after = self._emit_encodes(ENCODE, units, at, {unit: (casts[unit],) for unit in units})
+            self._begin_reduction(self._ops.add_bucket(REDUCE, units, "backward", at, after=after))
             return
         [unit] = units
         self._fed[unit] = casts[unit]
         if ACCUMULATE.has_ops_for(facts):
             opens = self._open_resting_gradient(unit)
-            self._fed[unit] = self._ops.add_with_followers(ACCUMULATE, unit, "backward", i, after=(casts[unit],), opens=opens)
-        self._finish_when_bundle_ready(unit, i)
+            self._fed[unit] = self._ops.add_with_followers(ACCUMULATE, unit, "backward", at, after=(casts[unit],), opens=opens)
+        self._emit_final_reduction_if_ready(unit, at)
 
-    def _finish_when_bundle_ready(self, unit: str, i: int) -> None:
-        """Record that a unit's gradient can go to the optimizer's place. Reduce a bundle once all of its units are ready."""
+    def _emit_final_reduction_if_ready(self, unit: str, at: int) -> None:
+        """Record that a unit's gradient can go to the optimizer's place. Reduce a bucket once all of its units are ready."""
         if not self._unfinished.get(unit):
             return
         self._unfinished[unit] = False
         units = [each for each in self._finishes[unit] if each in self._unfinished]
         if any(self._unfinished[each] for each in units):
             return
-        self._make_room(i, FINISH)
-        after = self._emit_encodes(ENCODE_REST, units, i, {unit: (self._fed[unit],) for unit in units if unit in self._fed})
-        self._launch(self._ops.add_bucket(FINISH, units, "finish", i, after=after))
+        self._limit_reductions(at, FINAL_REDUCE)
+        after = self._emit_encodes(FINAL_ENCODE, units, at, {unit: (self._fed[unit],) for unit in units if unit in self._fed})
+        self._begin_reduction(self._ops.add_bucket(FINAL_REDUCE, units, "finish", at, after=after))
 
-    def _emit_encodes(self, spec: OpSpec, units: Sequence[str], i: int, after: dict[str, After]) -> dict[str, After]:
+    def _emit_encodes(
+        self, spec: OpSpec, units: Sequence[str], at: int, after: dict[str, UnplacedOps]
+    ) -> dict[str, UnplacedOps]:
         """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops that a reduction waits for."""
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):
-                after |= {unit: (self._ops.add_with_followers(spec, unit, phase, i, after=after.get(unit, ())),)}
+                after |= {unit: (self._ops.add_with_followers(spec, unit, phase, at, after=after.get(unit, ())),)}
         return after
 
     def _open_resting_gradient(self, unit: str) -> BufferKey | None:
@@ -121,49 +127,51 @@ class GradientOps:
         self._opened.add(unit)
         return REST, unit
 
-    def _launch(self, ops: list[UnplacedOp]) -> None:
+    def _begin_reduction(self, ops: list[UnplacedOp]) -> None:
+        """Count the reductions of a bucket as under way. If sums are not added late, emit the ops that add them."""
         if self._sum_late:
             self._under_way.append(ops)
             return
         for op in ops:
             if op.spec is REDUCE:
                 op.open_resting_gradient(self._open_resting_gradient(op.unit))
-        sums = self._add_up(ops, ops[0].at, is_last=False)
+        sums = self._emit_sums(ops, ops[0].at, is_last=False)
         self._under_way.append(sums)
-        self._finish_sums(sums)
+        self._emit_ready_final_reductions(sums)
 
-    def _make_room(self, i: int, spec: OpSpec) -> None:
+    def _limit_reductions(self, at: int, spec: OpSpec) -> None:
+        """End reductions of this kind, the oldest first, until there is room for one more."""
         while sum(ops[0].phase in spec.phases for ops in self._under_way) >= self._most[spec]:
-            self._end_oldest_reductions(i)
+            self._end_oldest_reductions(at)
 
-    def _end_oldest_reductions(self, i: int) -> None:
-        """Add the results of the oldest bundle of reductions under way, and free its memory."""
+    def _end_oldest_reductions(self, at: int) -> None:
+        """Add the results of the oldest bucket of reductions under way, and free its memory."""
         ops = self._under_way.pop(0)
-        if ops[0].spec in (ACCUMULATE, LAND):
+        if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:
-                self._ops.reserve_until(op, i)
+                self._ops.reserve_buffer_until(op, at)
         else:
-            self._finish_sums(self._add_up(ops, i, is_last=True))
+            self._emit_ready_final_reductions(self._emit_sums(ops, at, is_last=True))
 
-    def _add_up(self, ops: Sequence[UnplacedOp], i: int, *, is_last: bool) -> list[UnplacedOp]:
+    def _emit_sums(self, ops: Sequence[UnplacedOp], at: int, *, is_last: bool) -> list[UnplacedOp]:
         """Emit the ops that add results of reductions to gradients. ``is_last``: whether these ops free the results' memory."""
         sums = []
         for op in ops:
-            decode, spec = (SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_SUM, LAND)
+            decode, spec = (DECODE_SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_DECODE_SUM, FINAL_ACCUMULATE)
             arrived = op
             if decode.has_ops_for(self._ops.facts[op.unit]):
-                arrived = self._ops.add_with_followers(decode, op.unit, op.phase, i, after=(op,))
-            added = self._ops.add_with_followers(spec, op.unit, op.phase, i, after=(arrived,), is_last_user=is_last)
+                arrived = self._ops.add_with_followers(decode, op.unit, op.phase, at, after=(op,))
+            added = self._ops.add_with_followers(spec, op.unit, op.phase, at, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
                 added.open_resting_gradient(self._open_resting_gradient(op.unit), reduction=op)
             self._fed[op.unit] = added
             sums.append(added)
         return sums
 
-    def _finish_sums(self, sums: Sequence[UnplacedOp]) -> None:
+    def _emit_ready_final_reductions(self, sums: Sequence[UnplacedOp]) -> None:
         for op in sums:
             if op.spec is ACCUMULATE:
-                self._finish_when_bundle_ready(op.unit, op.at)
+                self._emit_final_reduction_if_ready(op.unit, op.at)
 
 
 def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:

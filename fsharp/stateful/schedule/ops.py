@@ -41,7 +41,7 @@ from typing import Literal, get_args
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.schedule.program import ABOUT_NO_UNIT, EventKind, UnitFacts
+from fsharp.stateful.schedule.program import EVENTS_WITHOUT_UNIT, EventKind, UnitFacts
 from fsharp.type_checks import describe_wrong_field
 
 Stream = Literal["compute", "gather", "reduce", "host"]
@@ -61,22 +61,22 @@ class BufferSpec:
     """A kind of buffer of a unit in a step, such as full parameters. Each unit has one buffer of each kind.
 
     Attributes:
-        words: description of the contents, for errors.
-        fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
+        description: the contents, in words for errors.
+        size_fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
         is_pinned: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
         is_opened: whether the address is in ``opens`` of an op, and not in ``memory``, and holds to the end of the step.
-        made_of: the source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this
-            buffer becomes empty. An empty text means no source.
-        is_passed: whether the buffer is filled and read at one event, so that it is always empty when a step leaves its
+        source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer
+            becomes empty. An empty text means no source.
+        is_consumed: whether the buffer is filled and read at one event, so that it is always empty when a step leaves its
             schedule.
     """
 
-    words: str
-    fact: str = ""
+    description: str
+    size_fact: str = ""
     is_pinned: bool = False
     is_opened: bool = False
-    made_of: str = ""
-    is_passed: bool = False
+    source: str = ""
+    is_consumed: bool = False
 
 
 RESTING, PARAMS, STATE = "resting", "params", "state"
@@ -91,11 +91,11 @@ BUFFERS = {
     REST: BufferSpec("gradient at rest", "rest", is_opened=True),
     FINISHING: BufferSpec("finishing gradient", "finishing"),
     FINAL: BufferSpec("gradient at the optimizer's place"),
-    DECODED: BufferSpec("decoded parameters", made_of=PARAMS),
-    ENCODED: BufferSpec("encoded gradient", made_of=OUTGOING, is_passed=True),
-    SUMMED: BufferSpec("decoded sum", made_of=OUTGOING),
-    ENCODED_REST: BufferSpec("encoded gradient at rest", made_of=REST, is_passed=True),
-    FINAL_SUMMED: BufferSpec("decoded final sum", made_of=FINISHING),
+    DECODED: BufferSpec("decoded parameters", source=PARAMS),
+    ENCODED: BufferSpec("encoded gradient", source=OUTGOING, is_consumed=True),
+    SUMMED: BufferSpec("decoded sum", source=OUTGOING),
+    ENCODED_REST: BufferSpec("encoded gradient at rest", source=REST, is_consumed=True),
+    FINAL_SUMMED: BufferSpec("decoded final sum", source=FINISHING),
 }
 
 
@@ -145,7 +145,7 @@ class OpSpec:
     def has_unit(self) -> bool:
         """Whether each op of this kind belongs to a unit."""
         leaders = [each for each in OPS.values() if each.kind == self.behind]
-        return not any(event in ABOUT_NO_UNIT for event in self.events) and all(each.has_unit for each in leaders)
+        return not any(event in EVENTS_WITHOUT_UNIT for event in self.events) and all(each.has_unit for each in leaders)
 
     def has_ops_for(self, facts: UnitFacts) -> bool:
         """Return whether a unit has ops of this kind."""
@@ -164,7 +164,7 @@ class OpSpec:
     def memory_buffer(self) -> str:
         """The kind of buffer in ``memory`` of an op of this kind; empty if the op has no memory."""
         used = (each for each in (self.frees, self.changes, self.fills) if each)
-        return next((each for each in used if BUFFERS[each].fact and not BUFFERS[each].is_opened), "")
+        return next((each for each in used if BUFFERS[each].size_fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
         """Return the bytes of ``memory`` of a unit's op of this kind."""
@@ -177,20 +177,28 @@ class OpSpec:
 
 def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
     """Return the bytes of a unit's buffer in the arena; 0 if the buffer is not in the arena."""
-    return int(getattr(facts, BUFFERS[buffer].fact)) if BUFFERS[buffer].fact else 0
+    return int(getattr(facts, BUFFERS[buffer].size_fact)) if BUFFERS[buffer].size_fact else 0
 
 
-_STEP: tuple[Phase, ...] = ("forward", "backward")
-_SPREAD = "update_gather"
-GATHER = OpSpec("gather", _STEP, "gather", when=("gathered",), reads=(RESTING,), fills=PARAMS, calls="gather", cost="send")
-SPREAD = OpSpec(
-    "gather", ("update",), "gather", when=(_SPREAD,), fills=RESTING, calls=_SPREAD, codes="update_coded", cost="send"
+_USE_PHASES: tuple[Phase, ...] = ("forward", "backward")
+GATHER = OpSpec(
+    "gather", _USE_PHASES, "gather", when=("gathered",), reads=(RESTING,), fills=PARAMS, calls="gather", cost="send"
 )
-WAIT = OpSpec("wait", _STEP, when=("gathered",), joins=PARAMS, may_wait=True, look="hatched")
-SETTLE = OpSpec("wait", ("update",), when=("update_gather",), joins=RESTING, may_wait=True, look="hatched")
+UPDATE_GATHER = OpSpec(
+    "gather",
+    ("update",),
+    "gather",
+    when=("update_gather",),
+    fills=RESTING,
+    calls="update_gather",
+    codes="update_coded",
+    cost="send",
+)
+WAIT = OpSpec("wait", _USE_PHASES, when=("gathered",), joins=PARAMS, may_wait=True, look="hatched")
+UPDATE_WAIT = OpSpec("wait", ("update",), when=("update_gather",), joins=RESTING, may_wait=True, look="hatched")
 DECODE = OpSpec(
     "decode",
-    _STEP,
+    _USE_PHASES,
     when=("decoded",),
     behind="wait",
     reads=(PARAMS,),
@@ -199,20 +207,20 @@ DECODE = OpSpec(
     cost="code",
     look="coded",
 )
-COMPUTE = OpSpec("compute", _STEP, events=("forward", "backward"), reads=(RESTING, PARAMS, DECODED), cost="compute")
-RELEASE = OpSpec("release", (*_STEP, "update"), when=("gathered",), frees=PARAMS, look="faint")
+COMPUTE = OpSpec("compute", _USE_PHASES, events=("forward", "backward"), reads=(RESTING, PARAMS, DECODED), cost="compute")
+RELEASE = OpSpec("release", (*_USE_PHASES, "update"), when=("gathered",), frees=PARAMS, look="faint")
 CAST = OpSpec("cast", ("backward",), fills=OUTGOING, opens=True, cost="memory", look="dark")
-_ENCODE = OpSpec("encode", ("backward",), "reduce", cost="code", look="coded")
-ENCODE = replace(_ENCODE, when=("reduce_encoded",), reads=(OUTGOING,), fills=ENCODED, codes="reduce_encoded")
-ENCODE_REST = replace(
-    _ENCODE, phases=("finish",), when=("finish_encoded",), reads=(REST,), fills=ENCODED_REST, codes="finish_encoded"
+_ENCODE_BASE = OpSpec("encode", ("backward",), "reduce", cost="code", look="coded")
+ENCODE = replace(_ENCODE_BASE, when=("reduce_encoded",), reads=(OUTGOING,), fills=ENCODED, codes="reduce_encoded")
+FINAL_ENCODE = replace(
+    _ENCODE_BASE, phases=("finish",), when=("finish_encoded",), reads=(REST,), fills=ENCODED_REST, codes="finish_encoded"
 )
-_REDUCE = OpSpec("reduce", ("backward",), "reduce", cost="send")
+_REDUCE_BASE = OpSpec("reduce", ("backward",), "reduce", cost="send")
 REDUCE = replace(
-    _REDUCE, when=("reduce",), reads=(ENCODED,), changes=OUTGOING, opens=True, calls="reduce", codes="reduce_recoded"
+    _REDUCE_BASE, when=("reduce",), reads=(ENCODED,), changes=OUTGOING, opens=True, calls="reduce", codes="reduce_recoded"
 )
-FINISH = replace(
-    _REDUCE,
+FINAL_REDUCE = replace(
+    _REDUCE_BASE,
     phases=("finish",),
     when=("finish",),
     reads=(REST, ENCODED_REST),
@@ -220,14 +228,21 @@ FINISH = replace(
     calls="finish",
     codes="finish_recoded",
 )
-_DECODE = OpSpec("decode_sum", ("backward",), "reduce", cost="code", may_wait=True, look="coded")
-SUM = replace(_DECODE, when=("reduce_decoded",), reads=(OUTGOING,), fills=SUMMED, codes="reduce_decoded")
-FINAL_SUM = replace(
-    _DECODE, phases=("finish",), when=("finish_decoded",), reads=(FINISHING,), fills=FINAL_SUMMED, codes="finish_decoded"
+_DECODE_SUM_BASE = OpSpec("decode_sum", ("backward",), "reduce", cost="code", may_wait=True, look="coded")
+DECODE_SUM = replace(_DECODE_SUM_BASE, when=("reduce_decoded",), reads=(OUTGOING,), fills=SUMMED, codes="reduce_decoded")
+FINAL_DECODE_SUM = replace(
+    _DECODE_SUM_BASE,
+    phases=("finish",),
+    when=("finish_decoded",),
+    reads=(FINISHING,),
+    fills=FINAL_SUMMED,
+    codes="finish_decoded",
 )
-_ADD = OpSpec("accumulate", ("backward",), "reduce", cost="memory", may_wait=True, look="dark")
-ACCUMULATE = replace(_ADD, when=("reduce", "outgoing"), reads=(SUMMED,), fills=REST, frees=OUTGOING, opens=True)
-LAND = replace(_ADD, phases=("finish",), when=("finish",), reads=(FINAL_SUMMED,), fills=FINAL, frees=FINISHING)
+_ACCUMULATE_BASE = OpSpec("accumulate", ("backward",), "reduce", cost="memory", may_wait=True, look="dark")
+ACCUMULATE = replace(_ACCUMULATE_BASE, when=("reduce", "outgoing"), reads=(SUMMED,), fills=REST, frees=OUTGOING, opens=True)
+FINAL_ACCUMULATE = replace(
+    _ACCUMULATE_BASE, phases=("finish",), when=("finish",), reads=(FINAL_SUMMED,), fills=FINAL, frees=FINISHING
+)
 FETCH = OpSpec("fetch", ("update",), "host", when=("host",), fills=STATE, cost="copy")
 UPDATE = OpSpec("update", ("update",), events=("update",), reads=(FINAL, STATE), changes=RESTING, cost="update", look="grey")
 OFFLOAD = OpSpec("offload", ("update",), "host", when=("host",), frees=STATE, cost="copy")
@@ -284,7 +299,7 @@ def _describe_unknown_name(spec: OpSpec) -> str:
 
 for _spec in (
     *(GATHER, WAIT, DECODE, COMPUTE, RELEASE),
-    *(CAST, ENCODE, REDUCE, SUM, ACCUMULATE, ENCODE_REST, FINISH, FINAL_SUM, LAND),
-    *(FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE),
+    *(CAST, ENCODE, REDUCE, DECODE_SUM, ACCUMULATE, FINAL_ENCODE, FINAL_REDUCE, FINAL_DECODE_SUM, FINAL_ACCUMULATE),
+    *(FETCH, UPDATE, OFFLOAD, UPDATE_GATHER, UPDATE_WAIT),
 ):
     declare_op(_spec)

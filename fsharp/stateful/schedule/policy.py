@@ -9,7 +9,7 @@ from fsharp.type_checks import check_fields
 
 ArenaMemory = Literal["allocator", "registered", "symmetric"]
 
-REDUCTIONS, FINISHES = 1, 3
+MAX_REDUCTIONS, MAX_FINAL_REDUCTIONS = 1, 3
 """Most reductions under way: for a microbatch, each with a block as large as the unit's gradient; to the optimizer's place."""
 
 

@@ -14,7 +14,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import describe_wrong_field
 
 EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "fetch", "update"]
-ABOUT_NO_UNIT: tuple[EventKind, ...] = ("microbatch_end", "reduce", "move", "update")
+EVENTS_WITHOUT_UNIT: tuple[EventKind, ...] = ("microbatch_end", "reduce", "move", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +79,18 @@ class Event(NamedTuple):
             the optimizer step. ``move`` is a reduction outside of schedules, such as of another tree.
         unit: name of the unit; empty for a kind without a unit.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
-        bare: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
+        no_gradient: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
     """
 
     kind: EventKind
     unit: str = ""
     use: int = -1
-    bare: bool = False
+    no_gradient: bool = False
 
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient of the unit's parameters is complete at this event."""
-        return self.kind == "backward_end" and not self.bare
+        return self.kind == "backward_end" and not self.no_gradient
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".rstrip()
@@ -144,9 +144,9 @@ class Program:
         began: set[int] = set()
         for i, event in enumerate(self.events):
             where = f"Program(): event {i}, {event}"
-            if event.kind not in ABOUT_NO_UNIT and event.unit not in names:
+            if event.kind not in EVENTS_WITHOUT_UNIT and event.unit not in names:
                 raise ScheduleError(f"{where}: no such unit; there are {sorted(names)}.")
-            if event.kind in ABOUT_NO_UNIT and (event.unit or event.use != -1):
+            if event.kind in EVENTS_WITHOUT_UNIT and (event.unit or event.use != -1):
                 raise ScheduleError(f"{where}: has unit {event.unit!r} and use {event.use}, expected no unit and no use.")
             if event.has_gradient and not facts[event.unit].trainable:
                 raise ScheduleError(f"{where}: gives a gradient to a unit whose facts say trainable=False.")

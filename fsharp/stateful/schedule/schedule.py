@@ -127,7 +127,7 @@ class Schedule:
     def calls(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
         facts = self.program.facts
-        return Counter(call for issued in issue_groups(self.ops) for call in joint_calls(issued, facts))
+        return Counter(call for issued in issue_groups(self.ops) for call in issue_group_calls(issued, facts))
 
     @property
     def host_nbytes(self) -> int:
@@ -172,10 +172,17 @@ class Schedule:
         """
         try:
             data = json.loads(text)
-            units = tuple(map(_facts, data["program"]["units"]))
+            units = tuple(map(_facts_from_json, data["program"]["units"]))
             program = Program(units, tuple(Event(*event) for event in data["program"]["events"]))
             ops = tuple(
-                Op(**{**op, "memory": _memory(op["memory"]), "opens": _memory(op["opens"]), "after": tuple(op["after"])})
+                Op(
+                    **{
+                        **op,
+                        "memory": _memory_from_json(op["memory"]),
+                        "opens": _memory_from_json(op["opens"]),
+                        "after": tuple(op["after"]),
+                    }
+                )
                 for op in data["ops"]
             )
             kind = DebugPolicy if "poison" in data["policy"] else SchedulePolicy
@@ -230,11 +237,11 @@ def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
         yield BufferLifetime(fill, None, nbytes)
 
 
-def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
+def issue_group_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
     """Return the collectives of ops that are issued as one. A bucket has one of each kind along each axis, with all bytes.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
-    >>> joint_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
+    >>> issue_group_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
     (Call(op='all_gather', axis='dp', nbytes=64),)
     """
     calls = [call for op in issued for call in op.spec.collectives(facts[op.unit])]
@@ -257,10 +264,10 @@ def coalescing_key(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
     return (facts.wire, *stages) if stages and facts.wire is not None else None
 
 
-def _memory(row: dict[str, int] | None) -> Memory | None:
+def _memory_from_json(row: dict[str, int] | None) -> Memory | None:
     return Memory(**row) if row else None
 
 
-def _facts(row: dict[str, Any]) -> UnitFacts:
+def _facts_from_json(row: dict[str, Any]) -> UnitFacts:
     fields: dict[str, Any] = {k: tuple(Call(*call) for call in v) if isinstance(v, list | tuple) else v for k, v in row.items()}
     return UnitFacts(**fields)

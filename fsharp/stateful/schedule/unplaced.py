@@ -42,7 +42,7 @@ class UnplacedOp:
     bucket: int = -1
     opens: BufferKey | None = None
     reduction: "UnplacedOp | None" = None
-    marks: "UnplacedOp | None" = None
+    marked_op: "UnplacedOp | None" = None
 
     def set_after(self, *ops: "UnplacedOp") -> None:
         """Replace the ops for which this op waits."""
@@ -78,8 +78,8 @@ class OpList:
         ``is_first_user``: whether an op whose kind fills a buffer is the buffer's first user. ``is_last_user``: whether an op
         whose kind frees a buffer is the buffer's last user.
         """
-        op = self._write(spec, unit, phase, at, is_first=is_first_user, is_last=is_last_user, **fields)
-        self._write_behind(op)
+        op = self._add_op(spec, unit, phase, at, is_first=is_first_user, is_last=is_last_user, **fields)
+        self._add_followers(op)
         return op
 
     def add_bucket(
@@ -87,12 +87,12 @@ class OpList:
     ) -> list[UnplacedOp]:
         """Add an op for each unit, all in one bucket, and then the followers of these ops. Return the ops."""
         bucket = next(self._numbers) if len(units) > 1 else -1
-        ops = [self._write(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
+        ops = [self._add_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
-            self._write_behind(op)
+            self._add_followers(op)
         return ops
 
-    def _write(
+    def _add_op(
         self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
     ) -> UnplacedOp:
         facts = self.facts[unit]
@@ -110,20 +110,20 @@ class OpList:
         self.ops.append(op)
         return op
 
-    def _write_behind(self, op: UnplacedOp) -> None:
+    def _add_followers(self, op: UnplacedOp) -> None:
         for spec in self._behind(op.spec, op.phase):
             if spec.has_ops_for(self.facts[op.unit]):
                 self.add_with_followers(
                     spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,)
                 )
 
-    def reserve_until(self, op: UnplacedOp, at: int) -> None:
+    def reserve_buffer_until(self, op: UnplacedOp, at: int) -> None:
         """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""
-        self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marks=op))
+        self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marked_op=op))
 
     def last_on_stream(self, stream: Stream) -> tuple[UnplacedOp, ...]:
         """Return a tuple of the last op on a stream; ``()`` if there is none."""
-        return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marks is None), ())
+        return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marked_op is None), ())
 
 
 def follower_specs(spec: OpSpec, phase: Phase) -> list[OpSpec]:

@@ -23,7 +23,7 @@ from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.comm.worker_threads import CollectiveOutcome
 from fsharp.functional.formats.format import ErrorFacts, Format
 
-Kind = Literal["gather", "reduce"]
+GroupKind = Literal["gather", "reduce"]
 
 
 class Work:
@@ -85,14 +85,16 @@ class Transport(ABC):
 
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
-        self._count("all_gather", axis, sum([x.nbytes for x in xs]))
+        self._count_call("all_gather", axis, sum([x.nbytes for x in xs]))
         if len(xs) == 1 or not self.should_pack("all_gather", xs, 1):
             return self.gather_each(xs, outs, axis, label)
         sizes = [x.numel() for x in xs]
         n = outs[0].numel() // sizes[0]
         packed = xs[0].new_empty(n * sum(sizes))
         rows, parts = [out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1)
-        return self._after(self.gather_each([torch.cat(list(xs))], [packed], axis, label), lambda _: _copy(rows, parts))
+        return self._chain_work(
+            self.gather_each([torch.cat(list(xs))], [packed], axis, label), lambda _: _copy_all(rows, parts)
+        )
 
     def reduce_scatter(
         self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
@@ -105,15 +107,15 @@ class Transport(ABC):
         """
         xs = [each.x for each in summands]
         if self.counters:
-            self._count("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
+            self._count_call("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
         if len(xs) == 1 or not self.should_pack("reduce_scatter", xs, n):
             return self.reduce_scatter_each(summands, axis, dtype, label)
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
         summed = packed.new_empty(len(packed) // n, dtype=dtype)
         parts = summed.split([x.numel() // n for x in xs])
         outs = [part if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
-        [work] = self.reduce_scatter_each([self._packed("reduce_scatter", axis, packed, summed)], axis, dtype, label)
-        return _each(self._after(work, lambda _: _copy(outs, parts)), outs)
+        [work] = self.reduce_scatter_each([self._packed_summand("reduce_scatter", axis, packed, summed)], axis, dtype, label)
+        return _work_for_each(self._chain_work(work, lambda _: _copy_all(outs, parts)), outs)
 
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
         """Sum buffers of one dtype over the ``n`` ranks along an axis, into ``out``, in one all_reduce.
@@ -128,15 +130,15 @@ class Transport(ABC):
         wire, wide = xs[0].dtype, outs[0].dtype
         # If the data travel in another dtype, an all_reduce is two collectives.
         for op, dtype in [("all_reduce", wire)] if wire == wide else [("reduce_scatter", wire), ("all_gather", wide)]:
-            self._count(op, axis, sum(sizes) // n * dtype.itemsize)
+            self._count_call(op, axis, sum(sizes) // n * dtype.itemsize)
         if len(xs) == 1 or not self.should_pack("all_reduce", xs, n):
             return self.all_reduce_each(summands, axis, label)
         packed = xs[0].new_zeros(sum(sizes))
         summed = outs[0].new_empty(len(packed))
         here, there = ([part[: len(x)] for x, part in zip(xs, each.split(sizes), strict=True)] for each in (packed, summed))
-        _copy(here, xs)
-        [work] = self.all_reduce_each([self._packed("all_reduce", axis, packed, summed)], axis, label)
-        return [self._after(work, lambda _: _copy(outs, there))] * len(xs)
+        _copy_all(here, xs)
+        [work] = self.all_reduce_each([self._packed_summand("all_reduce", axis, packed, summed)], axis, label)
+        return [self._chain_work(work, lambda _: _copy_all(outs, there))] * len(xs)
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether to pack several buffers, each sent in ``n`` parts. All ranks return the same."""
@@ -155,13 +157,13 @@ class Transport(ABC):
         """Run :meth:`all_reduce` without packing. The ``out`` of a summand shares no memory with its ``x``."""
 
     @abstractmethod
-    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Send part ``i`` of ``x`` to the rank at coordinate ``i``, and receive that rank's part into part ``i`` of ``out``."""
 
     def reduce_scatter_encoded(
         self,
         summands: Sequence[Summand],
-        stored: Sequence[torch.Tensor],
+        encoded: Sequence[torch.Tensor],
         axis: str,
         n: int,
         wire: Format,
@@ -172,55 +174,58 @@ class Transport(ABC):
     ) -> list[Work]:
         """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait decodes and adds the parts.
 
-        ``stored``: each buffer encoded, with a row for each receiver. ``out`` has room for a padded part; without ``out`` the
+        ``encoded``: each buffer encoded, with a row for each receiver. ``out`` has room for a padded part; without ``out`` the
         sum replaces the first part of ``x``. ``gaps``: for each buffer, runs of its sum that belong to no leaf, and are set to
         zero. ``facts``: for each buffer, facts for errors of the format.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded_part_size(len(x), n) for x in xs]
-        sent = torch.cat(list(stored), 1)
+        sent = torch.cat(list(encoded), 1)
         received = torch.empty_like(sent)
         outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
-        self._count("all_to_all", axis, sent.nbytes // n)
+        self._count_call("all_to_all", axis, sent.nbytes // n)
 
-        work = self.exchange(sent.view(-1), received.view(-1), axis, label)
+        work = self.all_to_all(sent.view(-1), received.view(-1), axis, label)
 
         def add() -> None:
             work.wait()
-            rows = zip(received.split([each.shape[1] for each in stored], 1), parts, xs, facts, strict=True)
+            rows = zip(received.split([each.shape[1] for each in encoded], 1), parts, xs, facts, strict=True)
             sums = [wire.sum(row, part, x.dtype, about) for row, part, x, about in rows]
             for total, its_gaps in zip(sums, gaps, strict=True):
                 for gap in its_gaps:
                     total[gap] = 0
-            _copy(outs, sums)
+            _copy_all(outs, sums)
 
-        return _each(Work(add), outs)
+        return _work_for_each(Work(add), outs)
 
-    def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
+    def gather_without_padding(
+        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
+    ) -> Work:
         """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without the padding behind ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
-        return self._after(self.gather(xs, rooms, axis, label), lambda _: _copy(outs, parts))
+        return self._chain_work(self.gather(xs, rooms, axis, label), lambda _: _copy_all(outs, parts))
 
     def _size_and_coord(self, axis: str) -> tuple[int, int]:
         return self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
 
-    def _count(self, op: str, axis: str, nbytes: int) -> None:
+    def _count_call(self, op: str, axis: str, nbytes: int) -> None:
         for each in self.counters:
             each.count_call(op, axis, nbytes)
 
-    def _packed(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
-        nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
+    def _packed_summand(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
+        nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, sums_into_out=summed.dtype == packed.dtype)
         return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 
-    def _after(self, first: Work, then: Callable[[Any], Any]) -> Work:
+    def _chain_work(self, first: Work, then: Callable[[Any], Any]) -> Work:
+        """Return a Work that waits for ``first``, and then calls ``then`` with its result."""
         work = Work(lambda: then(first.wait()))
         if not self.is_async:  # the stream of the collective also unpacks
             work.wait()
         return work
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """Return the bytes of scratch for a reduce_scatter or an all_reduce. ``apart``: ``out`` has the dtype of ``x``."""
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
+        """Return the bytes of scratch for a reduce_scatter or all_reduce. ``sums_into_out``: ``out`` has the dtype of ``x``."""
         return 0
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
@@ -232,12 +237,12 @@ class Transport(ABC):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
 
 
-def _each(work: Work, results: Iterable[Any]) -> list[Work]:
+def _work_for_each(work: Work, results: Iterable[Any]) -> list[Work]:
     """Return a Work for each of ``results``, which are complete once ``work`` is done."""
     return [Work(work.wait, result) for result in results]
 
 
-def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
+def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
     """Copy ``xs`` to ``outs`` without a change of version counters, as a message would."""
     pairs = [(out, x) for out, x in zip(outs, xs, strict=True) if out is not x]
     if pairs:
@@ -250,21 +255,21 @@ class ProcessGroups:
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
         self.comm, self.separate = comm, separate
-        self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
+        self._made: dict[tuple[GroupKind, str], dist.ProcessGroup] = {}
 
     def make_groups(self) -> None:
         """Make the groups along all axes. All ranks have to call this method; a rank alone waits up to the time limit."""
         if self.separate:
             self.comm.watch.aborts.append(WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:
-                for kind in get_args(Kind) if size > 1 else ():
+                for kind in get_args(GroupKind) if size > 1 else ():
                     self(kind, axis)
 
     def begin_generation(self) -> None:
         """Begin as new, without groups, in a new generation of the job."""
         self._made.clear()
 
-    def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
+    def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:
         """Return the group along an axis for one kind of collective. Raise an error if another rank has failed."""
         self.comm.watch.raise_if_failed()
         if not self.separate:

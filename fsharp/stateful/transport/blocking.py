@@ -33,7 +33,7 @@ class BlockingTransport(Transport):
         out.copy_(self.comm.all_gather(summed, axis, label=label).view(-1)[: len(out)])
         return [Work()]
 
-    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts over the Comm."""
         n = self.comm.mesh.axis_size(axis)
         sizes = [len(x) // n] * n

@@ -21,12 +21,12 @@ from fsharp.functional.comm.worker_threads import CollectiveOutcome, Outcome, Wo
 from fsharp.functional.formats.format import dtype_name
 from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
 
-_CHUNK = 1 << 20
+_CHUNK_NBYTES = 1 << 20
 """Bytes of a chunk."""
-_WORTH_A_MESSAGE = 1 << 17
+_MIN_MESSAGE_NBYTES = 1 << 17
 """Bytes of a part for which packing costs as much as a message, while ranks compute."""
 
-Rows = Sequence[Sequence[torch.Tensor]]
+PartsOfBuffers = Sequence[Sequence[torch.Tensor]]
 """For each buffer, the parts of all ranks."""
 
 
@@ -48,7 +48,7 @@ class GlooTransport(Transport):
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether parts of buffers are too small for messages of their own."""
-        return op == "all_reduce" or sum([x.nbytes for x in xs]) < _WORTH_A_MESSAGE * n * len(xs)
+        return op == "all_reduce" or sum([x.nbytes for x in xs]) < _MIN_MESSAGE_NBYTES * n * len(xs)
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather by messages directly into ``outs``."""
@@ -58,7 +58,7 @@ class GlooTransport(Transport):
             if x.data_ptr() != row[mine].data_ptr():
                 row[mine].copy_(x)
         return self._exchange_parts(
-            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin(label, "all_gather", xs, axis)
+            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_collective(label, "all_gather", xs, axis)
         )
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
@@ -68,38 +68,46 @@ class GlooTransport(Transport):
         for each, row in zip(summands, rows, strict=True):
             out = row[mine] if each.out is None else each.out
             outs.append(out if each.out is not None or out.dtype == dtype else torch.empty_like(out, dtype=dtype))
-        messages = self._begin(label, "reduce_scatter", [each.x for each in summands], axis)
+        messages = self._begin_collective(label, "reduce_scatter", [each.x for each in summands], axis)
         work = self._sum_over_ranks(rows, outs, mine, summands, messages)
         return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Reduce each rank's part, then gather the parts; the last parts may be shorter."""
         x, out = summands[0].x, summands[0].required_out
-        first = self._begin(label, "all_reduce", [x], axis)
+        first = self._begin_collective(label, "all_reduce", [x], axis)
         n, mine = self._size_and_coord(axis)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        second = self._begin(label, "all_gather of sums", [x], axis)  # the main thread begins all calls, in one order
+        second = self._begin_collective(
+            label, "all_gather of sums", [x], axis
+        )  # the main thread begins all calls, in one order
         sums = CollectiveOutcome(second.call)
         share = partial(self._exchange_parts, "share", [[results[mine]] * n], [results], mine, second, sums)
         summed = self._sum_over_ranks([parts], [results[mine]], mine, summands, first, share, sums)
         return [Work(lambda: summed.wait().wait())]
 
-    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts by messages, directly into ``out``."""
         n, mine = self._size_and_coord(axis)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
-        return self._exchange_parts("reduce", [parts], [results], mine, self._begin(label, "all_to_all", [x], axis))
+        return self._exchange_parts("reduce", [parts], [results], mine, self._begin_collective(label, "all_to_all", [x], axis))
 
-    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> GroupMessages:
+    def _begin_collective(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> GroupMessages:
         """Tell other ranks which collective this rank begins now. Return the messages of the collective."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.messages(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
 
     def _exchange_parts(
-        self, kind: str, send: Rows, receive: Rows, mine: int, messages: GroupMessages, outcome: CollectiveOutcome | None = None
+        self,
+        kind: str,
+        send: PartsOfBuffers,
+        receive: PartsOfBuffers,
+        mine: int,
+        messages: GroupMessages,
+        outcome: CollectiveOutcome | None = None,
     ) -> Work:
         """Send to every other rank its part of each row in ``send``, and receive its parts into the rows of ``receive``.
 
@@ -117,17 +125,17 @@ class GlooTransport(Transport):
 
     def _sum_over_ranks(
         self,
-        rows: Rows,
+        rows: PartsOfBuffers,
         outs: Sequence[torch.Tensor],
         mine: int,
         summands: Sequence[Summand],
         messages: GroupMessages,
         then: Callable[[], Any] = lambda: None,
-        second: CollectiveOutcome | None = None,
+        second_outcome: CollectiveOutcome | None = None,
     ) -> Work:
         """Sum this rank's part of each row over ranks, into the row's ``out``.
 
-        ``then`` is called at the end, and may begin the second half of the collective, whose outcome is ``second``.
+        ``then`` is called at the end, and may begin the second half of the collective, whose outcome is ``second_outcome``.
         """
         n = len(rows[0])
         partners = list(_exchange_rounds(mine, n))
@@ -163,7 +171,7 @@ class GlooTransport(Transport):
             messages.wait(sent)
             return then()
 
-        return self._post_and_finish("reduce", post, finish, CollectiveOutcome(messages.call, second))
+        return self._post_and_finish("reduce", post, finish, CollectiveOutcome(messages.call, second_outcome))
 
     def _post_and_finish(
         self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], outcome: CollectiveOutcome
@@ -184,16 +192,16 @@ class GlooTransport(Transport):
         poster.submit(begin, Outcome())
         return Work(then=outcome.wait)
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
         """Return the bytes of two chunks from each other rank, or of the whole part if it is no larger than a chunk."""
         n = self.comm.mesh.axis_size(axis)
-        part, chunk = -(-numel // n), _CHUNK // itemsize
+        part, chunk = -(-numel // n), _CHUNK_NBYTES // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
 
 def _split_into_chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
-    """Return chunks of ``_CHUNK`` bytes of a tensor; with ``like``, chunks of as many elements as chunks of ``like`` have."""
-    return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
+    """Return chunks of ``_CHUNK_NBYTES`` bytes of a tensor. With ``like`` they have as many elements as chunks of ``like``."""
+    return x.split(_CHUNK_NBYTES // (x if like is None else like).element_size()) if len(x) else ()
 
 
 def _exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:

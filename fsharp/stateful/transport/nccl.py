@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.stateful.transport.base import Kind, ProcessGroups, Summand, Transport, Work
+from fsharp.stateful.transport.base import GroupKind, ProcessGroups, Summand, Transport, Work
 from fsharp.stateful.transport.registered import RegisteredMemory
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,20 +46,20 @@ class NcclTransport(Transport):
             out.copy_(target)
         return [Work()]
 
-    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange equal parts, viewed as bytes, by an all_to_all."""
         dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), group=self.groups("reduce", axis))
         return Work()
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
         """Return the bytes of scratch for an all_reduce: 0 if ``out`` has the dtype of the input."""
-        return numel * itemsize if op == "all_reduce" and not apart else 0
+        return numel * itemsize if op == "all_reduce" and not sums_into_out else 0
 
     def allocate_arena(self, nbytes: int, memory: str) -> torch.Tensor:
         """Return memory on the device. Registered memory is known to the communicators of all axes."""
         if memory == "allocator":
             return super().allocate_arena(nbytes, memory)
         if self._registered is None:
-            groups = dict.fromkeys(self.groups(kind, axis) for axis, _ in self.comm.mesh.axes for kind in get_args(Kind))
+            groups = dict.fromkeys(self.groups(kind, axis) for axis, _ in self.comm.mesh.axes for kind in get_args(GroupKind))
             self._registered = RegisteredMemory(self.comm, list(groups), is_symmetric=memory == "symmetric")
         return self._registered.allocate(nbytes)

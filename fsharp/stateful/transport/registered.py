@@ -28,7 +28,7 @@ class RegisteredMemory:
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self._backends: list[Any] = [group._get_backend(self.device) for group in groups]
         self._pool: torch.cuda.MemPool | None = None
-        _alive.add(self)
+        _all_registered.add(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return new registered memory: ``uint8[nbytes]``. Earlier memory of this object is no longer registered.
@@ -61,11 +61,11 @@ class RegisteredMemory:
             backend.deregister_mem_pool(pool)
 
 
-_alive: WeakSet[RegisteredMemory] = WeakSet()
+_all_registered: WeakSet[RegisteredMemory] = WeakSet()
 
 
 def _deregister_all() -> None:
-    for memory in list(_alive):
+    for memory in list(_all_registered):
         memory.deregister()
 
 

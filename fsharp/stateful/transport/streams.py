@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-Key = tuple[int, int]
+OpKey = tuple[int, int]
 """A key of an op: the number of its BoundSchedule or EagerOps, and its position there."""
-_HERE = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class Lanes:
@@ -27,28 +27,28 @@ class Lanes:
         return None
 
     def on_lane(
-        self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True
+        self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> AbstractContextManager:
         """Return a context that runs its work on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
 
-        With ``begins`` the work also waits for all work of compute so far. ``op``: key under which others wait for the work.
+        With ``after_compute`` it also waits for all work of compute so far. ``op``: key under which others wait for the work.
         """
-        return _HERE
+        return _NO_CONTEXT
 
-    def join_ops(self, after: Sequence[Key]) -> None:
+    def join_ops(self, after: Sequence[OpKey]) -> None:
         """Make compute wait for ops on other lanes."""
 
     def join_lanes(self, *names: str) -> None:
         """Make compute wait for all work on the lanes of these names."""
 
-    def synchronize_op(self, op: Key) -> None:
+    def synchronize_op(self, op: OpKey) -> None:
         """Block the host until an op is over."""
 
     def record_use(self, x: torch.Tensor) -> None:
         """Keep the memory of a freed tensor until all work so far of the current lane is over (``record_stream``)."""
 
-    def drop_events_with(self, plan: Any, number: int) -> None:
-        """Drop the events of ops whose keys begin with ``number`` once ``plan``, which has the ops, is garbage-collected."""
+    def drop_events_when_collected(self, owner: Any, number: int) -> None:
+        """Drop the events of ops whose keys begin with ``number`` once ``owner``, which has the ops, is garbage-collected."""
 
     def drop_all_events(self) -> None:
         """Drop all events of lanes. Their work has to be over, or to belong to a captured graph."""
@@ -74,13 +74,15 @@ class DeviceLanes(Lanes):
         return torch.accelerator.current_stream(self.device)
 
     @contextmanager
-    def on_lane(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
-        """Run an op on the lane's stream, after the given ops, and with ``begins`` after all work of compute so far."""
+    def on_lane(
+        self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
+    ) -> Iterator[Any]:
+        """Run an op on the lane's stream, after the given ops, and with ``after_compute`` after all work of compute so far."""
         if name not in self.streams:
             # Collectives have priority, as their small kernels would queue behind kernels of compute.
             self.streams[name] = torch.Stream(self.device, priority=0 if name == "host" else -1)
         stream = self.streams[name]
-        if begins:
+        if after_compute:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
         self._given.add(name)
         with stream:
@@ -92,7 +94,7 @@ class DeviceLanes(Lanes):
             if op is not None:
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 
-    def join_ops(self, after: Sequence[Key]) -> None:
+    def join_ops(self, after: Sequence[OpKey]) -> None:
         """Make the current stream wait for the events of these ops."""
         for number, i in after:
             event = self._events.get(number, {}).get(i)
@@ -105,15 +107,15 @@ class DeviceLanes(Lanes):
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
-    def synchronize_op(self, op: Key) -> None:
+    def synchronize_op(self, op: OpKey) -> None:
         """Block the host until an op is over; until all lanes are idle, if the op's event was dropped."""
         event = self._events.get(op[0], {}).get(op[1])
         for each in self.streams.values() if event is None else [event]:
             each.synchronize()
 
-    def drop_events_with(self, plan: Any, number: int) -> None:
-        """Drop the events with ``number`` once ``plan`` is garbage-collected, as each eager step makes new EagerOps."""
-        weakref.finalize(plan, self._events.pop, number, None).atexit = False
+    def drop_events_when_collected(self, owner: Any, number: int) -> None:
+        """Drop the events with ``number`` once ``owner`` is garbage-collected, as each eager step makes new EagerOps."""
+        weakref.finalize(owner, self._events.pop, number, None).atexit = False
 
     def drop_all_events(self) -> None:
         """Drop all events, and the names of lanes that had work."""

@@ -102,8 +102,8 @@ class AxisChain:
         result, size, accumulate = list[tuple[int, torch.dtype]](), self.size, self.dtypes.accumulate
         for i, (stage, out, dtype) in enumerate(zip(self.stages, self.output_sizes(), self.sent, strict=True)):
             is_last = i == len(self.stages) - 1
-            apart = dtype == accumulate and (self.has_target or not is_last)
-            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, dtype.itemsize, apart=apart)
+            sums_into_out = dtype == accumulate and (self.has_target or not is_last)
+            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, dtype.itemsize, sums_into_out=sums_into_out)
             result.append((nbytes if stage.op in ("reduce_scatter", "all_reduce") else 0, torch.uint8))
             if not is_last:
                 result.append((out, accumulate))
@@ -205,7 +205,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:
-            last = [transport.gather_padded(xs, [each.required_out for each in summands], axis, n, label)] * len(xs)
+            last = [transport.gather_without_padding(xs, [each.required_out for each in summands], axis, n, label)] * len(xs)
         if not is_last:
             for work in last:
                 work.wait()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.functional.layout.sharded import is_sharded, map_units, units_of
-from fsharp.stateful.transport.streams import Key, Lanes
+from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.stateful.units.pending import FutureBuffers
 
 
@@ -33,7 +33,7 @@ class HostCopies:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes, self.nbytes = lanes, 0
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._began: Key | None = None
+        self._began: OpKey | None = None
 
     def add_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Add a copy from ``source`` to ``target`` for :meth:`run_copies`, unless both are the same tensor."""
@@ -41,7 +41,7 @@ class HostCopies:
         if target is not source:
             self.copies.append((target, source))
 
-    def run_copies(self, lanes: Lanes, op: Key) -> int:
+    def run_copies(self, lanes: Lanes, op: OpKey) -> int:
         """Copy all tensors on the current lane, as op ``op``, and return the number of bytes."""
         nbytes = 0
         for target, source in self.copies:

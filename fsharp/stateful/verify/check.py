@@ -6,7 +6,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, STREAMS, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges
 
-UNDO = "Undo the edit, or compile the program again."
+UNDO_REMEDY = "Undo the edit, or compile the program again."
 _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
 
@@ -73,12 +73,12 @@ class HappensBefore:
         return found
 
 
-def op_error(i: int, op: Op, what: str, expected: str, remedy: str = UNDO) -> ScheduleError:
+def op_error(i: int, op: Op, what: str, expected: str, remedy: str = UNDO_REMEDY) -> ScheduleError:
     """Return an error about one op."""
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
 
-class Check:
+class ScheduleCheck:
     """Base class of one pass over all ops. A pass runs only if earlier passes have found no error."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:

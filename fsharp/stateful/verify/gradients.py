@@ -7,10 +7,10 @@ from itertools import product
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import FINAL, FINISHING, OPS, OUTGOING, REST, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import Check, HappensBefore, op_error
+from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
 
 
-class GradientCheck(Check):
+class GradientCheck(ScheduleCheck):
     """Check that each gradient is collected, reduced, added and sent to the optimizer's place once, in this order."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -41,20 +41,20 @@ class GradientCheck(Check):
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record where each gradient is on its way to the optimizer's place. Raise an error if the op is out of order."""
         if spec.fills == OUTGOING:
-            self._cast(i, op)
+            self._check_cast(i, op)
         elif any(spec in takers for takers in self.takers.values()):
-            self._take(i, op, spec)
+            self._check_take(i, op, spec)
             self.last = i
         elif REST in spec.reads:
-            self._read_rest(i, op)
+            self._check_read_at_rest(i, op)
         elif FINAL in spec.reads and self.last >= 0 and not self.order.is_before(self.last, i):
             raise self.unordered_error(i, op, "may run before the end of", self.last)
 
-    def _key(self, op: Op) -> tuple[str, int]:
+    def _gradient_key(self, op: Op) -> tuple[str, int]:
         return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.at)
 
-    def _cast(self, i: int, op: Op) -> None:
-        key = self._key(op)
+    def _check_cast(self, i: int, op: Op) -> None:
+        key = self._gradient_key(op)
         due = self.due.get(key, {})
         if due.get(op.at) != op.use:
             there = [at for at, use in due.items() if use == op.use]
@@ -66,11 +66,11 @@ class GradientCheck(Check):
         if op.at in self.cast.setdefault(key, set()):
             raise op_error(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
         self.cast[key].add(op.at)
-        self._write(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
+        self._record_write(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
         if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
             self.waiting[op.unit] = i
 
-    def _write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
+    def _record_write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
         """Record a change of a unit's gradient. Raise an error if the gradient was sent before the change."""
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
         for done in (*later, *sent):
@@ -83,14 +83,14 @@ class GradientCheck(Check):
             raise self.unordered_error(i, op, "changes what may still be read by", reader)
         self.written[op.unit] = i
 
-    def _take(self, i: int, op: Op, spec: OpSpec) -> None:
-        key = self._key(op)
+    def _check_take(self, i: int, op: Op, spec: OpSpec) -> None:
+        key = self._gradient_key(op)
         mine = (spec, *key)
         if mine in self.done:
             raise op_error(i, op, f"happens twice: op {self.done[mine]} has done it.", "one for each gradient", "Drop one.")
         if missing := self._missing_text(op, spec, key):
             raise op_error(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
-        reduced = [self.done[each, *key] for each in self._reductions(spec) if (each, *key) in self.done]
+        reduced = [self.done[each, *key] for each in self._reductions_before(spec) if (each, *key) in self.done]
         source = reduced[0] if reduced else self.written.get(op.unit, -1)
         if source >= 0 and not self.order.is_before(source, i):
             raise self.unordered_error(i, op, "may start before the end of", source)
@@ -98,16 +98,16 @@ class GradientCheck(Check):
         if REST in spec.reads:
             self.read[op.unit] = i
         if spec.fills == REST:
-            self._write(i, op, [])
+            self._record_write(i, op, [])
             self.waiting.pop(op.unit, None)
 
-    def _read_rest(self, i: int, op: Op) -> None:
+    def _check_read_at_rest(self, i: int, op: Op) -> None:
         written = self.written.get(op.unit, -1)
         if written >= 0 and not self.order.is_before(written, i):
             raise self.unordered_error(i, op, "may start before the end of", written)
         self.read[op.unit] = i
 
-    def _reductions(self, spec: OpSpec) -> list[OpSpec]:
+    def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
         """Return the kinds of reductions whose sum is in the buffer that an op of the kind ``spec`` frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
@@ -118,7 +118,7 @@ class GradientCheck(Check):
             return "is about a frozen unit, which has no gradient"
         if finish and not (spec.has_ops_for(facts) and key[1] in self.finishes):
             return "no `reduce` event asks for it"
-        if any(each.has_ops_for(facts) and (each, *key) not in self.done for each in self._reductions(spec)):
+        if any(each.has_ops_for(facts) and (each, *key) not in self.done for each in self._reductions_before(spec)):
             return "adds a result without a reduction before it"
         if finish:
             return f"comes before op {self.waiting[op.unit]} is accumulated" if op.unit in self.waiting else ""
@@ -134,17 +134,21 @@ class GradientCheck(Check):
         """Check that all gradients have reached their places."""
         for (unit, number), due in self.due.items():
             for at in sorted(due.keys() - self.cast.get((unit, number), set())):
-                raise self._lost(at, unit, f"the gradient of use {due[at]} of {unit!r} is never cast.", "one cast of it")
+                raise self._missing_gradient_error(
+                    at, unit, f"the gradient of use {due[at]} of {unit!r} is never cast.", "one cast of it"
+                )
             for spec in self.takers[OUTGOING]:
                 if spec.has_ops_for(self.facts[unit]) and (spec, unit, number) not in self.done:
                     what = f"the gradient of {unit!r} in microbatch {number} has no {spec.kind}."
-                    raise self._lost(max(due), unit, what, f"one {spec.kind} before the microbatch ends")
+                    raise self._missing_gradient_error(max(due), unit, what, f"one {spec.kind} before the microbatch ends")
         finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]
         for number, unit, spec in product(sorted(self.finishes), finished, self.takers[FINISHING]):
             if (spec, unit, number) not in self.done:
                 what = f"the gradient of {unit!r} has no {spec.kind} of phase finish."
-                raise self._lost(self.asked[number], unit, what, f"one {spec.kind} of phase finish before this event")
+                raise self._missing_gradient_error(
+                    self.asked[number], unit, what, f"one {spec.kind} of phase finish before this event"
+                )
 
-    def _lost(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
+    def _missing_gradient_error(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
         where = f"verify(): event {at}, {self.events[at]}"
         return ScheduleError(problem(where, what, [("unit", unit), ("expected", expected)], "Add it."))

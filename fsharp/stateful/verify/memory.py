@@ -4,13 +4,13 @@ from collections import Counter
 
 from fsharp.stateful.schedule.addresses import ByteRanges
 from fsharp.stateful.schedule.ops import BUFFERS, FINISHING, OUTGOING, PARAMS, REST, STATE, OpSpec, buffer_nbytes
-from fsharp.stateful.schedule.policy import FINISHES, REDUCTIONS
+from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, MAX_REDUCTIONS
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey
-from fsharp.stateful.verify.check import Check, HappensBefore, op_error
+from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
 
 
-class OffloadedStateCheck(Check):
+class OffloadedStateCheck(ScheduleCheck):
     """Check that offloaded optimizer state is on the device for its update, and is copied back once afterwards."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -33,7 +33,7 @@ class OffloadedStateCheck(Check):
                 raise self.unordered_error(i, op, "may fill memory still in use by", self.computed)
             self.fetched[op.unit] = i
         if STATE in spec.reads:
-            self._check_over()
+            self._check_offloaded()
             asked = {event.unit for event in self.events[self.seen : op.at] if event.kind == "fetch"}
             for unit in sorted(asked - set(self.fetched)):
                 raise op_error(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
@@ -51,20 +51,20 @@ class OffloadedStateCheck(Check):
                 raise self.unordered_error(i, op, "may copy state before the end of", self.updated)
             del self.due[op.unit]
 
-    def _check_over(self) -> None:
+    def _check_offloaded(self) -> None:
         for unit, j in self.due.items():
             what = f"the state of {unit!r} stays on the device."
             raise op_error(j, self.order.ops[j], what, f"an offload of {unit!r} after the update")
 
     def check_end(self) -> None:
         """Check that all state is back in host memory."""
-        self._check_over()
+        self._check_offloaded()
         for unit, j in self.fetched.items():
             what = f"no update follows for which {unit!r} is fetched."
             raise op_error(j, self.order.ops[j], what, "an update after it")
 
 
-class MemoryCheck(Check):
+class MemoryCheck(ScheduleCheck):
     """Check that no byte of the arena has two owners at a time. Earlier checks have seen each buffer filled and freed once."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -76,44 +76,44 @@ class MemoryCheck(Check):
         self.changed: dict[BufferKey, int] = {}  # the op that last filled or changed a buffer
         self.readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
         for unit, i in order.carried_gathers().items():
-            self._own(i, (PARAMS, unit), order.ops[i].memory)
+            self._set_owner(i, (PARAMS, unit), order.ops[i].memory)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record the owner and the readers of each byte of the arena. Raise an error if two owners overlap in time."""
-        self._see_reads(i, op, spec)
-        self._see_memory(i, op, spec)
-        self._see_gradient_memory(i, op, spec)
+        self._check_reads(i, op, spec)
+        self._check_memory(i, op, spec)
+        self._check_gradient_memory(i, op, spec)
 
-    def _own(self, i: int, key: BufferKey, memory: Memory | None) -> None:
+    def _set_owner(self, i: int, key: BufferKey, memory: Memory | None) -> None:
         self.live[key], self.changed[key] = (i, memory), i
         if memory:
             self.owners.set_value(memory.start, memory.stop, (key, i))
 
-    def _see_gradient_memory(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_gradient_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check that the memory of a gradient at rest is opened once, by the first op that writes there or an earlier op."""
         facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
             if key in self.live:
                 at = self.live[key][0]
                 raise op_error(i, op, f"opens what op {at}, {self.order.ops[at]}, has opened.", "one op that opens it")
-            self._fill(i, op, op.opens)
-            self._own(i, key, op.opens)
+            self._check_fill(i, op, op.opens)
+            self._set_owner(i, key, op.opens)
         elif spec.filled_buffer(facts) == REST and facts.rest and key not in self.live:
             what = "writes a gradient at rest whose memory no op has opened."
             raise op_error(i, op, what, "memory in its `opens`, or in the `opens` of an earlier op")
 
-    def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_reads(self, i: int, op: Op, spec: OpSpec) -> None:
         """Raise an error if an op reads an empty buffer. ``GradientCheck`` checks gradients at rest."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
-            key, words = (buffer, op.unit), BUFFERS[buffer].words
+            key, description = (buffer, op.unit), BUFFERS[buffer].description
             if key not in self.live:
-                raise op_error(i, op, f"nothing has filled the {words} that it reads.", "an op before it")
+                raise op_error(i, op, f"nothing has filled the {description} that it reads.", "an op before it")
             if not self.order.is_before(self.changed[key], i):
-                raise self.unordered_error(i, op, f"may read the {words} before the end of", self.changed[key])
+                raise self.unordered_error(i, op, f"may read the {description} before the end of", self.changed[key])
             self.readers.setdefault(key, []).append(i)
 
-    def _see_memory(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         if op.memory is None:
             return
         fills, key = spec.fills == spec.memory_buffer, (spec.memory_buffer, op.unit)
@@ -121,7 +121,7 @@ class MemoryCheck(Check):
         for j in readers:
             if j != i and not self.order.is_before(j, i):
                 raise self.unordered_error(
-                    i, op, f"changes or frees the {BUFFERS[spec.memory_buffer].words} that may still be read by", j
+                    i, op, f"changes or frees the {BUFFERS[spec.memory_buffer].description} that may still be read by", j
                 )
         self.readers[key] = [i] if i in readers else []
         self.changed[key] = i
@@ -130,11 +130,11 @@ class MemoryCheck(Check):
             raise op_error(i, op, what, f"{self.slots[op.unit]}")
         if key not in self.live and not fills:
             raise op_error(
-                i, op, f"nothing has filled the {BUFFERS[spec.memory_buffer].words} that it uses.", "an op before it"
+                i, op, f"nothing has filled the {BUFFERS[spec.memory_buffer].description} that it uses.", "an op before it"
             )
         if key not in self.live:
-            self._fill(i, op, op.memory)
-            self._own(i, key, op.memory)
+            self._check_fill(i, op, op.memory)
+            self._set_owner(i, key, op.memory)
         elif self.live[key][1] != op.memory:
             what = f"its memory is not the memory that op {self.schedule_position(self.live[key][0])} has filled."
             raise op_error(i, op, what, f"{self.live[key][1]}")
@@ -144,11 +144,10 @@ class MemoryCheck(Check):
             # The op that filled these bytes has waited for earlier frees, so the last one is enough.
             self.freed.set_value(op.memory.start, op.memory.stop, (filled, i))
 
-    def _fill(self, i: int, op: Op, memory: Memory) -> None:
+    def _check_fill(self, i: int, op: Op, memory: Memory) -> None:
         for (buffer, unit), j in self.owners.values_over(memory.start, memory.stop):
-            what = (
-                f"fills memory in which the {BUFFERS[buffer].words} of {unit!r} is live, since op {self.schedule_position(j)}."
-            )
+            since = self.schedule_position(j)
+            what = f"fills memory in which the {BUFFERS[buffer].description} of {unit!r} is live, since op {since}."
             expected = f"no byte of {self.live[buffer, unit][1]}"
             raise op_error(i, op, what, expected, "Move the op's memory, or release the other buffer first.")
         for filled, freed in self.freed.values_over(memory.start, memory.stop):
@@ -157,12 +156,12 @@ class MemoryCheck(Check):
                     raise self.unordered_error(i, op, "may fill memory still in use by", j)
 
 
-class PolicyLimitsCheck(Check):
+class PolicyLimitsCheck(ScheduleCheck):
     """Check the policy's limits of resident units and of reductions under way. The units of a bucket count as one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
-        self.group_of = {unit: _group(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
+        self.group_of = {unit: _bucket_name(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
         self.in_use, self.pinned = Counter[str](), Counter[str]()  # by unit, uses under way; the same and backwards to come
         self.changes = self._changes_by_event()
         self.seen = 0  # events so far
@@ -182,7 +181,7 @@ class PolicyLimitsCheck(Check):
                 result[last].append((self.events[last].unit, False, -1))
         return result
 
-    def _advance(self, at: int) -> None:
+    def _count_uses_until(self, at: int) -> None:
         for changes in self.changes[self.seen : at + 1]:
             for unit, is_use, by in changes:
                 self.pinned[unit] += by
@@ -192,8 +191,8 @@ class PolicyLimitsCheck(Check):
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count resident units and reductions under way after the op. Raise an error if they exceed a limit."""
         if spec.fills == PARAMS:
-            self._advance(op.at)
-            self.group_of[op.unit] = _group(op)
+            self._count_uses_until(op.at)
+            self.group_of[op.unit] = _bucket_name(op)
             if op.bucket in {each.bucket for each in self.order.ops[i + 1 : i + 2] if each.kind == op.kind} - {-1}:
                 return  # a bucket counts once all of its units are gathered, as any of them may be in use
             kept = {group for unit, group in self.group_of.items() if self.pinned[unit]}
@@ -206,8 +205,8 @@ class PolicyLimitsCheck(Check):
             self.group_of.pop(op.unit, None)
         elif spec.calls and spec.memory_buffer in self.under_way:
             here = self.under_way[spec.memory_buffer]
-            here.setdefault(_group(op), set()).add(op.unit)
-            most = FINISHES if spec.memory_buffer == FINISHING else REDUCTIONS
+            here.setdefault(_bucket_name(op), set()).add(op.unit)
+            most = MAX_FINAL_REDUCTIONS if spec.memory_buffer == FINISHING else MAX_REDUCTIONS
             if len(here) > most:
                 what = f"is a reduction too many: reductions of {sorted(here)} are under way."
                 raise op_error(i, op, what, f"at most {most}", "Accumulate another gradient first.")
@@ -219,5 +218,5 @@ class PolicyLimitsCheck(Check):
                     del here[group]
 
 
-def _group(op: Op) -> str:
+def _bucket_name(op: Op) -> str:
     return op.unit if op.bucket == -1 else f"bucket {op.bucket}"

@@ -2,10 +2,10 @@
 
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import Check, HappensBefore, op_error
+from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
 
 
-class ParameterCheck(Check):
+class ParameterCheck(ScheduleCheck):
     """Check that full parameters are gathered before their use, have this step's values, and are released afterwards."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -33,17 +33,17 @@ class ParameterCheck(Check):
         if RESTING in (*spec.reads, spec.fills):
             self.readers[op.stream] = i
         if spec.fills in (PARAMS, RESTING):
-            self._gather(i, op, spec)
+            self._check_gather(i, op, spec)
         if spec.joins:
-            self._wait(i, op, spec)
+            self._check_wait(i, op, spec)
         if PARAMS in spec.reads:
-            self._use(i, op, spec)
+            self._check_use(i, op, spec)
         if spec.frees == PARAMS:
-            self._release(i, op)
+            self._check_release(i, op)
         if spec.changes == RESTING:
-            self._update(i, op)
+            self._check_update(i, op)
 
-    def _gather(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_gather(self, i: int, op: Op, spec: OpSpec) -> None:
         if self.updated >= 0 and not self.order.is_before(self.updated, i):
             raise self.unordered_error(i, op, "may read stale parameters, before", self.updated)
         if spec.fills == RESTING:
@@ -59,7 +59,7 @@ class ParameterCheck(Check):
             raise op_error(i, op, what, "a release in between", "Release it first, or drop this gather.")
         self.copies[op.unit] = i
 
-    def _wait(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_wait(self, i: int, op: Op, spec: OpSpec) -> None:
         is_updated = spec.joins == RESTING
         gather = (self.arriving if is_updated else self.copies).get(op.unit)
         if gather is None and is_updated and spec.has_ops_for(self.facts[op.unit]):
@@ -73,7 +73,7 @@ class ParameterCheck(Check):
         else:
             self.joined.add(op.unit)
 
-    def _use(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_use(self, i: int, op: Op, spec: OpSpec) -> None:
         if spec.events:
             self.open[op.unit] = max(self.open.get(op.unit, (-1, -1)), (self.ends[op.at], op.at))
         if op.unit in self.arriving or op.unit in self.stale:
@@ -89,7 +89,7 @@ class ParameterCheck(Check):
         if not self.order.is_before(gather, i):
             raise self.unordered_error(i, op, "uses a unit before the end of", gather)
 
-    def _release(self, i: int, op: Op) -> None:
+    def _check_release(self, i: int, op: Op) -> None:
         if op.unit not in self.copies:
             raise op_error(i, op, "releases a unit that is not gathered.", "one release for each gather")
         last, first = self.open.get(op.unit, (-1, -1))
@@ -99,7 +99,7 @@ class ParameterCheck(Check):
         self.copies.pop(op.unit)
         self.joined.discard(op.unit)
 
-    def _update(self, i: int, op: Op) -> None:
+    def _check_update(self, i: int, op: Op) -> None:
         for unit, gather in self.copies.items():
             what = (
                 f"the copy of {unit!r} made by op {self.schedule_position(gather)} survives the update, and is stale after it."
@@ -108,18 +108,18 @@ class ParameterCheck(Check):
         for j in self.readers.values():
             if not self.order.is_before(j, i):
                 raise self.unordered_error(i, op, "changes what may still be read by", j)
-        self._check_spread()
+        self._check_updates_gathered()
         self.updated = i
         self.stale = {unit.name for unit in self.facts.values() if unit.update_gather}
 
-    def _check_spread(self) -> None:
+    def _check_updates_gathered(self) -> None:
         for unit in sorted(self.stale):
             what = f"the updated parameters of {unit!r} never come to where they rest."
             raise op_error(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
 
     def check_end(self) -> None:
         """Check that updated parameters have reached their place, and that no op follows a gather for the next step."""
-        self._check_spread()
+        self._check_updates_gathered()
         first = len(self.order.ops) + min(self.carried.values(), default=0)
         for i, op in enumerate(self.order.ops[first:], first):
             if op.spec.fills != PARAMS:

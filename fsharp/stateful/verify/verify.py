@@ -10,8 +10,8 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases_text
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, coalescing_key, issue_groups
-from fsharp.stateful.verify.check import UNDO, Check, HappensBefore, op_error
-from fsharp.stateful.verify.derived import DerivedCheck
+from fsharp.stateful.verify.check import UNDO_REMEDY, HappensBefore, ScheduleCheck, op_error
+from fsharp.stateful.verify.derived import DerivedBufferCheck
 from fsharp.stateful.verify.gradients import GradientCheck
 from fsharp.stateful.verify.memory import MemoryCheck, OffloadedStateCheck, PolicyLimitsCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
@@ -33,10 +33,10 @@ def verify(schedule: Schedule) -> None:
 
     Cost: linear in the number of ops, times the logarithm of how many buffers there are; 0.3 s for 1,000 units.
     """
-    _check_form(schedule)
+    _check_single_ops(schedule)
     order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
-    for kind in (ParameterCheck, GradientCheck, DerivedCheck, OffloadedStateCheck, MemoryCheck, PolicyLimitsCheck):
-        check: Check = kind(schedule, order)
+    for kind in (ParameterCheck, GradientCheck, DerivedBufferCheck, OffloadedStateCheck, MemoryCheck, PolicyLimitsCheck):
+        check: ScheduleCheck = kind(schedule, order)
         for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
             check.check_op(i, op, spec)
         check.check_end()
@@ -54,7 +54,7 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
     Raises:
         ScheduleError: two ranks differ. The message has the first difference, and the order of both ranks around it.
     """
-    queues = [_collectives(schedule) for schedule in schedules]
+    queues = [_collective_texts(schedule) for schedule in schedules]
     for rank, queue in enumerate(queues):
         if queue == queues[0]:
             continue
@@ -66,7 +66,7 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
         raise ScheduleError(problem("verify_ranks()", what, rows, remedy))
 
 
-def _collectives(schedule: Schedule) -> list[str]:
+def _collective_texts(schedule: Schedule) -> list[str]:
     facts = schedule.program.facts
     queue: list[str] = []
     for issued in issue_groups(schedule.ops):
@@ -78,7 +78,7 @@ def _collectives(schedule: Schedule) -> list[str]:
     return queue
 
 
-def _check_form(schedule: Schedule) -> None:
+def _check_single_ops(schedule: Schedule) -> None:
     """Check units, streams, positions and sizes of single ops, and their events."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
@@ -112,7 +112,7 @@ def _check_form(schedule: Schedule) -> None:
             k = next((k for k, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
             rows = [("op", str(have[k : k + 1])), ("expected", str(want[k : k + 1]))]
             what = f"the ops of kind {spec.kind} do not follow the program, from their number {k} on."
-            raise ScheduleError(problem("verify()", what, rows, UNDO))
+            raise ScheduleError(problem("verify()", what, rows, UNDO_REMEDY))
 
 
 def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:

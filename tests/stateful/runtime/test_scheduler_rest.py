@@ -47,8 +47,8 @@ class Late(BlockingTransport):
     def reduce_scatter_each(self, *args):
         return [Work(then=lambda: BlockingTransport.reduce_scatter_each(self, *args)[0].wait())]
 
-    def exchange(self, *args):
-        return Work(then=lambda: BlockingTransport.exchange(self, *args))
+    def all_to_all(self, *args):
+        return Work(then=lambda: BlockingTransport.all_to_all(self, *args))
 
     def all_reduce_each(self, *args):
         return [Work(then=lambda: BlockingTransport.all_reduce_each(self, *args)[0].wait())]

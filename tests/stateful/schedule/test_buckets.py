@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.costs import bucket_limit_nbytes, group_into_bundles
+from fsharp.stateful.schedule.costs import bucket_limit_nbytes, group_into_buckets
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import coalescing_key, issue_groups
@@ -140,7 +140,7 @@ def test_buckets_change_what_is_one_collective_and_no_byte(program, policy):
 def test_bundles_are_neighbours_no_larger_than_allowed(sizes, most):
     order = [f"u{i}" for i in range(len(sizes))]
     sent = dict(zip(order, sizes, strict=True))
-    found = group_into_bundles(order, sent, dict.fromkeys(order, "one"), most)
+    found = group_into_buckets(order, sent, dict.fromkeys(order, "one"), most)
     assert [unit for units in dict.fromkeys(found.values()) for unit in units] == order
     assert all(len(units) == 1 or sum(sent[unit] for unit in units) <= most for units in found.values())
     assert all(unit in units for unit, units in found.items())

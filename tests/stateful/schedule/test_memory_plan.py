@@ -14,7 +14,7 @@ from benchmarks.compile import program_of, sizes_of
 from fsharp.stateful.schedule import addresses as arena
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
 from fsharp.stateful.schedule.compile import compile_schedule, place_buffers
-from fsharp.stateful.schedule.emit import BundlesByKind, emit_ops
+from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from tests.random_programs import GATHER, REDUCE, policies, programs
@@ -218,7 +218,7 @@ def placed(program, policy, *, early):
     with pytest.MonkeyPatch.context() as patch:
         if not early:
             patch.setattr("fsharp.stateful.schedule.compile._open_early", lambda unplaced, items: False)
-        return place_buffers(emit_ops(program, policy, BundlesByKind(program, policy), sum_late=True), program)
+        return place_buffers(emit_ops(program, policy, BucketsByCollective(program, policy), sum_late=True), program)
 
 
 @given(programs(), policies(sum_late=None))

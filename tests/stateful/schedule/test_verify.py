@@ -14,12 +14,12 @@ from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.verify.check import HappensBefore
 from fsharp.stateful.verify.verify import verify, verify_ranks
 from tests.edited_schedules import chain, choose, drop, edit, move, of, opening, schedules, twice
-from tests.random_programs import FINISH, GATHER, REDUCE, SPREAD, policies, programs
+from tests.random_programs import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, policies, programs
 
 
 def also_spread_b(schedule):
     a, b = schedule.program.units
-    return replace(schedule, program=replace(schedule.program, units=(a, replace(b, update_gather=(SPREAD,)))))
+    return replace(schedule, program=replace(schedule.program, units=(a, replace(b, update_gather=(UPDATE_GATHER,)))))
 
 
 # One schedule by hand, and every message once.
@@ -28,8 +28,8 @@ def also_spread_b(schedule):
 @pytest.fixture
 def by_hand():
     """A unit that moves in every way and one inside of it that rests in full, written from the table of ops."""
-    a = UnitFacts("a", 64, 128, 64, True, (GATHER,), (REDUCE,), (FINISH,), (SPREAD,))
-    b = UnitFacts("b", finish=(FINISH,))
+    a = UnitFacts("a", 64, 128, 64, True, (GATHER,), (REDUCE,), (FINAL_REDUCE,), (UPDATE_GATHER,))
+    b = UnitFacts("b", finish=(FINAL_REDUCE,))
     events = [Event("forward", "a", 0), Event("forward", "b", 1), Event("forward_end", "b", 1), Event("forward_end", "a", 0)]
     events += [Event("backward", "a", 0), Event("backward", "b", 1), Event("backward_end", "b", 1)]
     events += [Event("backward_end", "a", 0), Event("microbatch_end"), Event("reduce"), Event("update")]
@@ -165,7 +165,7 @@ def test_refuses_more_units_or_reductions_than_are_allowed(monkeypatch):
     verify(schedule)
     with pytest.raises(ScheduleError, match=r"gather u2 .*: is a unit too many: \['u0'\] are .* \['u1', 'u2'\](?s:.*)most 2"):
         verify(replace(schedule, policy=SchedulePolicy(prefetch=1)))
-    monkeypatch.setattr("fsharp.stateful.schedule.emit_gradients.REDUCTIONS", 2)
+    monkeypatch.setattr("fsharp.stateful.schedule.emit_gradients.MAX_REDUCTIONS", 2)
     with pytest.raises(ScheduleError, match=r"reduce u3 .*: is a reduction too many: .*'u3', 'u4'\](?s:.*)at most 1"):
         verify(compile_schedule(chain(5)))
 
@@ -286,7 +286,7 @@ def test_a_bucket_begins_when_all_that_its_ops_wait_for_is_there():
 
 
 BUCKET_FAULTS = {
-    "kind of collective": (lambda s, i: facts(s, i, reduce=(FINISH,)), "differs from the other ops of bucket"),
+    "kind of collective": (lambda s, i: facts(s, i, reduce=(FINAL_REDUCE,)), "differs from the other ops of bucket"),
     "wire": (lambda s, i: facts(s, i, wire="bfloat16"), "differs from the other ops of bucket"),
     "alone": (lambda s, i: facts(s, i, wire=None), "cannot be in bucket .*: it can share its collectives with no other op"),
     "nothing sent": (lambda s, i: edit(s, i, unit=s.ops[i - 1].unit, kind="release"), "runs on the wrong stream|cannot be in"),

@@ -13,7 +13,7 @@ from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.verify.verify import verify
 from tests.edited_schedules import choose, drop, edit, move, of, opening, schedules, twice
-from tests.random_programs import GATHER, REDUCE, SPREAD
+from tests.random_programs import GATHER, REDUCE, UPDATE_GATHER
 
 
 def role(op):
@@ -207,7 +207,7 @@ def tiny_budget(data, s):
 MOVING = {"gathered": 128, "gather": (GATHER,)}
 
 
-SPREADING = {"trainable": True, "update_gather": (SPREAD,)}
+SPREADING = {"trainable": True, "update_gather": (UPDATE_GATHER,)}
 
 
 SENDING = {"trainable": True, "outgoing": 64, "reduce": (REDUCE,)}

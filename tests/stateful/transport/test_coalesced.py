@@ -331,7 +331,7 @@ def test_a_schedule_of_units_with_other_dtypes_is_not_followed():
 
 
 def in_processes(comm, strategies, worth):
-    gloo._WORTH_A_MESSAGE = worth
+    gloo._MIN_MESSAGE_NBYTES = worth
     found = {}
     for strategy in strategies:
         options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
@@ -342,7 +342,7 @@ def in_processes(comm, strategies, worth):
     return found, [measure(comm, strategy, 2, "float32 wire", **JOINED) for strategy in strategies]
 
 
-PACKED = gloo._WORTH_A_MESSAGE
+PACKED = gloo._MIN_MESSAGE_NBYTES
 DEEP = [(list(chosen), worth) for chosen in (FLAT, ON_TWO_AXES) for worth in (0, PACKED)]
 
 

@@ -6,11 +6,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
 from fsharp.stateful.transport.base import ProcessGroups, Summand
-from fsharp.stateful.transport.gloo import _CHUNK, _WORTH_A_MESSAGE, GlooTransport
+from fsharp.stateful.transport.gloo import _CHUNK_NBYTES, _MIN_MESSAGE_NBYTES, GlooTransport
 from fsharp.testing import processes
 from tests.scheduling import every
 
-CHUNK = _CHUNK // 4
+CHUNK = _CHUNK_NBYTES // 4
 PARTS = [0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + CHUNK // 2, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7]
 
 
@@ -47,7 +47,7 @@ def test_sizes_around_chunks(n):
                 numel = max(part * n - (way == "all_reduce" and part > 1), 0)  # one that the ranks do not divide
                 total, x = summed(comm, numel, noise), noise(mine, numel)
                 op = "all_reduce" if way == "all_reduce" else "reduce_scatter"
-                nbytes = exchange.scratch_nbytes(op, "dp", numel, 4, apart=way != "in place")
+                nbytes = exchange.scratch_nbytes(op, "dp", numel, 4, sums_into_out=way != "in place")
                 scratch = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
                 if way == "gather":
                     got, expected = torch.empty(numel), torch.cat([noise(r, part) for r in range(n)])
@@ -66,7 +66,7 @@ def test_sizes_around_chunks(n):
     assert processes(fs.Mesh({"dp": n}), rank_fn) == [[]] * n
 
 
-WORTH = _WORTH_A_MESSAGE // 4
+WORTH = _MIN_MESSAGE_NBYTES // 4
 TOGETHER = [[3, 70], [WORTH, WORTH], [WORTH - 2, 1, WORTH], [2 * WORTH, 5, CHUNK + 9], [CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7, 0]]
 """Sizes of parts: packed, and as messages of their own, of one chunk and of several."""
 
@@ -95,9 +95,9 @@ def test_buffers_that_go_together(n, wire):
             expected = [torch.cat([make(r, part) for r in range(n)]) for part in parts]
             wrong += [(parts, "gather")] * (not all(map(torch.equal, gathered[1], expected)))
             for way in ("out", "in place", "all_reduce"):
-                xs, apart = [make(mine, n * part) for part in parts], way != "in place" and wire == torch.float32
+                xs, sums_into_out = [make(mine, n * part) for part in parts], way != "in place" and wire == torch.float32
                 op = "all_reduce" if way == "all_reduce" else "reduce_scatter"
-                nbytes = [exchange.scratch_nbytes(op, "dp", len(x), x.itemsize, apart=apart) for x in xs]
+                nbytes = [exchange.scratch_nbytes(op, "dp", len(x), x.itemsize, sums_into_out=sums_into_out) for x in xs]
                 scratch = [torch.full((each,), 0xFF, dtype=torch.uint8) for each in nbytes]
                 total = [summands(n * part) for part in parts]
                 if way == "all_reduce":
