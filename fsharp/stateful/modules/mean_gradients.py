@@ -13,7 +13,7 @@ from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, held_leaves
-from fsharp.stateful.units.gradient import GradientBuffer
+from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 
 
@@ -75,7 +75,7 @@ class MeanGradients:
         self.release_all()
         for unit in units:
             if unit.gradient is not None:
-                unit.gradient.reopen(self._comm.mesh.size)
+                unit.gradient.resume_accumulation(self._comm.mesh.size)
 
     @property
     def are_changed(self) -> bool:
@@ -137,7 +137,7 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""
-    gradients: dict[tuple[str, ...], list[GradientBuffer]] = {}
+    gradients: dict[tuple[str, ...], list[UnitGradient]] = {}
     for unit in units:
         if unit.gradient is not None:
             gradients.setdefault(unit.layout.varying_axes, []).append(unit.gradient)

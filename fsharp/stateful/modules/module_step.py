@@ -147,8 +147,8 @@ class ModuleStep:
                 self.means.return_to_sums(self._units)
             for unit in self._units:
                 if unit.gradient is not None:
-                    unit.gradient.ignore(self._paused)
-                    unit.gradient.feed_back(self._carried.get(unit.layout.name, {}))
+                    unit.gradient.ignore_leaves(self._paused)
+                    unit.gradient.set_residuals(self._carried.get(unit.layout.name, {}))
             run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -171,7 +171,7 @@ class ModuleStep:
     @property
     def has_gradients(self) -> bool:
         """Whether backward passes of this step have left gradients."""
-        return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
+        return any(unit.gradient is not None and unit.gradient.has_received for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, by: int) -> None:
         """Update parameters by a transformation of the gradients, if there are gradients.

@@ -13,7 +13,7 @@ from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
 from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_group_ranges
-from fsharp.stateful.units.gradient import GradientBuffer
+from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import UnshardedBuffer
@@ -71,7 +71,7 @@ class BoundSchedule:
         blocks: dict[str, OutgoingBlock] = {}
         pieces: dict[str, list[list[torch.Tensor]]] = {}
         begun: set[str] = set()  # units whose gradient is collected
-        late: list[tuple[Memory, GradientBuffer]] = []  # memory that a reduction may still use when a later op fills it
+        late: list[tuple[Memory, UnitGradient]] = []  # memory that a reduction may still use when a later op fills it
 
         def bind(i: int, others: Sequence[BoundOp] = ()) -> BoundOp:
             op, spec, unit = ops[i], ops[i].spec, self.units.get(ops[i].unit)

@@ -22,7 +22,7 @@ from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, buffer_lifetimes
 from fsharp.stateful.schedule.unplaced import BufferKey, follower_specs
 from fsharp.stateful.units.full import aligned
-from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
+from fsharp.stateful.units.gradient import GradientPhase, UnitGradient
 from fsharp.stateful.units.route import OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
@@ -162,7 +162,7 @@ class EagerOps:
         if copy is not None and copy.filled_from is not None and not self._is_in_use(copy):
             yield self._emit(ops.RELEASE, unit, phase, copy=copy)
 
-    def _new_block(self, gradient: GradientBuffer) -> OutgoingBlock:
+    def _new_block(self, gradient: UnitGradient) -> OutgoingBlock:
         nbytes = gradient.route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return gradient.route.outgoing_block(memory, several_uses=True)
@@ -176,7 +176,7 @@ class EagerOps:
 
     def _reduce(self, unit: UnitState) -> Iterator[BoundOp]:
         yield from self._land()
-        if unit.trained_gradient.route.is_reduced:
+        if unit.trained_gradient.route.has_reduction:
             if ops.ENCODE.has_ops_for(self._assumed_facts(unit)):
                 yield self._emit(ops.ENCODE, unit, "backward")
             self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=unit.trained_gradient.block))
@@ -234,7 +234,7 @@ class EagerOps:
             gather = self._emit(ops.UPDATE_GATHER, unit, "update")
             yield gather
             yield self._emit(ops.UPDATE_WAIT, unit, "update", after=gather.key[1])
-        for unit in [each for each in units if each.key in self._executor.moves]:
+        for unit in [each for each in units if each.key in self._executor.host_copies]:
             yield self._emit(ops.OFFLOAD, unit, "update")
 
     def _emit(

@@ -20,8 +20,8 @@ from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.schedule.schedule import Op
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes, OpKey
-from fsharp.stateful.units.axis_chain import ChainInput, Move, gather_along, reduce_along
-from fsharp.stateful.units.gradient import GradientBuffer
+from fsharp.stateful.units.axis_chain import ChainInput, GatherInput, gather_along, reduce_along
+from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
@@ -58,7 +58,7 @@ class BoundOp:
     pieces: list[list[torch.Tensor]] = field(default_factory=list)
     is_first: bool = False
     may_wait: bool = False
-    joins: Sequence[GradientBuffer] = ()
+    joins: Sequence[UnitGradient] = ()
     others: "Sequence[BoundOp]" = ()
     spec: OpSpec = field(init=False)
 
@@ -72,7 +72,7 @@ class BoundOp:
         return self, *self.others
 
     @property
-    def gradient(self) -> GradientBuffer:
+    def gradient(self) -> UnitGradient:
         """The gradient of the op's unit."""
         assert self.unit is not None
         return self.unit.trained_gradient
@@ -92,8 +92,8 @@ class Executor:
         microbatch: name of the microbatch under way, for labels of collectives.
         incoming: gradients of the use whose backward has just ended.
         spreading: by unit, the gather of updated parameters under way.
-        moves: by unit, copies of state between device and host memory.
-        taken: the units in ``spreading`` and ``moves``.
+        host_copies: by unit, copies of state between device and host memory.
+        copied_units: the units that ``host_copies`` had at first.
         fetched: the fetch ops of this step.
         host_nbytes: bytes copied from and to host memory in this step.
         reducing: gradients whose reduction is under way, each with the op that began it.
@@ -133,8 +133,8 @@ class Executor:
         self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
         self.spreading: dict[str, UpdateGather] = {}
-        self.moves: dict[str, HostCopies] = {}
-        self.taken: tuple[str, ...] = ()
+        self.host_copies: dict[str, HostCopies] = {}
+        self.copied_units: tuple[str, ...] = ()
         self.fetched: list[OpKey] = []
         self.host_nbytes = 0
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
@@ -148,9 +148,9 @@ class Executor:
         """Store the gradients of a use whose backward has ended, for the ops at this event."""
         self.incoming = grads
 
-    def take_moves(self, moves: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
+    def take_host_copies(self, host_copies: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
         """Store copies from and to host memory and gathers of updated parameters, by unit, for later ops."""
-        self.moves, self.taken, self.spreading = dict(moves), tuple(moves), dict(spreading)
+        self.host_copies, self.copied_units, self.spreading = dict(host_copies), tuple(host_copies), dict(spreading)
 
     def use_lanes(self, lanes: Lanes) -> None:
         """Run later ops on these lanes. Ops that are bound already keep their lanes."""
@@ -223,7 +223,7 @@ class Executor:
 
     def begin_state_copies(self, bound: BoundOp) -> None:
         """Begin the copies of a unit's state, and count their bytes."""
-        self.host_nbytes += self.moves.pop(bound.op.unit).run_copies(self.lanes, bound.key)
+        self.host_nbytes += self.host_copies.pop(bound.op.unit).run_copies(self.lanes, bound.key)
 
     def finish_reductions(self) -> None:
         """Finish all reductions that have begun."""
@@ -256,24 +256,24 @@ def ops_text(bounds: Sequence[BoundOp]) -> str:
 
 def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
     units = [(each, each.unit, each.copy) for each in bound.bucket_members if each.unit is not None and each.copy is not None]
-    as_one, transport, what = len(units) > 1, executor.transport, ops_text(bound.bucket_members)
+    coalesced, transport, what = len(units) > 1, executor.transport, ops_text(bound.bucket_members)
     waits = transport.is_async  # else the gather is queued behind the ops that fill a node's buffers, on the same stream
 
     def start() -> None:
         if not executor.is_connected:
             executor.make_process_groups()
-        moves: list[Move] = []
+        gather_inputs: list[GatherInput] = []
         found = [row for row in units if row[1].node is not None]  # any other unit of the bucket is gathered when it is used
         for _, unit, copy in found:
             node = unit.node
             assert node is not None
             if waits and node.lazy is not None:
                 _ = node.buffers
-            moves += copy.begin_fill(node, executor.number)
+            gather_inputs += copy.begin_fill(node, executor.number)
         if found:
             text = what if len(found) == len(units) else ops_text([each for each, _, _ in found])
             label = executor.label_of([unit for _, unit, _ in found], text)
-            works = gather_along(found[0][2].axes, moves, transport, label=label, as_one=as_one)
+            works = gather_along(found[0][2].axes, gather_inputs, transport, label=label, coalesced=coalesced)
             for _, _, copy in found:
                 copy.add_works(works)
 
@@ -295,7 +295,7 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
                 _ = unit.node.buffers
             label = f"{executor.label_of([unit], ops_text([bound]))} of other values than were gathered"
             copy.add_works(
-                gather_along(copy.axes, copy.begin_fill(unit.node, executor.number), transport, label=label, as_one=False)
+                gather_along(copy.axes, copy.begin_fill(unit.node, executor.number), transport, label=label, coalesced=False)
             )
         lanes.join_ops([bound.key])
 
@@ -339,17 +339,17 @@ def _bind_spread(executor: Executor, bound: BoundOp) -> Action:
             executor.make_process_groups()
         found = [(each, executor.spreading.pop(each.op.unit, None)) for each in bound.bucket_members]
         moving = [(each, spread) for each, spread in found if spread is not None]
-        moves = [move for _, spread in moving for move in spread.moves]
+        gather_inputs = [each for _, spread in moving for each in spread.gather_inputs]
         label = executor.label_of([spread.unit for _, spread in moving], ops_text([each for each, _ in moving]))
         axes = moving[0][1].axes
-        works = gather_along(axes, moves, executor.transport, label=label, as_one=len(moving) > 1)
+        works = gather_along(axes, gather_inputs, executor.transport, label=label, coalesced=len(moving) > 1)
         for _, spread in moving:
             spread.add_works(works)
         differences = [each for _, spread in moving for each in spread.differences]
         for _, spread in moving if differences and not executor.transport.is_async else ():
             spread.wait()  # adds differences on this lane, before later gathers and reads of parameters
         if executor.lanes.has_streams:
-            for source, parts in moves:
+            for source, parts in gather_inputs:
                 executor.lanes.record_use(source)  # the user may drop the state, with sources and targets, at any time
                 executor.lanes.record_use(parts[0])
             for difference in differences:
@@ -384,7 +384,7 @@ def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
         if opens:
             gradient.open()
         assert executor.incoming is not None
-        gradient.cast(executor.incoming, block, first=first)
+        gradient.cast(executor.incoming, block, is_first=first)
 
     return executor.action_after_joins(bound, action) if opens or fills else action
 
@@ -396,30 +396,30 @@ def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
         assert gradient.block is not None
         gradient.encode(gradient.route.chains, gradient.block.collected)
 
-    return executor.action_on_lane(bound, gradient.encode_rest if bound.spec is ops.FINAL_ENCODE else start)
+    return executor.action_on_lane(bound, gradient.encode_resting if bound.spec is ops.FINAL_ENCODE else start)
 
 
 def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
     transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.bucket_members]
-    as_one, is_finish = len(members) > 1, bound.spec is ops.FINAL_REDUCE
+    coalesced, is_finish = len(members) > 1, bound.spec is ops.FINAL_REDUCE
     units, what = [each.unit for each in bound.bucket_members if each.unit is not None], ops_text(bound.bucket_members)
 
     def start() -> None:
         if not executor.is_connected:
             executor.make_process_groups()
-        legs: list[ChainInput] = []
+        inputs: list[ChainInput] = []
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
             if is_finish:
-                legs += gradient.finish(each.pieces)
+                inputs += gradient.final_reduction_inputs(each.pieces)
             else:
                 assert block is not None
                 if each.op.opens is not None:
                     gradient.open()
-                legs += gradient.reduce(block, direct=each.op.opens is not None)
-        works = reduce_along(legs, transport, label=executor.label_of(units, what), as_one=as_one)
+                inputs += gradient.reduction_inputs(block, into_rest=each.op.opens is not None)
+        works = reduce_along(inputs, transport, label=executor.label_of(units, what), coalesced=coalesced)
         for _, gradient, _ in members:
-            works = gradient.send(works)
+            works = gradient.keep_works(works)
 
     return executor.action_on_lane(bound, start)
 
@@ -427,7 +427,7 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
 def _bind_sum(executor: Executor, bound: BoundOp) -> Action:
     if bound.may_wait and executor.transport.is_async:
         return do_nothing  # the reader of the sum decodes it
-    return executor.action_on_lane(bound, bound.gradient.decode, after_compute=False)
+    return executor.action_on_lane(bound, bound.gradient.wait_and_decode, after_compute=False)
 
 
 def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
@@ -437,7 +437,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     ended = (
         end
         if waits_late
-        else executor.action_on_lane(bound, end, after_compute=not is_finish and not gradient.route.is_reduced)
+        else executor.action_on_lane(bound, end, after_compute=not is_finish and not gradient.route.has_reduction)
     )
 
     def action() -> None:
@@ -445,7 +445,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
         if opens:
             gradient.open()
         if waits_late:
-            gradient.defer(end)
+            gradient.defer_reduction_end(end)
         else:
             ended()
 
@@ -456,9 +456,9 @@ def _bind_copy(executor: Executor, bound: BoundOp) -> Action:
     on_lane = executor.action_on_lane(bound, partial(executor.begin_state_copies, bound))
 
     def action() -> None:
-        move = executor.moves.get(bound.op.unit)
-        if move is None or not move.copies:
-            executor.moves.pop(bound.op.unit, None)
+        copies = executor.host_copies.get(bound.op.unit)
+        if copies is None or not copies.copies:
+            executor.host_copies.pop(bound.op.unit, None)
             return
         on_lane()
         if bound.spec is ops.FETCH:

@@ -27,8 +27,8 @@ from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
-from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
-from fsharp.stateful.units.host import HostCopies, Offload
+from fsharp.stateful.units.gradient import GradientPhase, UnitGradient
+from fsharp.stateful.units.host import HostCopies, StateOffload
 from fsharp.stateful.units.pending import with_future_buffers
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
@@ -55,7 +55,7 @@ class HandedOutGradients:
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, (), reduction=reduction)
         if gradient.phase is GradientPhase.NONE:
-            gradient.settle()
+            gradient.zero_if_missing()
         tensors = gradient.rest.hand_out()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
@@ -83,7 +83,7 @@ class HandedOutGradients:
             buffers = node.raw_buffers
             if list(map(_address_of, buffers)) != list(map(_address_of, tensors)):
                 return False
-            is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # sent without the caller's changes
+            is_sent = unit.gradient is not None and unit.gradient.route.has_final_reduction  # sent without the caller's changes
             if is_sent and list(map(_version_of, buffers)) != versions:
                 return False
         return True
@@ -109,7 +109,7 @@ class ScheduledEngine(Engine):
     record_replaced: Callable[[Sharded, UnitState, Sharded], None]
     main_stays = False
     _handed_out = HandedOutGradients()
-    _offload: Offload | None = None
+    _offload: StateOffload | None = None
 
     def __init__(self, comm: Comm) -> None:
         self.comm, self.mesh, self.rank, self.device = comm, comm.mesh, comm.rank, comm.device
@@ -217,7 +217,7 @@ class ScheduledEngine(Engine):
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
         """Return the gradients at rest of ``params``, as nodes with this ``reduction``. ``units``: the unit of each node."""
         self.lanes.join_lanes("reduce")
-        if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
+        if not any(unit.gradient is not None and unit.gradient.has_received for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
             )
@@ -250,9 +250,11 @@ class ScheduledEngine(Engine):
         if not self.policy.offload:
             return state
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
-        self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)
-        (main, opt), moves = self._offload.move_state(state, (params, state[0]) if self.main_stays else params, to_host=False)
-        self.current_step().fetch_state(moves)
+        self._offload = StateOffload(keys, grads, self.lanes, self.device, donate=donate)
+        (main, opt), host_copies = self._offload.move_state(
+            state, (params, state[0]) if self.main_stays else params, to_host=False
+        )
+        self.current_step().fetch_state(host_copies)
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
@@ -264,7 +266,7 @@ class ScheduledEngine(Engine):
             unit = self.unit_of(old)
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
-            if update_gather.moves:  # in a new node: update_gather.node would make a cycle that keeps its memory
+            if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
                 node = with_future_buffers(node, partial(self.executor.run_and_report, update_gather.wait), lanes)
             if not donate:
                 unit.drop_references()
@@ -273,12 +275,12 @@ class ScheduledEngine(Engine):
             return node
 
         resting = map_units(begin, params, new)
-        moves: Mapping[str, HostCopies] = {}
+        host_copies: Mapping[str, HostCopies] = {}
         if self._offload is not None:
             staying = (resting, state[0]) if self.main_stays else resting
-            state, moves = self._offload.move_state(state, staying, to_host=True)
+            state, host_copies = self._offload.move_state(state, staying, to_host=True)
             self._offload = None
-        step.gather_updates(update_gathers, moves)
+        step.gather_updates(update_gathers, host_copies)
         self.num_updates += 1
         return resting, state
 
@@ -287,7 +289,7 @@ def _pass_residuals(units: Sequence[UnitState], residuals: ResidualViews) -> Non
     """Pass residuals to the reductions of ``units``, which add residuals to gradients and overwrite them."""
     for unit in units:
         if unit.gradient is not None:
-            unit.gradient.feed_back(residuals.get(unit.layout.name, {}))
+            unit.gradient.set_residuals(residuals.get(unit.layout.name, {}))
 
 
 def _leaves_of(*values: Any) -> Sequence[Any]:
@@ -307,7 +309,7 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves:
         leaves[index.unit.name] = index, own
     found = []
     for index, own in rows[num_ties:]:
-        found.append(index.leaves_of_call(own, leaves) if as_leaves else index.build_subtree(own, leaves))
+        found.append(index.subtree_leaves(own, leaves) if as_leaves else index.build_subtree(own, leaves))
     if as_leaves:
         return found
     trees = iter(found)
@@ -316,7 +318,7 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves:
     return map_units(lambda node: next(trees) if is_sharded(node) else node, sharded)
 
 
-def _reduced_gradient(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
+def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceName) -> Sharded:
     """Return the reduced gradient of a unit in the place ``to``. ``node``: the gradient that was handed out."""
     place = resolve_place(node.unit, to)
     if gradient is None or gradient.final is None:

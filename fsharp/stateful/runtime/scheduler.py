@@ -303,7 +303,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         assert scheduled is not None
         for unit in self.units.values():
             if unit.gradient is not None:
-                unit.gradient.copy_out()
+                unit.gradient.copy_out_held_tensors()
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_begin_step()
             scheduled.record_call("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
@@ -367,7 +367,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def record_replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
         """Record that the node ``new`` replaces ``old`` as the parameters of a unit."""
-        self.registry.bind_node(unit, new, instead=old)
+        self.registry.bind_node(unit, new, replaced=old)
 
     def current_step(self) -> Step:
         """Return the step under way; outside of scheduled functions, a step without schedule and recording."""

@@ -254,7 +254,7 @@ class Step:
         self._event("microbatch_end", units=self.units.values())
         for unit, grads in found:
             if unit.gradient is not None:
-                unit.gradient.add_flat(grads)
+                unit.gradient.add_flat_gradients(grads)
         self.num_microbatches += 1
         self.executor.set_label_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
@@ -290,22 +290,22 @@ class Step:
                 unit.gradient.join()
         self.executor.lanes.join_lanes("reduce")
 
-    def fetch_state(self, moves: Mapping[str, HostCopies]) -> None:
+    def fetch_state(self, host_copies: Mapping[str, HostCopies]) -> None:
         """Copy the optimizer state of units to the device."""
         self._end_passed_backwards(None)
-        self.executor.take_moves(moves)
-        for key in moves:
+        self.executor.take_host_copies(host_copies)
+        for key in host_copies:
             self._event("fetch", self.units[key])
         self.executor.lanes.join_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
 
-    def gather_updates(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
+    def gather_updates(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostCopies]) -> None:
         """Gather updated parameters to their place, and copy offloaded optimizer state to host memory."""
         self._end_passed_backwards(None)
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()  # the next step reuses the memory that the reduction reads
-        nbytes = dict.fromkeys(self.executor.taken, 0) | {key: move.nbytes for key, move in moves.items()}
-        self.executor.take_moves(moves, {each.unit.key: each for each in update_gathers if each.moves})
+        nbytes = dict.fromkeys(self.executor.copied_units, 0) | {key: each.nbytes for key, each in host_copies.items()}
+        self.executor.take_host_copies(host_copies, {each.unit.key: each for each in update_gathers if each.gather_inputs})
         for key in nbytes:
             self.units[key].set_offloaded_nbytes(nbytes[key])
         if self.eager is None and self.schedule is not None:
@@ -315,7 +315,7 @@ class Step:
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
         self._event("update", units=units)
-        if self.executor.spreading or self.executor.moves:  # of units that are not in the schedule
+        if self.executor.spreading or self.executor.host_copies:  # of units that are not in the schedule
             self._run(self.leave_schedule().ops_after_update(units))
 
     def end_step(self) -> None:
@@ -340,7 +340,7 @@ class Step:
 
 def _is_unfinished(unit: UnitState) -> bool:
     gradient = unit.gradient
-    return gradient is not None and gradient.route.is_finished and gradient.phase < GradientPhase.FINISHING
+    return gradient is not None and gradient.route.has_final_reduction and gradient.phase < GradientPhase.FINISHING
 
 
 def _too_late(unit: str) -> ScheduleError:

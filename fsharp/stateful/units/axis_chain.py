@@ -1,4 +1,4 @@
-"""AxisChain: the collectives, along one axis after another, that reduce a flat gradient from one place to the next."""
+"""ReductionChain: the collectives, along one axis after another, that reduce a flat gradient from one place to the next."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from fsharp.functional.layout.runs import padding_in_decoded_sums
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_reduce_group
 from fsharp.stateful.transport.base import Summand, Transport, Work
-from fsharp.stateful.units.full import Pieces
+from fsharp.stateful.units.full import FlatSizes
 
 
 class AxisCollective(NamedTuple):
@@ -40,7 +40,7 @@ class CodedBytes(NamedTuple):
 Stages = Sequence[AxisCollective]
 
 
-class AxisChain:
+class ReductionChain:
     """A chain of collectives that reduces a group's gradient from one place to another, stage by stage.
 
     Data travel in the wire's format; results have the accumulation dtype. On a host without streams every stage but the last
@@ -70,7 +70,7 @@ class AxisChain:
         self.transport, self.unit, self.group, self.way, self.has_target = transport, unit, group, way, has_target
         self.size = unit.local_size(group, way[0])
         self.dtypes = dtypes = unit.groups[group].dtypes
-        self.stages = tuple([each for stage in stages for each in _encoded(stage, dtypes.wire_format_along(stage.axis))])
+        self.stages = tuple([each for stage in stages for each in _encoded_stages(stage, dtypes.wire_format_along(stage.axis))])
         summing = [each.n > 1 and each.op != "all_gather" for each in self.stages]
         pairs = zip(self.stages, summing, strict=True)
         self.sent = [
@@ -97,7 +97,7 @@ class AxisChain:
         stages = zip(self.stages, self.output_sizes(), strict=True)
         return tuple(calls_to_reduce_group(self.dtypes, [(*stage, out) for stage, out in stages]))
 
-    def scratch_pieces(self) -> Pieces:
+    def scratch_sizes(self) -> FlatSizes:
         """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
         result, size, accumulate = list[tuple[int, torch.dtype]](), self.size, self.dtypes.accumulate
         for i, (stage, out, dtype) in enumerate(zip(self.stages, self.output_sizes(), self.sent, strict=True)):
@@ -136,7 +136,8 @@ class AxisChain:
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
 
-def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
+def _encoded_stages(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
+    """Return the collectives that take the place of a stage if its summands travel encoded; the stage itself if not."""
     if wire.is_plain or stage.n == 1:  # along one rank nothing travels
         return [stage]
     sum_parts, gather_sums = stage._replace(op="all_to_all"), stage._replace(op="all_gather")
@@ -149,12 +150,12 @@ class ChainInput(NamedTuple):
     Attributes:
         x: the buffer, in the dtype ``chain.first``.
         out: memory for the result; None leaves the result in the memory of the last stage.
-        memory: tensors with the sizes and dtypes of :meth:`AxisChain.scratch_pieces`.
+        memory: tensors with the sizes and dtypes of :meth:`ReductionChain.scratch_sizes`.
         residuals: by axis, encoding errors of earlier buffers, and random numbers; overwritten.
-        encoded: the buffer from :meth:`AxisChain.encode`, if the first stage sends it encoded.
+        encoded: the buffer from :meth:`ReductionChain.encode`, if the first stage sends it encoded.
     """
 
-    chain: AxisChain
+    chain: ReductionChain
     x: torch.Tensor
     out: torch.Tensor | None
     memory: Sequence[torch.Tensor]
@@ -162,43 +163,45 @@ class ChainInput(NamedTuple):
     encoded: torch.Tensor | None = None
 
 
-def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
+def reduce_along(inputs: Sequence[ChainInput], transport: Transport, *, label: str, coalesced: bool) -> list[Work]:
     """Begin to reduce buffers, each by its chain. Return a Work of the last stage for each buffer.
 
-    With ``as_one`` all buffers share the collectives of each stage; their stages and dtypes have to be equal. If the last stage
-    sends encoded parts, the first wait for a returned Work decodes and adds the parts.
+    With ``coalesced`` all buffers share the collectives of each stage; their stages and dtypes have to be equal. If the last
+    stage sends encoded parts, the first wait for a returned Work decodes and adds the parts.
     """
     works = list[Work]()
-    if not as_one:
-        for i, leg in enumerate(legs):
-            works += reduce_along([leg], transport, label=f"{label} group {i}", as_one=True)
+    if not coalesced:
+        for i, item in enumerate(inputs):
+            works += reduce_along([item], transport, label=f"{label} group {i}", coalesced=True)
         return works
-    moving = [leg for leg in legs if leg.chain.size]
+    moving = [item for item in inputs if item.chain.size]
     if moving:
-        works = _run(moving, transport, label)
-    if len(moving) == len(legs):
+        works = _run_stages(moving, transport, label)
+    if len(moving) == len(inputs):
         return works
     found = iter(works)
-    return [next(found) if leg.chain.size else Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
+    return [next(found) if item.chain.size else Work(result=item.x if item.out is None else item.out) for item in inputs]
 
 
-def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
-    chain, xs = legs[0].chain, [leg.x for leg in legs]
+def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
+    chain, xs = inputs[0].chain, [item.x for item in inputs]
     last: list[Work] = []
     for k, (op, axis, n) in enumerate(chain.stages):
-        at, is_last = 3 * k, k == len(chain.stages) - 1  # in AxisChain.scratch_pieces
-        outs = [leg.out if is_last else leg.memory[at + 1] for leg in legs]
-        summands = list(map(Summand, xs, outs, [leg.memory[at] for leg in legs]))
+        at, is_last = 3 * k, k == len(chain.stages) - 1  # in ReductionChain.scratch_sizes
+        outs = [item.out if is_last else item.memory[at + 1] for item in inputs]
+        summands = list(map(Summand, xs, outs, [item.memory[at] for item in inputs]))
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
-            facts = [partial(leg.chain.unit.error_facts, leg.chain.group, axis) for leg in legs]
-            pairs = zip(legs, xs, strict=True)
-            stored = [leg.chain.encode(x, leg.residuals, k) if k or leg.encoded is None else leg.encoded for leg, x in pairs]
+            facts = [partial(item.chain.unit.error_facts, item.chain.group, axis) for item in inputs]
+            pairs = zip(inputs, xs, strict=True)
+            stored = [
+                item.chain.encode(x, item.residuals, k) if k or item.encoded is None else item.encoded for item, x in pairs
+            ]
             sent = [each for each in stored if each is not None]
             gaps = [
-                padding_in_decoded_sums(leg.chain.unit, leg.chain.group, axis, transport.comm.rank, leg.chain.way)
-                for leg in legs
+                padding_in_decoded_sums(item.chain.unit, item.chain.group, axis, transport.comm.rank, item.chain.way)
+                for item in inputs
             ]
             wire = chain.dtypes.wire_format_along(axis)
             last = transport.reduce_scatter_encoded(summands, sent, axis, n, wire, facts, gaps, label=label)
@@ -209,22 +212,24 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
         if not is_last:
             for work in last:
                 work.wait()
-            between = [(leg.memory[at + 1], leg.memory[at + 2]) for leg in legs]
+            between = [(item.memory[at + 1], item.memory[at + 2]) for item in inputs]
             xs = [narrow.copy_(wide) if len(narrow) else wide for wide, narrow in between]
     return last
 
 
-Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""A rank's part of a buffer, and for each axis the buffer that the gather along the axis fills."""
+GatherInput = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""This rank's part of a buffer, and for each axis the buffer that the gather along the axis fills."""
 
 
-def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
+def gather_along(
+    axes: Sequence[str], inputs: Sequence[GatherInput], transport: Transport, *, label: str, coalesced: bool
+) -> list[Work]:
     """Begin to gather buffers along one axis after another. They are filled once the returned Works are done.
 
-    With ``as_one`` all buffers share collectives; their dtypes have to be equal. On a host without streams all collectives but
-    the last block.
+    With ``coalesced`` all buffers share collectives; their dtypes have to be equal. On a host without streams all collectives
+    but the last block.
     """
-    together = [(moves, label)] if as_one and moves else [([move], f"{label} group {i}") for i, move in enumerate(moves)]
+    together = [(inputs, label)] if coalesced and inputs else [([each], f"{label} group {i}") for i, each in enumerate(inputs)]
     works = []
     for several, text in together:
         work, xs = Work(), [x for x, _ in several]

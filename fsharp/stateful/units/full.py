@@ -45,30 +45,30 @@ class LeafTable:
         self.position = {leaf.path: i for i, leaf in enumerate(self.stored)}
         self._is_untied = len(self.stored) == len(unit.leaves)
 
-    def build_subtree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, "Stored"]) -> Any:
-        """Return the unit's subtree, with the tensors ``own`` of its stored leaves. ``leaves``: all units of the call, by name.
+    def build_subtree(self, own: Sequence[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> Any:
+        """Return the unit's subtree, with the tensors ``own`` of its stored leaves. ``stored``: by name, all units of the call.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
         """
         if self._is_untied:
             return self.unit.spec.unflatten(own)
-        by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in leaves.items()}
+        by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in stored.items()}
         return self.unit.build_subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
 
-    def leaves_of_call(self, own: list[torch.Tensor], leaves: Mapping[str, "Stored"]) -> list[torch.Tensor]:
+    def subtree_leaves(self, own: list[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> list[torch.Tensor]:
         """Return the leaves of the subtree that :meth:`build_subtree` returns."""
-        return own if self._is_untied else optree.tree_leaves(self.build_subtree(own, leaves))
+        return own if self._is_untied else optree.tree_leaves(self.build_subtree(own, stored))
 
-    def leaf_views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Return leaves as views of ``flats``: full flat buffers by group, which have to be contiguous."""
+    def leaf_views(self, flats: Mapping[int, torch.Tensor], leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """Return ``leaves`` as views of ``flats``: full flat buffers by group, which have to be contiguous."""
         for flat in flats.values():
             if not flat.is_contiguous():
                 raise TreeError(
                     f"unit {self.unit.display_name}: a buffer has stride {flat.stride(0)}, expected a contiguous buffer. "
                     "Call .contiguous() on it."
                 )
-        return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
+        return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in leaves]
 
     def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndGaps":
         """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
@@ -76,20 +76,20 @@ class LeafTable:
         return LeavesAndGaps(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), gaps)
 
 
-Stored = tuple[LeafTable, Sequence[torch.Tensor]]
+StoredLeaves = tuple[LeafTable, Sequence[torch.Tensor]]
 """The leaf table of a unit, and the tensors of its stored leaves."""
 leaf_table = cache(LeafTable)
 """Return the leaf table of a unit, which is made once."""
 _version_of = attrgetter("_version")
 
 
-def alias(flat: torch.Tensor) -> torch.Tensor:
+def make_alias(flat: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the memory of ``flat`` and a version counter of its own; see [Note: aliases]."""
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return empty.set_(flat.untyped_storage(), flat.storage_offset(), flat.size(), flat.stride())
 
 
-RELEASED = 2**31
+RELEASED_VERSION = 2**31
 """The version counter of leaves whose memory was released."""
 
 
@@ -119,7 +119,7 @@ class FullUnit:
                 classed[self.index.position[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
-        plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}
+        plain = {g: make_alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}
         self._aliases = tuple(plain.values())  # each with a version counter, which all leaves of the group share
         self._leaves = tuple(self.index.leaf_views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
         self._handed_out: list[HandedOutLeaf] = []
@@ -137,7 +137,7 @@ class FullUnit:
                 for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
-        self.attach_memory()
+        self.return_memory()
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the stored leaves, as new aliases in each call."""
@@ -162,7 +162,7 @@ class FullUnit:
 
     def register_alias(self, tensor: torch.Tensor) -> None:
         """Register another alias of a leaf, so that :meth:`withdraw_memory` takes the memory from the alias as well."""
-        if any(each.is_of(tensor) for each in self._handed_out):
+        if any(each.is_for_tensor(tensor) for each in self._handed_out):
             return
         plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
         paths = {leaf.data_ptr(): path for leaf, path in zip(self._leaves, plain, strict=True)}
@@ -200,32 +200,32 @@ class FullUnit:
         """Set the version counter of all handed-out leaves. Autograd refuses leaves that it saved at another version.
 
         Leaves with a tensor class of their own have no version that autograd checks. So their memory is taken from them and
-        from their aliases. :meth:`attach_memory` gives the memory back to leaves of the same version.
+        from their aliases. :meth:`return_memory` gives the memory back to leaves of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
             return
         alive = self.withdraw_memory()
-        if version in (RELEASED, self._version):
+        if version in (RELEASED_VERSION, self._version):
             self._handed_out = alive
         else:
             self._version = version
 
-    def attach_memory(self) -> None:
+    def return_memory(self) -> None:
         """Give the filled memory back to leaves with a tensor class of their own."""
         for each in self._handed_out:
             each.give_memory(self.storage)
-            each.recompute_derived()
+            each.recompute_derived_data()
 
 
-Pieces = Sequence[tuple[int, torch.dtype]]
+FlatSizes = Sequence[tuple[int, torch.dtype]]
 """Flat tensors one after another in a run of memory: the number of elements and the dtype of each."""
 
 
-def carve_tensors(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
+def carve_tensors(memory: torch.Tensor, sizes: FlatSizes) -> list[torch.Tensor]:
     """Return flat tensors as views of a run of bytes, one after another, each on an aligned boundary."""
     result, start = [], 0
-    for numel, dtype in pieces:
+    for numel, dtype in sizes:
         piece = memory[start : start + numel * dtype.itemsize]
         result.append(piece.view(dtype) if numel else torch.empty(0, dtype=dtype, device=memory.device))
         start += aligned(numel * dtype.itemsize)
@@ -241,13 +241,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def pieces_nbytes(pieces: Pieces) -> int:
+def sizes_nbytes(sizes: FlatSizes) -> int:
     """Return the bytes of memory for the pieces, each on an aligned boundary."""
-    return sum(aligned(numel * dtype.itemsize) for numel, dtype in pieces)
+    return sum(aligned(numel * dtype.itemsize) for numel, dtype in sizes)
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return number of elements and dtype of each group's full buffer, as functions use it."""
+    """Return number of elements and dtype of each group's full buffer, from which functions read parameters."""
     return [
         (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (encoded_nbytes(unit, i), torch.uint8)
         for i, group in enumerate(unit.groups)
@@ -255,7 +255,7 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 
 def encoded_nbytes(unit: UnitLayout, group: int) -> int:
-    """Return the bytes of a full buffer's planes, the arrays that its format stores; 0 if functions use the gathered plane."""
+    """Return the bytes of the arrays that a group's format stores; 0 if functions read the gathered array itself."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]
@@ -263,17 +263,17 @@ def encoded_nbytes(unit: UnitLayout, group: int) -> int:
 
 
 def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return number of elements and dtype of each stored full buffer, for groups whose format is not plain."""
+    """Return number of elements and dtype of each group's full buffer as gathered, for groups whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
     return [(unit.stored_size(i, unit.strategy.full), each.dtype) for i, each in enumerate(formats) if each is not None]
 
 
 def full_nbytes(unit: UnitLayout) -> int:
     """Return the bytes of a unit's full parameters, stored and decoded, each group on an aligned boundary."""
-    return pieces_nbytes([*full_sizes(unit), *stored_sizes(unit)])
+    return sizes_nbytes([*full_sizes(unit), *stored_sizes(unit)])
 
 
-def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:
+def gather_outputs(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:
     """Return the buffer that each gather along ``axes`` fills: the last fills the whole buffer, earlier ones parts of it."""
     outs = [buffer]
     for axis in reversed(axes[1:]):

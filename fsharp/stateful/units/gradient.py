@@ -1,4 +1,4 @@
-"""GradientBuffer: the gradient of one unit in a step, from its backward to the optimizer's place."""
+"""UnitGradient: the gradient of one unit in a step, from its backward to the optimizer's place."""
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,7 +10,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.residuals import ResidualsByAxis
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
-from fsharp.stateful.units.axis_chain import AxisChain, ChainInput
+from fsharp.stateful.units.axis_chain import ChainInput, ReductionChain
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
@@ -26,7 +26,7 @@ class GradientPhase(IntEnum):
     FINISHED = auto()
 
 
-_MOVES = {
+_NEXT_PHASES = {
     GradientPhase.NONE: {GradientPhase.COLLECTING, GradientPhase.RESTING},
     GradientPhase.COLLECTING: {GradientPhase.COLLECTING, GradientPhase.REDUCING, GradientPhase.RESTING},
     GradientPhase.REDUCING: {GradientPhase.RESTING},
@@ -37,7 +37,7 @@ _MOVES = {
 """For each phase, the phases that may follow."""
 
 
-class GradientBuffer:
+class UnitGradient:
     """The gradient of one unit in the step that is under way.
 
     Attributes:
@@ -52,7 +52,9 @@ class GradientBuffer:
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
         self._own = self.rest = self.route.resting_gradient()
-        self.final = RestingGradient(self.route.buffer_sizes(unit.strategy.optim), device) if self.route.is_finished else None
+        self.final = (
+            RestingGradient(self.route.buffer_sizes(unit.strategy.optim), device) if self.route.has_final_reduction else None
+        )
         self.phase = GradientPhase.NONE
         self.num_added = self.found = 0
         self.block: OutgoingBlock | None = None
@@ -66,7 +68,7 @@ class GradientBuffer:
         self._ignored: set[int] = set()
 
     def _enter_phase(self, phase: GradientPhase) -> None:
-        assert phase in _MOVES[self.phase], (
+        assert phase in _NEXT_PHASES[self.phase], (
             f"{self.route.unit.name}: from {self.phase.name} a gradient cannot go to {phase.name}"
         )
         self.phase = phase
@@ -80,7 +82,7 @@ class GradientBuffer:
         if self.is_under_way:
             self.join()
         if self.rest.handed_out:
-            self.copy_out()
+            self.copy_out_held_tensors()
         if place is not None or self._own.is_held:  # release memory of a step without a schedule, or that callers hold
             self._own.release()
         if self.final is not None and self.final.is_held:
@@ -93,7 +95,7 @@ class GradientBuffer:
         self._works.clear()
 
     def open(self) -> None:
-        """Let the gradient rest in the schedule's memory from now on in this step."""
+        """Let the gradient rest in the schedule's memory, in the arena, from now on in this step."""
         assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
         if self._place is not None:
             self.rest, self._is_open = self._place, True
@@ -109,16 +111,16 @@ class GradientBuffer:
 
     def end_step(self) -> None:
         """End the step: the arena's memory is free for other uses, and tensors that callers hold move out of it."""
-        self.copy_out()
+        self.copy_out_held_tensors()
         self.rest, self._place, self._is_open = self._own, None, False
 
-    def copy_out(self) -> None:
+    def copy_out_held_tensors(self) -> None:
         """Move the tensors that callers hold from the arena to memory of their own."""
         if not self.rest.in_arena or not self.rest.handed_out:
             return
         if not self.rest.is_held:
             self.rest.handed_out.clear()
-        elif not self.rest.copy_out():
+        elif not self.rest.copy_out_held_tensors():
             gc.collect()
             if self.rest.is_held:
                 raise ScheduleError(
@@ -126,24 +128,24 @@ class GradientBuffer:
                     "memory. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
-    def abandon(self, refuse: Callable[[], None]) -> None:
-        """Abandon work under way after an error. Later reads call ``refuse``. Memory stays reserved for late collectives."""
-        self._deferred = refuse if self.is_under_way else None
+    def abandon(self, raise_on_read: Callable[[], None]) -> None:
+        """Abandon work under way after an error. Later reads call ``raise_on_read``. Late collectives keep their memory."""
+        self._deferred = raise_on_read if self.is_under_way else None
         self._works, self.block = [], None
         self.rest = self._own
 
-    def ignore(self, paths: Collection[str]) -> None:
+    def ignore_leaves(self, paths: Collection[str]) -> None:
         """Treat later gradients of the leaves at these paths in the user's tree as zero."""
         self._ignored.clear()
         if paths:
             leaves = enumerate(self.route.leaves)
             self._ignored |= {i for i, leaf in leaves if self.route.unit.path_in_tree(leaf) in paths}
 
-    def feed_back(self, residuals: Mapping[int, ResidualsByAxis]) -> None:
+    def set_residuals(self, residuals: Mapping[int, ResidualsByAxis]) -> None:
         """Pass residuals, by group and axis, to later reductions, which add them to the gradient and overwrite them."""
         self._residuals = residuals
 
-    def _carried(self, group: int) -> ResidualsByAxis:
+    def _residuals_of(self, group: int) -> ResidualsByAxis:
         return self._residuals.get(group, {})
 
     def collect_in(self, block: OutgoingBlock) -> None:
@@ -153,19 +155,19 @@ class GradientBuffer:
                 target.copy_(source)
         self.block = block
 
-    def cast(self, grads: Grads, block: OutgoingBlock | None, *, first: bool) -> None:
-        """Write a use's gradients to a block, or to the gradient at rest. ``first``: the first write of this microbatch."""
+    def cast(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
+        """Write a use's gradients to a block, or to the gradient at rest. ``is_first``: it is the microbatch's first write."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
         for grad in given:
             if grad.layout is not torch.strided:
-                raise self._sparse(grads)
+                raise self._sparse_gradient_error(grads)
         if self.is_under_way:
             self.join()
         if block is None:
             self._enter_phase(GradientPhase.RESTING)
-            first = not self.num_added
+            is_first = not self.num_added
             leaves, gaps = self.rest.trained_leaves(self.route.index, self.route.unit.trainable_groups)
             self.num_added += 1
         else:
@@ -179,12 +181,12 @@ class GradientBuffer:
             self.found |= sum(1 << i for i, grad in enumerate(grads) if grad is not None)
         else:
             self.found = (1 << len(leaves)) - 1
-        if first and empty:
+        if is_first and empty:
             torch._foreach_zero_(empty)
         if given:
-            (torch._foreach_copy_ if first else torch._foreach_add_)(targets, given)
+            (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
 
-    def _sparse(self, grads: Grads) -> TreeError:
+    def _sparse_gradient_error(self, grads: Grads) -> TreeError:
         rows = zip(self.route.leaves, grads, strict=True)
         where, kind = next((leaf, x.layout) for leaf, x in rows if x is not None and x.layout is not torch.strided)
         return TreeError(
@@ -192,44 +194,44 @@ class GradientBuffer:
             "Pass sparse=False to the embedding."
         )
 
-    def encode(self, chains: Sequence[AxisChain], buffers: Sequence[torch.Tensor]) -> None:
+    def encode(self, chains: Sequence[ReductionChain], buffers: Sequence[torch.Tensor]) -> None:
         """Encode ``buffers`` for the reductions by ``chains``, if the first stages of the chains send encoded parts."""
         pairs = zip(chains, buffers, strict=True)
-        self._encoded = [chain.encode(x, self._carried(chain.group)) for chain, x in pairs]
+        self._encoded = [chain.encode(x, self._residuals_of(chain.group)) for chain, x in pairs]
 
-    def encode_rest(self) -> None:
-        """Encode the gradient at rest, for :meth:`finish`."""
+    def encode_resting(self) -> None:
+        """Encode the gradient at rest, for :meth:`final_reduction_inputs`."""
         self.join()
-        self.settle()
-        self.encode(self.route.finishes, self.rest.tensors)
+        self.zero_if_missing()
+        self.encode(self.route.final_chains, self.rest.tensors)
 
-    def _take_encoded(self, chains: Sequence[AxisChain]) -> list[torch.Tensor | None]:
+    def _take_encoded(self, chains: Sequence[ReductionChain]) -> list[torch.Tensor | None]:
         found, self._encoded = self._encoded or [None] * len(chains), []
         return found
 
-    def reduce(self, block: OutgoingBlock, *, direct: bool) -> list[ChainInput]:
+    def reduction_inputs(self, block: OutgoingBlock, *, into_rest: bool) -> list[ChainInput]:
         """Return the chain inputs that reduce a microbatch's gradient in ``block``, one for each group.
 
-        With ``direct`` the sums go to the gradient at rest, else to memory of the block.
+        With ``into_rest`` the sums go to the gradient at rest, else to memory of the block.
         """
         self._enter_phase(GradientPhase.REDUCING)
         self.block = None
-        legs, encoded = [], self._take_encoded(self.route.chains)
+        inputs, encoded = [], self._take_encoded(self.route.chains)
         for i, chain in enumerate(self.route.chains):
             if block.sent[i] is not block.collected[i]:
                 block.sent[i].copy_(block.collected[i])
-            out = self.rest.tensors[i] if direct else block.received[i]
-            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._carried(chain.group), encoded[i]))
-        return legs
+            out = self.rest.tensors[i] if into_rest else block.received[i]
+            inputs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._residuals_of(chain.group), encoded[i]))
+        return inputs
 
-    def send(self, works: list[Work]) -> list[Work]:
-        """Keep the first of ``works``, one for each chain of this gradient. Return the rest, of other gradients."""
+    def keep_works(self, works: list[Work]) -> list[Work]:
+        """Keep the Works of this gradient's reduction, the first of ``works``. Return the rest, of other gradients."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]
 
-    def decode(self) -> None:
-        """Wait for the collectives of :meth:`reduce` or :meth:`finish`, which decodes and adds encoded parts."""
+    def wait_and_decode(self) -> None:
+        """Wait for the collectives of the reduction under way. The wait decodes parts that travel encoded, and adds them."""
         for work in self._works:
             work.wait()
 
@@ -238,7 +240,7 @@ class GradientBuffer:
         self._enter_phase(GradientPhase.RESTING)
         targets, works, self.block = self.rest.tensors, self._works, None
         for i, target in enumerate(targets):
-            result = works.pop(0).wait() if self.route.is_reduced else block.collected[i]
+            result = works.pop(0).wait() if self.route.has_reduction else block.collected[i]
             if self.num_added:
                 target.add_(result)
             elif result.data_ptr() != target.data_ptr():
@@ -246,19 +248,19 @@ class GradientBuffer:
         self.num_added += 1
 
     @property
-    def is_fed(self) -> bool:
+    def has_received(self) -> bool:
         """Whether a backward of this step has given the unit a gradient, whose reduction may be under way."""
         return self.num_added > 0 or self.phase in (GradientPhase.COLLECTING, GradientPhase.REDUCING)
 
-    def settle(self) -> None:
+    def zero_if_missing(self) -> None:
         """Fill the gradient at rest with zeros if no backward has reached the unit. A later backward overwrites the zeros."""
         if self.phase is GradientPhase.NONE:
             self._enter_phase(GradientPhase.RESTING)
             for buffer in self.rest.tensors:
                 buffer.zero_()
 
-    def reopen(self, factor: int) -> None:
-        """Prepare for another backward pass of the same step, after the mean gradients were handed out.
+    def resume_accumulation(self, factor: int) -> None:
+        """Let another backward pass of the same step add to the gradient, after the mean gradients were handed out.
 
         The gradient at the optimizer's place is then out of date: the next reduction computes it again from the gradient at
         rest. A gradient that rests at the optimizer's place is multiplied by ``factor``, by which the mean was divided.
@@ -269,10 +271,10 @@ class GradientBuffer:
         elif self.phase is GradientPhase.FINISHED:
             self._enter_phase(GradientPhase.RESTING)
 
-    def add_flat(self, grads: Grads) -> None:
+    def add_flat_gradients(self, grads: Grads) -> None:
         """Add gradients of parameters that the loss gathered by ``gather()``: flat buffers at rest, or None for zero."""
         self.join()
-        self.settle()
+        self.zero_if_missing()
         self._enter_phase(GradientPhase.RESTING)
         self.num_added += 1
         self.found = (1 << len(self.route.leaves)) - 1
@@ -280,35 +282,35 @@ class GradientBuffer:
             if grad is not None:
                 buffer.add_(grad)
 
-    def finish(self, pieces: list[list[torch.Tensor]]) -> list[ChainInput]:
+    def final_reduction_inputs(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
         """Return the chain inputs that reduce the gradient at rest to the optimizer's place. The gradient at rest is kept."""
         self.join()
-        self.settle()
+        self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)
         assert self.final is not None
         if self.final.is_held:
             self.final.release()
-        chains = self.route.finishes
-        rows = zip(chains, self.rest.tensors, self.final.tensors, pieces, self._take_encoded(chains), strict=True)
+        chains = self.route.final_chains
+        rows = zip(chains, self.rest.tensors, self.final.tensors, blocks, self._take_encoded(chains), strict=True)
         return [
             ChainInput(
                 chain,
                 sent.copy_(source) if len(sent) else source,
                 target,
                 scratch,
-                self._carried(chain.group),
+                self._residuals_of(chain.group),
                 encoded,
             )
             for chain, source, target, (sent, *scratch), encoded in rows
         ]
 
     def end_final_reduction(self) -> None:
-        """Wait for the reductions of :meth:`finish`: their memory is free afterwards."""
-        for _ in self.route.finishes:
+        """Wait for the reductions of :meth:`final_reduction_inputs`: their memory is free afterwards."""
+        for _ in self.route.final_chains:
             self._works.pop(0).wait()
         self._enter_phase(GradientPhase.FINISHED)
 
-    def defer(self, end: Callable[[], None]) -> None:
+    def defer_reduction_end(self, end: Callable[[], None]) -> None:
         """Postpone ``end``, which ends a reduction, to the next :meth:`join`."""
         self.join()
         self._deferred, self.is_under_way = end, True

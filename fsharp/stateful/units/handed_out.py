@@ -36,7 +36,7 @@ class HandedOutLeaf:
         tensors = [ref() for ref in (self._tensor, *(ref for ref, *_ in self._inner))]
         return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
+    def is_for_tensor(self, tensor: torch.Tensor) -> bool:
         """Return whether this is the HandedOutLeaf of a tensor."""
         return self._tensor() is tensor
 
@@ -64,7 +64,7 @@ class HandedOutLeaf:
                 inner.__class__ = torch.Tensor
                 inner.set_(storage, *where)
 
-    def recompute_derived(self) -> None:
+    def recompute_derived_data(self) -> None:
         """Recompute the data that a tensor subclass derives from its values for the backward, after the memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.compute_derived(tensor)

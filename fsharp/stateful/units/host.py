@@ -66,7 +66,7 @@ class MovedState(NamedTuple):
     copies: Mapping[str, HostCopies]
 
 
-class Offload:
+class StateOffload:
     """Copies the offloaded state of one update to the device before it, and to the host after it. Each tensor is copied once.
 
     Args:
@@ -85,20 +85,22 @@ class Offload:
         Tensors that share memory with ``params`` (after an update, the new parameters) are not copied, as a copy would free no
         memory.
         """
-        moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storages((params, self._grads))
+        moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storage_addresses((params, self._grads))
 
         def one(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._keys:
                 return node
-            is_ours = isinstance(node.lazy, HostBuffers)
-            raw = node.raw_buffers if is_ours and node.lazy.lanes is self._lanes else node.buffers
+            is_offloaded = isinstance(node.lazy, HostBuffers)
+            raw = node.raw_buffers if is_offloaded and node.lazy.lanes is self._lanes else node.buffers
             buffers = list(raw)
             for i, x in enumerate(raw):
                 if not isinstance(x, torch.Tensor) or not x.numel() or x.untyped_storage().data_ptr() in stays:
                     continue
                 move = moves.setdefault(self._keys[node.name], HostCopies(self._lanes))
                 if id(x) not in moved:
-                    moved[id(x)] = self._on_host(x) if to_host else self._on_device(x, is_ours=is_ours)
+                    moved[id(x)] = (
+                        self._host_memory_for(x) if to_host else self._device_memory_for(x, is_offloaded=is_offloaded)
+                    )
                     move.add_copy(moved[id(x)], x)
                 buffers[i] = moved[id(x)]
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
@@ -108,17 +110,19 @@ class Offload:
 
         return MovedState(map_units(one, tree), moves)
 
-    def _on_device(self, x: torch.Tensor, *, is_ours: bool) -> torch.Tensor:
-        if is_ours and self._donate:
+    def _device_memory_for(self, x: torch.Tensor, *, is_offloaded: bool) -> torch.Tensor:
+        """Return memory on the device for a copy of ``x``; ``x`` itself if it is there already."""
+        if is_offloaded and self._donate:
             self._spare.setdefault((x.shape, x.dtype), []).append(x)
-        is_away = is_ours or x.device.type != self._device.type
+        is_away = is_offloaded or x.device.type != self._device.type
         return torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_away else x
 
-    def _on_host(self, x: torch.Tensor) -> torch.Tensor:
+    def _host_memory_for(self, x: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a copy of ``x``: memory from which this update has fetched, or new memory."""
         spare = self._spare.get((x.shape, x.dtype))
         return spare.pop(0) if spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=self._device.type != "cpu")
 
 
-def _storages(tree: Any) -> set[int]:
+def _storage_addresses(tree: Any) -> set[int]:
     tensors = (x for node in units_of(tree) for x in node.raw_buffers if isinstance(x, torch.Tensor))
     return {x.untyped_storage().data_ptr() for x in tensors}

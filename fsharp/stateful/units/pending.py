@@ -9,24 +9,24 @@ from fsharp.stateful.transport.streams import Lanes
 
 
 class FutureBuffers(LazyBuffers):
-    """Tensors that are filled once ``arrive`` has returned. The first reader calls ``arrive``, once.
+    """Tensors that are filled once ``fill`` has returned. The first reader calls ``fill``, once.
 
     If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
     """
 
-    def __init__(self, raw: Sequence[Any], arrive: Callable[[], Any], lanes: Lanes | None = None) -> None:
+    def __init__(self, raw: Sequence[Any], fill: Callable[[], Any], lanes: Lanes | None = None) -> None:
         self.raw, self._lock = tuple(raw), threading.RLock()
-        self._arrive: Callable[[], Any] | None = arrive
+        self._fill: Callable[[], Any] | None = fill
         self._gathered_on = lanes if lanes is not None and lanes.has_streams else None
         self._joined: set[Hashable] = set()  # streams
 
     def wait(self) -> tuple[Any, ...]:
         """Block until the tensors are filled, and return them."""
-        if self._arrive is not None:
+        if self._fill is not None:
             with self._lock:  # other readers wait
-                if self._arrive is not None:
-                    self._arrive()
-                    self._arrive = None
+                if self._fill is not None:
+                    self._fill()
+                    self._fill = None
         if self._gathered_on is not None and (stream := self._gathered_on.current_stream()) not in self._joined:
             self._gathered_on.join_lanes("gather")
             self._joined.add(stream)
@@ -37,11 +37,11 @@ class FutureBuffers(LazyBuffers):
         return FutureBuffers(buffers, self.wait, self._gathered_on)
 
 
-def with_future_buffers(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
-    """Return a node whose buffers are filled once ``arrive`` has returned; the first reader of a buffer calls ``arrive``."""
-    return node.with_buffers(FutureBuffers(node.raw_buffers, arrive, lanes), reduction=node.reduction)
+def with_future_buffers(node: Sharded, fill: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
+    """Return a node whose buffers are filled once ``fill`` has returned; the first reader of a buffer calls ``fill``."""
+    return node.with_buffers(FutureBuffers(node.raw_buffers, fill, lanes), reduction=node.reduction)
 
 
 def is_pending(node: Sharded) -> bool:
     """Return whether a node's buffers may not be filled yet."""
-    return isinstance(node.lazy, FutureBuffers) and node.lazy._arrive is not None
+    return isinstance(node.lazy, FutureBuffers) and node.lazy._fill is not None

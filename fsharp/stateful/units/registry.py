@@ -44,10 +44,10 @@ class UnitRegistry:
         if self._by_memory.setdefault(_memory_key(node), known) is known:
             known.bind_node(node)
 
-    def bind_node(self, unit: UnitState, node: Sharded, *, instead: Sharded | None = None) -> None:
+    def bind_node(self, unit: UnitState, node: Sharded, *, replaced: Sharded | None = None) -> None:
         """Bind a node to a unit. The node ``instead`` is unbound, and gets another unit when it is used again."""
-        if instead is not None:
-            self._by_memory.pop(_memory_key(instead), None)
+        if replaced is not None:
+            self._by_memory.pop(_memory_key(replaced), None)
         self._by_memory[_memory_key(node)] = unit
         unit.bind_node(node)
 

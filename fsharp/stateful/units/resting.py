@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.units.full import LeafTable, LeavesAndGaps, Pieces, carve_tensors, pieces_nbytes
+from fsharp.stateful.units.full import FlatSizes, LeafTable, LeavesAndGaps, carve_tensors, sizes_nbytes
 
 
 class RestingGradient:
@@ -21,8 +21,8 @@ class RestingGradient:
         handed_out: tensors that callers got and that are still in this memory, each with the index of its buffer.
     """
 
-    def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
-        self.sizes, self.nbytes, self.device, self._memory = sizes, pieces_nbytes(sizes), device, window
+    def __init__(self, sizes: FlatSizes, device: torch.device, window: torch.Tensor | None = None) -> None:
+        self.sizes, self.nbytes, self.device, self._memory = sizes, sizes_nbytes(sizes), device, window
         self.in_arena = window is not None
         self.release()
 
@@ -58,9 +58,9 @@ class RestingGradient:
             with torch.inference_mode(False):
                 _ = self.tensors
                 assert self._memory is not None
-                self._views = carve_tensors(storage_over(self._memory) if self.nbytes else self._memory, self.sizes)
+                self._views = carve_tensors(view_in_new_storage(self._memory) if self.nbytes else self._memory, self.sizes)
             self._storage = next((tensor.untyped_storage() for tensor in self._views if len(tensor)), None)
-            self._alone = self._holders()
+            self._alone = self._count_references()
         tensors = []
         if self.handed_out:
             self.handed_out = [(ref, i) for ref, i in self.handed_out if ref() is not None]
@@ -80,7 +80,7 @@ class RestingGradient:
             for ref, i in self.handed_out
             if (tensor := ref()) is not None and tensor.numel() and tensor.data_ptr() == self.tensors[i].data_ptr()
         ]
-        if self._views is not None and self._holders() - self._alone > len(held):
+        if self._views is not None and self._count_references() - self._alone > len(held):
             return False
         torch._foreach_copy_(other.tensors, self.tensors)
         there = other.hand_out() if held else []
@@ -90,7 +90,7 @@ class RestingGradient:
         self.handed_out = []
         return True
 
-    def copy_out(self) -> bool:
+    def copy_out_held_tensors(self) -> bool:
         """Move the tensors that callers hold to new memory. Return False if callers hold views, which cannot be moved."""
         for ref, _ in self.handed_out:
             if (tensor := ref()) is not None:
@@ -98,7 +98,8 @@ class RestingGradient:
         self.handed_out = []
         return not self.is_held
 
-    def _holders(self) -> int:
+    def _count_references(self) -> int:
+        """Return how many references the storage of the views has; 0 if there is none."""
         return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
 
     @property
@@ -107,16 +108,16 @@ class RestingGradient:
         return self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) != self._alone
 
 
-def storage_over(memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same bytes in another storage, which keeps ``memory`` alive and counts references."""
+def view_in_new_storage(memory: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``memory`` in a storage of its own, whose count of references tells whether callers hold views."""
     if memory.device.type == "cuda":
-        return torch.as_tensor(_CudaArray(memory), device=memory.device)
+        return torch.as_tensor(_CudaArrayInterface(memory), device=memory.device)
     array: Any = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
     array.memory = memory
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
-class _CudaArray:
+class _CudaArrayInterface:
     """Device memory with the CUDA array interface."""
 
     def __init__(self, memory: torch.Tensor) -> None:

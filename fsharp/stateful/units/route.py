@@ -8,8 +8,8 @@ import torch
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective
-from fsharp.stateful.units.full import Pieces, carve_tensors, leaf_table, pieces_nbytes
+from fsharp.stateful.units.axis_chain import AxisCollective, ReductionChain
+from fsharp.stateful.units.full import FlatSizes, carve_tensors, leaf_table, sizes_nbytes
 from fsharp.stateful.units.resting import RestingGradient
 
 Grads = Sequence[torch.Tensor | None]
@@ -43,8 +43,8 @@ class GradientRoute:
 
     Attributes:
         leaves: leaves with a gradient, in tree order.
-        is_reduced: whether the gradient is reduced after each microbatch.
-        is_finished: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
+        has_reduction: whether the gradient is reduced after each microbatch.
+        has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -56,12 +56,14 @@ class GradientRoute:
         each = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if whole[a] is Partial and rest[a] is Shard]
         once = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
         once += [AxisCollective("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
-        self.chains = [AxisChain(transport, unit, g, (whole, rest), each) for g in unit.trainable_groups]
-        self.finishes = [AxisChain(transport, unit, g, (rest, end), once, has_target=True) for g in unit.trainable_groups]
-        self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
-        self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
+        self.chains = [ReductionChain(transport, unit, g, (whole, rest), each) for g in unit.trainable_groups]
+        self.final_chains = [
+            ReductionChain(transport, unit, g, (rest, end), once, has_target=True) for g in unit.trainable_groups
+        ]
+        self.has_reduction = bool(each) and any(chain.size for chain in self.chains)
+        self.has_final_reduction = bool(once) and any(chain.size for chain in self.final_chains)
 
-    def buffer_sizes(self, place: Place) -> Pieces:
+    def buffer_sizes(self, place: Place) -> FlatSizes:
         """Return number of elements and dtype of each group's buffer in a place."""
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
@@ -72,47 +74,47 @@ class GradientRoute:
 
     def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
         """Return the bytes of an :class:`OutgoingBlock`; 0 if gradients are added directly to the gradient at rest."""
-        if not self.is_reduced and not (several_uses and several_microbatches):
+        if not self.has_reduction and not (several_uses and several_microbatches):
             return 0
-        return sum(pieces_nbytes(self._outgoing_pieces(chain, several_uses)) for chain in self.chains)
+        return sum(sizes_nbytes(self._outgoing_sizes(chain, several_uses)) for chain in self.chains)
 
-    def _outgoing_pieces(self, chain: AxisChain, several_uses: bool) -> Pieces:
+    def _outgoing_sizes(self, chain: ReductionChain, several_uses: bool) -> FlatSizes:
         """Return sizes and dtypes of one group's tensors in a block: collected, sent, scratch, received."""
-        if not self.is_reduced:
+        if not self.has_reduction:
             return [(chain.size, chain.dtypes.accumulate)]
-        collected: Pieces = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
-        received: Pieces = [(chain.output_sizes()[-1], chain.dtypes.accumulate)] if chain.casts_last else []
-        return [*collected, (chain.size, chain.first), *chain.scratch_pieces(), *received]
+        collected: FlatSizes = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
+        received: FlatSizes = [(chain.output_sizes()[-1], chain.dtypes.accumulate)] if chain.casts_last else []
+        return [*collected, (chain.size, chain.first), *chain.scratch_sizes(), *received]
 
     def finishing_block_nbytes(self) -> int:
         """Return the bytes of the block for the reduction to the optimizer's place."""
-        return sum(map(pieces_nbytes, self._finishing_pieces()))
+        return sum(map(sizes_nbytes, self._finishing_sizes()))
 
-    def _finishing_pieces(self) -> list[Pieces]:
+    def _finishing_sizes(self) -> list[FlatSizes]:
         """Return, for each group, sizes and dtypes of the buffer to send and of the scratch of its reduction."""
-        if not self.is_finished:
-            return [[] for _ in self.finishes]
-        return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_pieces()] for chain in self.finishes]
+        if not self.has_final_reduction:
+            return [[] for _ in self.final_chains]
+        return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_sizes()] for chain in self.final_chains]
 
     def outgoing_block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
         """Return views of a run of :meth:`outgoing_block_nbytes` bytes."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         received: list[torch.Tensor | None] = []
-        rows = _carved(memory, [self._outgoing_pieces(chain, several_uses) for chain in self.chains])
+        rows = _carve_rows(memory, [self._outgoing_sizes(chain, several_uses) for chain in self.chains])
         for chain, row in zip(self.chains, rows, strict=True):
             collected.append(row.pop(0))
-            sent.append(row.pop(0) if self.is_reduced and chain.casts_first and several_uses else collected[-1])
-            received.append(row.pop() if self.is_reduced and chain.casts_last else None)
+            sent.append(row.pop(0) if self.has_reduction and chain.casts_first and several_uses else collected[-1])
+            received.append(row.pop() if self.has_reduction and chain.casts_last else None)
         leaves, gaps = self.index.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
         return OutgoingBlock(leaves, gaps, collected, sent, rows, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return views of a run of :meth:`finishing_block_nbytes` bytes: for each group the sent buffer and the scratch."""
-        return _carved(memory, self._finishing_pieces())
+        return _carve_rows(memory, self._finishing_sizes())
 
 
-def _carved(memory: torch.Tensor, rows: Sequence[Pieces]) -> list[list[torch.Tensor]]:
+def _carve_rows(memory: torch.Tensor, rows: Sequence[FlatSizes]) -> list[list[torch.Tensor]]:
     """Return the tensors of each row, one row after another in a run of bytes."""
     tensors = iter(carve_tensors(memory, [piece for row in rows for piece in row]))
     return [[next(tensors) for _ in row] for row in rows]

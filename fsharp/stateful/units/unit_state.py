@@ -17,9 +17,9 @@ from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import AxisChain, CodedBytes
+from fsharp.stateful.units.axis_chain import CodedBytes, ReductionChain
 from fsharp.stateful.units.full import FullUnit, full_nbytes, full_sizes, leaf_table, stored_sizes
-from fsharp.stateful.units.gradient import GradientBuffer
+from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.resting import RestingGradient
 
 
@@ -40,15 +40,15 @@ class UnitState:
         self.key, self.layout, self.trivial = key, layout, trivial
         self.index = leaf_table(layout)
         sharded = [axis for axis in reversed(layout.strategy.order) if layout.strategy.params[axis] is Shard]
-        self.axes = self._moving_axes(sharded) if full_nbytes(layout) else ()
-        self.update_axes = self._moving_axes(layout.update_axes)
+        self.axes = self._communicating_axes(sharded) if full_nbytes(layout) else ()
+        self.update_axes = self._communicating_axes(layout.update_axes)
         self.node: Sharded | None = None
-        self.gradient: GradientBuffer | None = None
+        self.gradient: UnitGradient | None = None
         self.host_nbytes = 0
         self.tree_label: str | None = None
         self._at_rest: tuple[Any, FullUnit] | None = None
 
-    def _moving_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
+    def _communicating_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return the axes that have collectives: axes of more than one rank, or all axes if ``trivial``."""
         return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
@@ -83,7 +83,7 @@ class UnitState:
         if not trained or self.gradient is None:
             return facts
         route = self.gradient.route
-        reduced, finished = _coded_bytes(route.chains), _coded_bytes(route.finishes)
+        reduced, finished = _total_coded_bytes(route.chains), _total_coded_bytes(route.final_chains)
         return replace(
             facts,
             outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
@@ -91,7 +91,7 @@ class UnitState:
             rest=0 if policy.keep_gradients else self.gradient.rest.nbytes,
             trainable=True,
             reduce=tuple(chain(*(each.calls() for each in route.chains))),
-            finish=tuple(chain(*(each.calls() for each in route.finishes))),
+            finish=tuple(chain(*(each.calls() for each in route.final_chains))),
             reduce_encoded=reduced.before,
             reduce_recoded=reduced.between,
             reduce_decoded=reduced.after,
@@ -130,7 +130,7 @@ class UnitState:
         return self._at_rest[1]
 
     @property
-    def trained_gradient(self) -> GradientBuffer:
+    def trained_gradient(self) -> UnitGradient:
         """The gradient of a trained unit. An assertion fails for a frozen unit."""
         assert self.gradient is not None
         return self.gradient
@@ -148,7 +148,7 @@ class UnitState:
             return
         if self.gradient is None:
             device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
-            self.gradient = GradientBuffer(self.layout, transport, device, trivial=self.trivial)
+            self.gradient = UnitGradient(self.layout, transport, device, trivial=self.trivial)
         self.gradient.renew(place)
 
     def set_offloaded_nbytes(self, nbytes: int) -> None:
@@ -161,5 +161,5 @@ class UnitState:
         self._at_rest = None
 
 
-def _coded_bytes(chains: Iterable[AxisChain]) -> CodedBytes:
+def _total_coded_bytes(chains: Iterable[ReductionChain]) -> CodedBytes:
     return CodedBytes(*map(sum, zip(*[each.coded_bytes() for each in chains], strict=True)))

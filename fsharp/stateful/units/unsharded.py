@@ -10,14 +10,22 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
-from fsharp.stateful.units.axis_chain import Move
-from fsharp.stateful.units.full import RELEASED, FullUnit, carve_tensors, full_nbytes, full_sizes, nested_parts, stored_sizes
+from fsharp.stateful.units.axis_chain import GatherInput
+from fsharp.stateful.units.full import (
+    RELEASED_VERSION,
+    FullUnit,
+    carve_tensors,
+    full_nbytes,
+    full_sizes,
+    gather_outputs,
+    stored_sizes,
+)
 from fsharp.stateful.units.handed_out import HandedOutLeaf
 from fsharp.stateful.units.unit_state import UnitState
 
 Stamp = list[tuple[int, int]]
 
-_VERSIONS_A_FILL = 1024
+_VERSIONS_PER_FILL = 1024
 """Distance of version counters between fills with different values or in different steps. A write to a leaf adds 1."""
 
 
@@ -57,7 +65,7 @@ class UnshardedBuffer:
         self.full: FullUnit | None = None
         self._outs: list[list[torch.Tensor]] = []
         if where is not None and arena is not None:
-            self._make(arena[where.start : where.stop])
+            self._carve_memory(arena[where.start : where.stop])
         self.filled_from: Stamp | None = None
         self.works: list[Work] = []
         self.is_held = self.is_carried = self.is_encoded = False
@@ -67,14 +75,14 @@ class UnshardedBuffer:
         self._withdrawn: list[HandedOutLeaf] = []  # leaves whose memory was taken at the last release
         self._step = 0  # number of the step in which the buffer was filled last
 
-    def _make(self, memory: torch.Tensor) -> None:
+    def _carve_memory(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
         flats = carve_tensors(memory, [*sizes, *stored_sizes(layout)])
         encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
         moving = map(layout.gathered_part, layout.all_groups, stored)
-        self._outs = [nested_parts(flat, layout, self.axes, self._comm.rank) for flat in moving]
+        self._outs = [gather_outputs(flat, layout, self.axes, self._comm.rank) for flat in moving]
 
     def decode(self) -> None:
         """Decode the gathered groups whose format is not plain. The buffer has to be filled."""
@@ -85,15 +93,15 @@ class UnshardedBuffer:
     def begin_step(self, step: int) -> None:
         """Begin step number ``step``, with the same data. Autograd then refuses backwards of the previous step's forwards."""
         self._withdrawn = []
-        self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % RELEASED
+        self._step, self._version = step, (self._version + _VERSIONS_PER_FILL) % RELEASED_VERSION
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
 
-    def begin_fill(self, node: Sharded, step: int) -> list[Move]:
-        """Return the moves that fill the buffer from a node in step number ``step``. It counts as filled then."""
+    def begin_fill(self, node: Sharded, step: int) -> list[GatherInput]:
+        """Return the inputs of gathers that fill the buffer from a node in step number ``step``. It counts as filled then."""
         if self.where is None:
             with torch.inference_mode(False):
-                self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))
+                self._carve_memory(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))
         full, self.filled_from = self.full, buffers_stamp(node)
         assert full is not None
         self._sources, self.is_carried, self.is_held = [], False, False
@@ -105,14 +113,14 @@ class UnshardedBuffer:
         if self.where is None:
             full.take_over_leaves(self._withdrawn)
         self.is_encoded = self._layout.has_formats
-        moves: list[Move] = []
+        gather_inputs: list[GatherInput] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if self._layout.scales_nbytes(group):
                 self._layout.scales_in(group, full.stored[group]).copy_(self._layout.scales_in(group, x.detach()))
                 x = self._layout.gathered_part(group, x)
             if x.numel():
-                moves.append((x.detach(), outs))
-        return moves
+                gather_inputs.append((x.detach(), outs))
+        return gather_inputs
 
     def add_works(self, works: Sequence[Work]) -> None:
         """Add Works of gathers that fill the buffer, for which :meth:`wait` waits."""
@@ -124,9 +132,9 @@ class UnshardedBuffer:
             work.wait()
         self.works.clear()
 
-    def is_filled_from(self, seen: Stamp) -> bool:
-        """Return whether gathers fill, or have filled, the buffer from the tensors with the stamp ``seen``."""
-        return self.filled_from == seen and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
+    def is_filled_from(self, stamp: Stamp) -> bool:
+        """Return whether gathers fill, or have filled, the buffer from the tensors with the stamp ``stamp``."""
+        return self.filled_from == stamp and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry_to_next_step(self, node: Sharded | None) -> None:
         """Keep the buffer filled for the next step. It notices if source tensors are freed, whose addresses may be reused."""
@@ -148,7 +156,7 @@ class UnshardedBuffer:
             self.memory, self.full, self._outs = None, None, []
             self.is_held = not _is_unreferenced(storage)
         else:
-            self.full.set_version(RELEASED)
+            self.full.set_version(RELEASED_VERSION)
             if self._poison:
                 self.memory.fill_(0xFF)  # NaN in every floating dtype
 
@@ -157,7 +165,7 @@ class UnshardedBuffer:
         self.works.clear()
         self.filled_from = None
         if self.full is not None and self.where is not None:
-            self.full.set_version(RELEASED)
+            self.full.set_version(RELEASED_VERSION)
 
 
 def _is_unreferenced(storage: StorageWeakRef) -> bool:

@@ -10,8 +10,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.stored import add_encoded_difference
 from fsharp.stateful.transport.base import Work
-from fsharp.stateful.units.axis_chain import Move
-from fsharp.stateful.units.full import nested_parts
+from fsharp.stateful.units.axis_chain import GatherInput
+from fsharp.stateful.units.full import gather_outputs
 from fsharp.stateful.units.unit_state import UnitState
 
 
@@ -32,7 +32,7 @@ class UpdateGather:
         donate: whether the buffers of ``old`` may be filled.
 
     Attributes:
-        moves: parts that travel, each with the buffers that its gathers fill.
+        gather_inputs: parts that travel, each with the buffers that its gathers fill.
         works: the Works of the gathers that have begun.
         differences: differences to add after the gathers.
     """
@@ -41,7 +41,7 @@ class UpdateGather:
         self.unit, self.rank = unit, rank
         self.axes = unit.update_axes
         self.works: list[Work] = []
-        self.moves: list[Move] = []
+        self.gather_inputs: list[GatherInput] = []
         self.differences: list[EncodedDifference] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
@@ -54,7 +54,7 @@ class UpdateGather:
                 buffers.append(buffer := before if donate else before.clone())
                 if part.numel():
                     encoded = part.new_empty(len(part) * math.prod(map(old.unit.mesh.axis_size, self.axes)))
-                    self.moves.append((part, nested_parts(encoded, old.unit, self.axes, rank)))
+                    self.gather_inputs.append((part, gather_outputs(encoded, old.unit, self.axes, rank)))
                     self.differences.append(EncodedDifference(group, buffer.detach(), encoded))
                 continue
             buffer = before if donate else torch.empty_like(before)
@@ -63,7 +63,7 @@ class UpdateGather:
                 old.unit.scales_in(group, buffer).copy_(old.unit.scales_in(group, part))
             room = old.unit.gathered_part(group, buffer.detach())
             if room.numel():
-                self.moves.append((old.unit.gathered_part(group, part), nested_parts(room, old.unit, self.axes, rank)))
+                self.gather_inputs.append((old.unit.gathered_part(group, part), gather_outputs(room, old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def add_works(self, works: Sequence[Work]) -> None:
@@ -75,7 +75,7 @@ class UpdateGather:
         for work in self.works:
             work.wait()
         self.works.clear()
-        self.moves.clear()
+        self.gather_inputs.clear()
         while self.differences:
             group, params, encoded = self.differences[-1]
             with torch.no_grad(), _unsafe_preserve_version_counter(params):  # as what arrives by a gather

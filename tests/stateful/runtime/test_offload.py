@@ -16,7 +16,7 @@ from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.functional.moves import buffers_on_device
 from fsharp.stateful.runtime.graphs import _check
 from fsharp.stateful.transport.streams import Lanes
-from fsharp.stateful.units.host import HostBuffers, Offload
+from fsharp.stateful.units.host import HostBuffers, StateOffload
 from fsharp.testing import DebugPolicy, RaceError, checking_races, processes, simulate
 from fsharp.testing.ordering import RecordStream, Wait, replay
 from tests import modules
@@ -366,7 +366,7 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
     lanes, state = Lanes(), fs.Sharded([torch.zeros(8)], unit, unit.strategy.optim)
     given, taken = state.raw_buffers[0], []
     for _ in range(3):
-        offload = Offload({"": ""}, (), lanes, meta, donate=True)
+        offload = StateOffload({"": ""}, (), lanes, meta, donate=True)
         up, moves = offload.move_state(state, (), to_host=False)
         assert up.buffers[0].device == meta
         assert [(target.device.type, source.device.type) for target, source in moves[""].copies] == [("meta", "cpu")]
