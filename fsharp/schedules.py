@@ -3,7 +3,7 @@
 from fsharp.planning.plan_step import Use as Use
 from fsharp.planning.plan_step import plan_step as plan_step
 from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
-from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
+from fsharp.stateful.runtime.scheduled import ScheduledFunction as ScheduledFunction
 from fsharp.stateful.schedule.compile import compile_schedule as compile_schedule
 from fsharp.stateful.schedule.program import Event as Event
 from fsharp.stateful.schedule.program import Program as Program

@@ -84,8 +84,8 @@ def alone(case, **options):
 
 def dirty(patch):
     """Let memory for gradients have NaN in it."""
-    clean = UnitUse.memory_for_gradient
-    patch.setattr(UnitUse, "memory_for_gradient", lambda use, leaf: lambda make=clean(use, leaf): make().fill_(torch.nan))
+    clean = UnitUse.make_gradient_allocator
+    patch.setattr(UnitUse, "make_gradient_allocator", lambda use, leaf: lambda make=clean(use, leaf): make().fill_(torch.nan))
 
 
 def same_as_not_fused(case):
@@ -106,17 +106,17 @@ def test_a_second_use_in_a_unit_adds_and_memory_need_not_be_clean(monkeypatch):
 
 
 def take_nothing(patch):
-    patch.setattr(UnitUse, "with_written_gradients", lambda use, grads: grads)
+    patch.setattr(UnitUse, "add_written_gradients", lambda use, grads: grads)
 
 
 def take_the_last_alone(patch):
-    take = UnitUse.with_written_gradients
+    take = UnitUse.add_written_gradients
 
     def last(use, grads):
         use._written = {i: each[-1:] for i, each in use._written.items()}
         return take(use, grads)
 
-    patch.setattr(UnitUse, "with_written_gradients", last)
+    patch.setattr(UnitUse, "add_written_gradients", last)
 
 
 def lending(patch, change):
@@ -155,7 +155,7 @@ def test_an_omission_is_found(omission, monkeypatch):
 def test_a_weight_lives_until_its_backward(quantized, monkeypatch):
     case = fused(replace(ONE_WEIGHT, quantized=quantized))
     forget = lambda use, leaf: lambda shape=leaf.shape: torch.empty(shape, dtype=torch.bfloat16)  # noqa: E731
-    monkeypatch.setattr(UnitUse, "memory_for_gradient", forget)
+    monkeypatch.setattr(UnitUse, "make_gradient_allocator", forget)
     with pytest.raises(AssertionError, match="weight was removed while fuse_wgrad_accumulation=True"):
         alone(case)
 

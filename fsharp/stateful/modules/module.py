@@ -24,7 +24,7 @@ from fsharp.stateful.modules.state_dict import (
     replace_parts_by_whole,
     scatter_from_rank,
 )
-from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.runtime.scheduled import ScheduledFunction
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 
@@ -141,7 +141,7 @@ class ShardedModule(nn.Module):
         return _session(self).scheduler.comm
 
     @property
-    def step(self) -> Scheduled:
+    def step(self) -> ScheduledFunction:
         """The scheduled training step, for ``model.step.schedule`` and ``model.step.start_trace()``."""
         return _session(self).step.scheduled
 
@@ -161,7 +161,7 @@ class ShardedModule(nn.Module):
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
         session.state.propagate_writes()
-        parts = gather_whole_tensors(session.parameters.values(), session.scheduler.comm_with_history)
+        parts = gather_whole_tensors(session.parameters.values(), session.scheduler.comm_with_history_labels)
         full = {part.path: value for part, value in parts}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
@@ -251,7 +251,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if replace_parts_by_whole(where, [found], rank, session.scheduler.comm_with_history) else {}
+        return found if replace_parts_by_whole(where, [found], rank, session.scheduler.comm_with_history_labels) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
@@ -300,7 +300,7 @@ class ShardedModule(nn.Module):
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("full_parameters()", chosen)
         session.state.propagate_writes()
-        for part, value in gather_whole_tensors(chosen, session.scheduler.comm_with_history):
+        for part, value in gather_whole_tensors(chosen, session.scheduler.comm_with_history_labels):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
 
 

@@ -74,7 +74,7 @@ class ModuleStep:
             self.means.release_all()
             self.updated_by = None
             self.run = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
-            self.run.call_on_backward(self.on_backward)
+            self.run.set_backward_hook(self.on_backward)
             with self._guarded():
                 self._start_gradients()
                 self.params = with_sinks(self.state.train_state.params, SinkLedger(self._carried))
@@ -149,7 +149,7 @@ class ModuleStep:
                 if unit.gradient is not None:
                     unit.gradient.ignore_leaves(self._paused)
                     unit.gradient.set_residuals(self._carried.get(unit.layout.name, {}))
-            run.begin_backward(is_last=not self.is_accumulating)
+            run.begin_backward_pass(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @api_boundary
@@ -296,7 +296,7 @@ class ModuleStep:
                 "or zero_grad(), or before the first backward."
             )
         self._close(run)
-        run.call_on_backward(partial(_refuse_backward, where))
+        run.set_backward_hook(partial(_refuse_backward, where))
 
 
 def _refuse_backward(where: str) -> None:

@@ -165,7 +165,7 @@ class Session:
     def parts_comm(self) -> Comm:
         """The Comm for collectives of torch functions of parts, such as ``part.sum()``."""
         self.step.reopen_scheduler()
-        return self.scheduler.comm_with_history
+        return self.scheduler.comm_with_history_labels
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, which read parameters for the next step, or write updated parameters."""
@@ -189,7 +189,7 @@ class Session:
 
     def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter during the backward of its unit, for activation checkpointing; else None."""
-        full = None if self.step.run is None else self.step.run.full_in_backward(part.unit.name)
+        full = None if self.step.run is None else self.step.run.full_unit_in_backward(part.unit.name)
         if full is None:
             return None
         leaf = full.leaves()[full.index.position[part.leaf.path]]

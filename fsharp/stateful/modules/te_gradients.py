@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import OptionError, TreeError
-from fsharp.stateful.runtime.boundary import use_of
+from fsharp.stateful.runtime.boundary import find_unit_use
 
 
 def check_gradients(module: nn.Module) -> None:
@@ -55,13 +55,13 @@ def lending_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None
         given: Any = weight
         given.__fsdp_param__ = True
         if weight.requires_grad:
-            use = use_of(weight)
+            use = find_unit_use(weight)
             if use is None:
                 raise TreeError(
                     f"parameter {path!r} belongs to a module with fuse_wgrad_accumulation=True, which needs a scheduler. Call "
                     "the sharded module itself, or pass comm=scheduler; or make the module with False."
                 )
-            given.get_main_grad, given.overwrite_main_grad = use.memory_for_gradient(weight), True
+            given.get_main_grad, given.overwrite_main_grad = use.make_gradient_allocator(weight), True
     try:
         yield
     finally:

@@ -7,8 +7,8 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.compiled import BoundSchedule, describe_first_mismatch
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.recorder import Recorder
-from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.runtime.recorder import TraceRecorder
+from fsharp.stateful.runtime.scheduled import ScheduledFunction
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unsharded import buffers_stamp
@@ -28,7 +28,7 @@ class Arena:
         self.tenant: BoundSchedule | None = None
 
     @torch.inference_mode(False)  # the memory outlives an evaluation
-    def bind_next_schedule(self, scheduled: Scheduled, functions: Iterable[Scheduled]) -> BoundSchedule | None:
+    def bind_next_schedule(self, scheduled: ScheduledFunction, functions: Iterable[ScheduledFunction]) -> BoundSchedule | None:
         """Make the schedule of a function's next step the tenant, and return it; return None if no schedule fits the step.
 
         Raises:
@@ -46,10 +46,10 @@ class Arena:
                 )
             schedule = None if why else schedule
         if schedule is None:
-            self._evict_units()
+            self._evict_schedule()
             return None
         if len(self.memory) < schedule.arena:
-            self._evict_units()
+            self._evict_schedule()
             self.memory = self._executor.transport.allocate_arena(schedule.arena, self._policy.arena_memory)
             for each in functions:
                 each.programs.bound.clear()
@@ -61,11 +61,12 @@ class Arena:
             scheduled.programs.bound[id(schedule)] = bound
             self._executor.lanes.drop_events_when_collected(bound, bound.number)
         if self.tenant is not bound:
-            self._evict_units()
+            self._evict_schedule()
             self.tenant = bound
         return bound
 
-    def _evict_units(self) -> None:
+    def _evict_schedule(self) -> None:
+        """Release the parameters of the schedule that owns the memory, so that another schedule can own it."""
         if self.tenant is not None:
             self._executor.lanes.join_lanes("gather", "reduce")
             for slot in self.tenant.slots.values():
@@ -78,8 +79,8 @@ class Arena:
             for slot in self.tenant.slots.values():
                 slot.abandon_gathers()
 
-    def carry_gathered_units(self, schedule: BoundSchedule) -> None:
-        """Use the units that the previous step has gathered for this step, and gather the missing units."""
+    def use_gathers_of_last_step(self, schedule: BoundSchedule) -> None:
+        """At the start of a step, use the units that the previous step has gathered for it, and gather the missing units."""
         for bound in schedule.carried:
             slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.bucket_members if each.unit is not None]
             if all(node is None or slot.is_filled_from(buffers_stamp(node)) for slot, node in slots):
@@ -90,13 +91,13 @@ class Arena:
                     slot.release()
                 self._executor.run_op(bound)
 
-    def gather_ahead(self, scheduled: Scheduled, recorder: Recorder | None) -> None:
+    def gather_for_next_step(self, scheduled: ScheduledFunction, recorder: TraceRecorder | None) -> None:
         """At the end of a step, gather the first units of the function's next step."""
         bound = scheduled.programs.bound.get(id(scheduled.schedule))
         if bound is None or not bound.carried or bound.arena is not self.memory or not bound.is_bound_to(self._registry.units):
             return
         if bound is not self.tenant:
-            self._evict_units()
+            self._evict_schedule()
             self.tenant, recorder = bound, None
         units = [each.unit for op in bound.carried for each in op.bucket_members if each.unit is not None]
         for op in bound.carried:

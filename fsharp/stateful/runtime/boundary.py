@@ -18,10 +18,10 @@ from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, buffers_stamp
 from fsharp.tracebacks import call_hook, hide_frames
 
-Receive = Callable[[Sequence[torch.Tensor | None]], None]
+ReceiveGradients = Callable[[Sequence[torch.Tensor | None]], None]
 
 
-class _Boundary(torch.autograd.Function):
+class _GradientReceiver(torch.autograd.Function):
     """An autograd function: its outputs are leaves, and its backward hands the leaves' gradients to the scheduler.
 
     Autograd runs nodes in the reverse order of their making, and makes this node before all nodes of the function. So when
@@ -30,7 +30,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: "UnitUse", receive: Receive, leaves: list[torch.Tensor], *sinks: torch.Tensor
+        ctx: Any, use: "UnitUse", receive: ReceiveGradients, leaves: list[torch.Tensor], *sinks: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.use, ctx.receive, ctx.num_sinks = use, receive, len(sinks)
         ctx.set_materialize_grads(False)
@@ -40,26 +40,26 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         try:
             if torch.is_grad_enabled():
-                raise double_backward_error()
-            ctx.receive(ctx.use.with_written_gradients(grads))
+                raise create_graph_error()
+            ctx.receive(ctx.use.add_written_gradients(grads))
         except Exception as error:
             hide_frames(error)
             raise
         return (None,) * (3 + ctx.num_sinks)
 
 
-differentiable: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
+make_leaves_differentiable: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _GradientReceiver).apply
 """Return leaves as outputs of one node, whose backward calls ``receive`` with their gradients, or None for a missing gradient.
-This is ``_Boundary.apply`` without the overhead for transforms of torch.func, under which there are no boundaries."""
-_BOUNDARY: type = _Boundary._backward_cls
+This is ``_GradientReceiver.apply`` without the overhead for transforms of torch.func, under which there are no boundaries."""
+_RECEIVER_NODE: type = _GradientReceiver._backward_cls
 
 
-def use_of(leaf: torch.Tensor) -> "UnitUse | None":
+def find_unit_use(leaf: torch.Tensor) -> "UnitUse | None":
     """Return the use that has handed out a leaf with a gradient; None for any other tensor."""
-    return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _BOUNDARY) else None
+    return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _RECEIVER_NODE) else None
 
 
-def double_backward_error() -> ScheduleError:
+def create_graph_error() -> ScheduleError:
     """Return the error for a double backward, whose saved tensors would be in released memory."""
     return ScheduleError(
         "forward(): create_graph=True needs a graph of the backward, which the scheduler does not keep. "
@@ -68,24 +68,24 @@ def double_backward_error() -> ScheduleError:
     )
 
 
-def call_before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[object], None]) -> None:
-    """Register ``call``, to run with gradients when a backward reaches a node that made one of ``outputs``."""
+def call_before_backward(outputs: Sequence[Any], inputs: Sequence[Any], hook: Callable[[object], None]) -> None:
+    """Let ``hook`` be called with gradients when a backward reaches a node that made one of ``outputs``, not ``inputs``."""
     mine = set(map(id, inputs))
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:
-            out.grad_fn.register_prehook(partial(call_hook, call))
+            out.grad_fn.register_prehook(partial(call_hook, hook))
 
 
-Rebuild = Callable[[torch.Tensor], torch.Tensor]
+RebuildView = Callable[[torch.Tensor], torch.Tensor]
 """A function that autograd keeps in place of a saved view of gathered memory. It returns the same view of other memory."""
 
 
-def _tensor_rebuild(x: torch.Tensor) -> Rebuild:
+def _make_view_rebuild(x: torch.Tensor) -> RebuildView:
     dtype, offset, size, stride = x.dtype, int(x.storage_offset()), x.size(), x.stride()
     return lambda memory: torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
 
-def _plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
+def _inner_plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
     """Return the inner tensors of a wrapper by attribute; None if ``x`` is no wrapper, or has tensors that are not plain."""
     if not is_traceable_wrapper_subclass(x):
         return None
@@ -93,8 +93,8 @@ def _plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
     return inner if all(type(each) is torch.Tensor and is_plain_memory(each) for each in inner.values()) else None
 
 
-def _wrapper_rebuild(x: Any, rebuilds: Mapping[str, Rebuild]) -> Rebuild:
-    """Return a function that makes a wrapper subclass of tensors again, from the Rebuilds of the wrapper's inner tensors."""
+def _make_wrapper_rebuild(x: Any, rebuilds: Mapping[str, RebuildView]) -> RebuildView:
+    """Return a function that rebuilds a wrapper subclass of tensors, from the functions that rebuild its inner tensors."""
     kind, about, size, stride = type(x), x.__tensor_flatten__()[1], torch.Size(x.size()), x.stride()
     return lambda memory: kind.__tensor_unflatten__(
         {name: rebuild(memory) for name, rebuild in rebuilds.items()}, about, size, stride
@@ -112,7 +112,7 @@ class UnitUse:
     Args:
         number: number of uses that have begun before in the step.
         parent: the use inside of which this use begins; None if there is none.
-        copy: the buffer of the unit's full parameters; None if the unit rests in full.
+        unsharded: the buffer of the unit's full parameters; None if the unit rests in full.
 
     Attributes:
         leaves: the tensors for the function; None once the function has taken them.
@@ -120,12 +120,12 @@ class UnitUse:
     """
 
     def __init__(
-        self, unit: UnitState, number: int, parent: "UnitUse | None", copy: UnshardedBuffer | None, full: FullUnit
+        self, unit: UnitState, number: int, parent: "UnitUse | None", unsharded: UnshardedBuffer | None, full: FullUnit
     ) -> None:
         assert unit.node is not None
-        self.unit, self.number, self.parent, self.copy = unit, number, parent, copy
+        self.unit, self.number, self.parent, self.unsharded = unit, number, parent, unsharded
         self.node: Sharded = unit.node
-        self.seen: Stamp = (copy.filled_from if copy is not None else None) or buffers_stamp(unit.node)
+        self.seen: Stamp = (unsharded.filled_from if unsharded is not None else None) or buffers_stamp(unit.node)
         self.leaves: list[torch.Tensor] | None = full.leaves()
         self._full: FullUnit | None = full
         self._versions = full.version_counters()
@@ -144,13 +144,18 @@ class UnitUse:
         leaves, self.leaves = self.leaves, None
         return leaves or []
 
-    def memory_for_gradient(self, leaf: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that returns new memory for a gradient of a leaf, which a module writes by itself.
+    def make_gradient_allocator(self, leaf: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that allocates memory for a gradient of a leaf, which a module then writes by itself.
 
         The function keeps the leaf alive, as a module may have only a weak reference to it; the leaf's memory may be released.
         """
-        if self.copy is not None and self.copy.where is None and self.copy.full is not None and type(leaf) is torch.Tensor:
-            self.copy.full.register_alias(leaf)
+        if (
+            self.unsharded is not None
+            and self.unsharded.where is None
+            and self.unsharded.full is not None
+            and type(leaf) is torch.Tensor
+        ):
+            self.unsharded.full.register_alias(leaf)
 
         def memory() -> torch.Tensor:
             made = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -159,7 +164,7 @@ class UnitUse:
 
         return memory
 
-    def with_written_gradients(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def add_written_gradients(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return gradients of the leaves, plus the gradients that modules have written by themselves since the last call."""
         if not self._written:
             return grads
@@ -171,23 +176,23 @@ class UnitUse:
                 found[i] = grad if before is None else before + grad
         return found
 
-    def check_unwritten(self) -> None:
+    def check_leaves_unwritten(self) -> None:
         """Raise an error if the function has written to a leaf, as writes to gathered parameters would be lost."""
         if self._full is not None and self._full.is_written_since(self._versions):
             raise in_place_write_error(self.unit.key)
         self._full = None
 
-    def pack_saved_parameters(self, out: Any, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
-        """Replace views of this use's parameters among autograd's saved tensors by Rebuilds, unless they are in the arena.
+    def pack_saved_parameters(self, out: Any, first: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
+        """Let autograd save functions that rebuild views of this use's parameters, not the views, except in the arena.
 
-        Only tensors saved on the way to ``out``, by nodes with a sequence number from ``first`` on, are replaced. ``fill``
-        returns the buffer of the parameters, and gathers released parameters again.
+        Only tensors saved on the way to ``out``, by nodes with a sequence number from ``first`` on, are replaced.
+        ``fill_buffer`` returns the buffer of the parameters, and gathers released parameters again.
         """
-        if self.copy is None or self.copy.where is not None:
+        if self.unsharded is None or self.unsharded.where is not None:
             return
-        assert self.copy.memory is not None
-        assert self.copy.full is not None
-        place, full = self.copy.memory.untyped_storage().data_ptr(), self.copy.full
+        assert self.unsharded.memory is not None
+        assert self.unsharded.full is not None
+        place, full = self.unsharded.memory.untyped_storage().data_ptr(), self.unsharded.full
         leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
         roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
         roots = {root for root in roots if is_node_since(root, first)}
@@ -195,8 +200,8 @@ class UnitUse:
         def is_here(x: torch.Tensor) -> bool:
             return is_plain_memory(x) and x.untyped_storage().data_ptr() == place
 
-        def unpack(rebuild: torch.Tensor | Rebuild) -> torch.Tensor:
-            memory = fill().memory
+        def unpack(rebuild: torch.Tensor | RebuildView) -> torch.Tensor:
+            memory = fill_buffer().memory
             assert memory is not None
             return rebuild if isinstance(rebuild, torch.Tensor) else rebuild(memory)
 
@@ -205,18 +210,18 @@ class UnitUse:
                 full.register_alias(x)
         for raw in saved_tensors(roots, first):
             x = raw.data
-            rebuild: Rebuild | None = None
+            rebuild: RebuildView | None = None
             if full.has_handed_out(x):  # a leaf loses its memory at the release, and gets it back
                 raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
             elif type(x) not in (torch.Tensor, torch.nn.Parameter):
-                inner = _plain_tensors(x) if full.has_classes else None
+                inner = _inner_plain_tensors(x) if full.has_classes else None
                 self.is_opaque |= inner is None
                 if inner is not None and any(map(is_here, inner.values())):
-                    rebuilds = {name: _tensor_rebuild(y) if is_here(y) else lambda _, y=y: y for name, y in inner.items()}
-                    rebuild = _wrapper_rebuild(x, rebuilds)
+                    rebuilds = {name: _make_view_rebuild(y) if is_here(y) else lambda _, y=y: y for name, y in inner.items()}
+                    rebuild = _make_wrapper_rebuild(x, rebuilds)
                 del inner
             elif is_here(x):
-                rebuild = _tensor_rebuild(x)
+                rebuild = _make_view_rebuild(x)
             del x
             if rebuild is not None:
                 raw.register_hooks(lambda _, rebuild=rebuild: rebuild, partial(call_hook, unpack))
@@ -244,11 +249,11 @@ class UsesUnderWay:
         self.held: dict[str, None] = {}
         self.recomputed: dict[str, None] = {}
 
-    def any_in_buffer(self, copy: UnshardedBuffer) -> bool:
-        """Return whether a use that is under way has its parameters in the buffer ``copy``."""
-        return any(use.copy is copy for each in (self.forward, self.backward) for use in each)
+    def is_buffer_in_use(self, unsharded: UnshardedBuffer) -> bool:
+        """Return whether a use that is under way has its parameters in the buffer ``unsharded``."""
+        return any(use.unsharded is unsharded for each in (self.forward, self.backward) for use in each)
 
-    def end_recomputation(self) -> None:
-        """Add the recomputed units to the held units."""
+    def hold_recomputed_units(self) -> None:
+        """Count the recomputed units as held, at the end of a microbatch or step."""
         self.held |= self.recomputed
         self.recomputed.clear()

@@ -18,7 +18,7 @@ from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import UnshardedBuffer
 
-_numbers = count()
+_schedule_numbers = count()
 
 
 class BoundSchedule:
@@ -42,12 +42,12 @@ class BoundSchedule:
         self.events: tuple[Event, ...] = schedule.program.events
         self.microbatches_before_reduce = microbatches_before_reduce(self.events)
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
-        self.number, self.stranded = next(_numbers), dict[str, Memory]()
+        self.number, self.stranded = next(_schedule_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison
         self.slots = {k: UnshardedBuffer(units[k], comm, where, arena, poison=poison) for k, where in schedule.slots.items()}
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.places = {
-            name: units[name].trained_gradient.route.resting_gradient(self._bytes(memory))
+            name: units[name].trained_gradient.route.resting_gradient(self._arena_bytes(memory))
             for name, memory in self._opens.items()
         }
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
@@ -69,48 +69,57 @@ class BoundSchedule:
         runs = issue_group_ranges(ops)
         leader = [run[0] for run in runs for _ in run]
         blocks: dict[str, OutgoingBlock] = {}
-        pieces: dict[str, list[list[torch.Tensor]]] = {}
+        final_pieces: dict[str, list[list[torch.Tensor]]] = {}
         begun: set[str] = set()  # units whose gradient is collected
         late: list[tuple[Memory, UnitGradient]] = []  # memory that a reduction may still use when a later op fills it
 
-        def bind(i: int, others: Sequence[BoundOp] = ()) -> BoundOp:
+        def bind(i: int, other_members: Sequence[BoundOp] = ()) -> BoundOp:
             op, spec, unit = ops[i], ops[i].spec, self.units.get(ops[i].unit)
             fills = [op.opens, op.memory if spec.fills == spec.memory_buffer else None]
-            joins = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
+            gradients_to_join = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
             after = [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
             # At these events no later op needs the result soon.
-            known: dict[str, Any] = {"may_wait": self.events[op.at].kind in ("microbatch_end", "reduce")}
+            known: dict[str, Any] = {"may_run_late": self.events[op.at].kind in ("microbatch_end", "reduce")}
             if spec.memory_buffer in (OUTGOING, FINISHING):
                 assert unit is not None
                 route = unit.trained_gradient.route
-                if spec.frees and known["may_wait"] and op.memory is not None:
+                if spec.frees and known["may_run_late"] and op.memory is not None:
                     late.append((op.memory, unit.trained_gradient))
-                if spec.memory_buffer == FINISHING and op.unit not in pieces:
-                    pieces[op.unit] = route.finishing_block(self._bytes(op.memory))
+                if spec.memory_buffer == FINISHING and op.unit not in final_pieces:
+                    final_pieces[op.unit] = route.finishing_block(self._arena_bytes(op.memory))
                 if spec.memory_buffer == OUTGOING and op.memory is not None and op.unit not in blocks:
                     several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
-                    blocks[op.unit] = route.outgoing_block(self._bytes(op.memory), several_uses=several)
+                    blocks[op.unit] = route.outgoing_block(self._arena_bytes(op.memory), several_uses=several)
                 if spec.memory_buffer == FINISHING:
-                    known["pieces"] = pieces[op.unit]
+                    known["pieces"] = final_pieces[op.unit]
                 else:
                     known["block"] = blocks[op.unit] if op.memory is not None else None
                     known["is_first"] = spec.fills == OUTGOING and op.unit not in begun
                     (begun.add if spec.fills == OUTGOING else begun.discard)(op.unit)
-            joins = list(dict.fromkeys(joins))
-            key, copy = (self.number, i), self.slots.get(op.unit)
-            return BoundOp(op, key, after, unit, copy=copy, joins=joins, others=others, **known)
+            gradients_to_join = list(dict.fromkeys(gradients_to_join))
+            key, unsharded = (self.number, i), self.slots.get(op.unit)
+            return BoundOp(
+                op,
+                key,
+                after,
+                unit,
+                unsharded=unsharded,
+                gradients_to_join=gradients_to_join,
+                other_members=other_members,
+                **known,
+            )
 
         for run in runs:
             yield bind(run[0], [bind(i) for i in run[1:]])
 
-    def _bytes(self, memory: Memory | None) -> torch.Tensor:
+    def _arena_bytes(self, memory: Memory | None) -> torch.Tensor:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
 
     def is_bound_to(self, units: dict[str, UnitState]) -> bool:
         """Return whether the schedule is bound to ``units``."""
         return self.units.items() <= units.items()
 
-    def gradients_outside_arena(self, grads: Grads) -> Grads:
+    def clone_gradients_in_arena(self, grads: Grads) -> Grads:
         """Return the gradients of a use; as copies if one of them is a parameter in the arena, which is released first."""
         first, last = self._span
         for grad in grads:

@@ -27,7 +27,7 @@ from fsharp.stateful.units.route import OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
 
-_numbers = count()
+_schedule_numbers = count()
 Units = Collection[UnitState]
 
 
@@ -53,7 +53,7 @@ class EagerOps:
         self._executor, self._device, self._left, self.left_at = executor, executor.comm.device, left, left_at
         self._is_in_use = is_in_use
         self.slots: dict[str, UnshardedBuffer] = {}
-        self._number = -1 - next(_numbers)  # numbers of compiled schedules are positive
+        self._number = -1 - next(_schedule_numbers)  # numbers of compiled schedules are positive
         executor.lanes.drop_events_when_collected(self, self._number)
         self._at = 0
         self.ops: list[Op] = []
@@ -66,136 +66,148 @@ class EagerOps:
         for unit in left.units.values() if left is not None else ():  # buffers in the arena may overlap the gradient's block
             gradient = unit.gradient
             if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
-                gradient.collect_in(self._new_block(gradient))
+                gradient.collect_in(self._allocate_outgoing_block(gradient))
 
     def ops_at_event(
-        self, at: int, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Units, *, has_pending: bool
+        self,
+        at: int,
+        event: Event,
+        unit: UnitState | None,
+        forward_buffer: UnshardedBuffer | None,
+        units: Units,
+        *,
+        has_pending: bool,
     ) -> Iterator[BoundOp]:
         """Yield the ops at an event, without their followers. The caller runs each op before it requests the next one.
 
-        ``wanted``: in a backward, the buffer in which the forward had its parameters. ``has_pending``: whether gradients of
-        other uses of the unit are still missing in this microbatch.
+        ``forward_buffer``: in a backward, the buffer in which the forward had its parameters. ``has_pending``: whether
+        gradients of other uses of the unit are still missing in this microbatch.
         """
         self._at = at
         phase: Phase = "backward" if event.kind.startswith("backward") else "forward"
         match event.kind, unit:
             case "forward" | "backward", UnitState():
                 if unit.axes:
-                    yield from self._fill(unit, phase, wanted)
-                yield self._emit(ops.COMPUTE, unit, phase, use=event.use)
+                    yield from self._gather_unit(unit, phase, forward_buffer)
+                yield self._emit_op(ops.COMPUTE, unit, phase, use=event.use)
             case "forward_end", UnitState():
-                yield from self._release(unit, phase, wanted)
+                yield from self._release_unit(unit, phase, forward_buffer)
             case "backward_end", UnitState():
                 if self._executor.incoming is not None:
-                    yield from self._cast(unit, event.use)
-                yield from self._release(unit, phase, wanted)
+                    yield from self._cast_gradient(unit, event.use)
+                yield from self._release_unit(unit, phase, forward_buffer)
                 if self._executor.incoming is not None and not has_pending:
-                    yield from self._reduce(unit)
+                    yield from self._reduce_gradient(unit)
             case "fetch", UnitState():
-                fetch = self._emit(ops.FETCH, unit, "update")
+                fetch = self._emit_op(ops.FETCH, unit, "update")
                 self._joined.add(fetch.key[1])
                 yield fetch
             case "microbatch_end", _:
                 for each in units:
                     if each.gradient is not None and each.gradient.block is not None:
-                        yield from self._reduce(each)
-                yield from self._land()
+                        yield from self._reduce_gradient(each)
+                yield from self._accumulate_reductions()
             case "reduce", _:
-                yield from self.ops_to_finish(units)
+                yield from self.ops_of_final_reduction(units)
             case "update", _:
-                yield self._emit(ops.UPDATE, None, "update", after=self._last.get("reduce"))
+                yield self._emit_op(ops.UPDATE, None, "update", after=self._last.get("reduce"))
                 yield from self.ops_after_update(units)
 
-    def with_followers(self, bounds: Iterable[BoundOp]) -> Iterator[BoundOp]:
+    def with_followers(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
         """Yield ops, each with its followers behind it. The caller runs each op before it requests the next one."""
-        for bound in bounds:
+        for bound in bound_ops:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
             del bound  # and with it the memory that the op has freed
             for spec in follower_specs(op.spec, op.phase):
                 if spec.has_ops_for(self._assumed_facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
-                    yield from self.with_followers([self._emit(spec, unit, op.phase, use=op.use, after=after)])
+                    yield from self.with_followers([self._emit_op(spec, unit, op.phase, use=op.use, after=after)])
 
-    def _fill(self, unit: UnitState, phase: Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        """Yield the ops that gather a unit's parameters; in a backward into ``wanted``, the buffer of the forward."""
+    def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
+        """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward."""
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
-        copy = wanted or self.slots.get(unit.key)
-        if copy is None or (wanted is None and self._is_in_use(copy) and not copy.is_filled_from(seen)):
-            copy = UnshardedBuffer(unit, self._executor.comm)
-        self.slots[unit.key] = copy
-        is_filled = copy.is_filled_from(seen)
+        unsharded = forward_buffer or self.slots.get(unit.key)
+        if unsharded is None or (forward_buffer is None and self._is_in_use(unsharded) and not unsharded.is_filled_from(seen)):
+            unsharded = UnshardedBuffer(unit, self._executor.comm)
+        self.slots[unit.key] = unsharded
+        is_filled = unsharded.is_filled_from(seen)
         if not is_filled:
-            if copy.filled_from is not None:
-                yield self._emit(ops.RELEASE, unit, phase, copy=copy)
-            yield from self._make_room(copy, unit)
-            yield self._emit(ops.GATHER, unit, phase, copy=copy)
-        if copy.works or copy.is_encoded or not is_filled:
-            yield self._emit(ops.WAIT, unit, phase, copy=copy, after=self._last.get("gather"))
+            if unsharded.filled_from is not None:
+                yield self._emit_op(ops.RELEASE, unit, phase, unsharded=unsharded)
+            yield from self._release_overlapping_units(unsharded, unit)
+            yield self._emit_op(ops.GATHER, unit, phase, unsharded=unsharded)
+        if unsharded.works or unsharded.is_encoded or not is_filled:
+            yield self._emit_op(ops.WAIT, unit, phase, unsharded=unsharded, after=self._last.get("gather"))
 
-    def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
-        """Yield ops that release buffers which overlap ``copy``, in the arena of the schedule that was left.
+    def _release_overlapping_units(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
+        """Yield ops that release buffers which overlap ``unsharded``, in the arena of the schedule that was left.
 
         Raises:
             ScheduleError: such a buffer is in use, or callers have views of a gradient there.
         """
-        if copy.where is None or self._left is None:
+        if unsharded.where is None or self._left is None:
             return
         for name, memory in self._left.stranded.items():
-            if memory.overlaps(copy.where):
+            if memory.overlaps(unsharded.where):
                 raise ScheduleError(
                     f"the backward of unit {unit.key!r} needs memory that now holds the gradient of {name!r}, of which there "
                     f"are views. Run the backward of {unit.key!r} earlier, or pass keep_gradients=True to the Scheduler."
                 )
         for name, other in self._left.slots.items():
-            if other is copy or other.filled_from is None or other.where is None or not other.where.overlaps(copy.where):
+            if (
+                other is unsharded
+                or other.filled_from is None
+                or other.where is None
+                or not other.where.overlaps(unsharded.where)
+            ):
                 continue
             if self._is_in_use(other):
                 raise ScheduleError(
                     f"the backward of unit {unit.key!r} came while the backward of {name!r} was under way, and they share "
                     "memory: uses have to nest in the backward as they did in the forward."
                 )
-            yield self._emit(ops.RELEASE, self._left.units[name], "backward", copy=other)
+            yield self._emit_op(ops.RELEASE, self._left.units[name], "backward", unsharded=other)
 
-    def _release(self, unit: UnitState, phase: Phase, copy: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        if copy is not None and copy.filled_from is not None and not self._is_in_use(copy):
-            yield self._emit(ops.RELEASE, unit, phase, copy=copy)
+    def _release_unit(self, unit: UnitState, phase: Phase, unsharded: UnshardedBuffer | None) -> Iterator[BoundOp]:
+        if unsharded is not None and unsharded.filled_from is not None and not self._is_in_use(unsharded):
+            yield self._emit_op(ops.RELEASE, unit, phase, unsharded=unsharded)
 
-    def _new_block(self, gradient: UnitGradient) -> OutgoingBlock:
+    def _allocate_outgoing_block(self, gradient: UnitGradient) -> OutgoingBlock:
         nbytes = gradient.route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return gradient.route.outgoing_block(memory, several_uses=True)
 
-    def _cast(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
-        yield from self._land()
+    def _cast_gradient(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
+        yield from self._accumulate_reductions()
         is_first = unit.trained_gradient.block is None
         if is_first:
-            unit.trained_gradient.collect_in(self._new_block(unit.trained_gradient))
-        yield self._emit(ops.CAST, unit, "backward", use=use, block=unit.trained_gradient.block, is_first=is_first)
+            unit.trained_gradient.collect_in(self._allocate_outgoing_block(unit.trained_gradient))
+        yield self._emit_op(ops.CAST, unit, "backward", use=use, block=unit.trained_gradient.block, is_first=is_first)
 
-    def _reduce(self, unit: UnitState) -> Iterator[BoundOp]:
-        yield from self._land()
+    def _reduce_gradient(self, unit: UnitState) -> Iterator[BoundOp]:
+        yield from self._accumulate_reductions()
         if unit.trained_gradient.route.has_reduction:
             if ops.ENCODE.has_ops_for(self._assumed_facts(unit)):
-                yield self._emit(ops.ENCODE, unit, "backward")
-            self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=unit.trained_gradient.block))
+                yield self._emit_op(ops.ENCODE, unit, "backward")
+            self._under_way.append(self._emit_op(ops.REDUCE, unit, "backward", block=unit.trained_gradient.block))
             yield self._under_way[-1]
         else:
-            yield self._accumulate(unit, unit.trained_gradient.block, self._last.get("compute"))
+            yield self._accumulate_gradient(unit, unit.trained_gradient.block, self._last.get("compute"))
             self._join_reductions()
 
-    def _land(self) -> Iterator[BoundOp]:
+    def _accumulate_reductions(self) -> Iterator[BoundOp]:
         """Yield the ops that wait for reductions under way and add their results to the gradients at rest."""
         while self._under_way:
             began = self._under_way.pop(0)
             assert began.unit is not None
             unit, after = began.unit, began.key[1]
             if ops.DECODE_SUM.has_ops_for(self._assumed_facts(unit)):
-                decode = self._emit(ops.DECODE_SUM, unit, "backward", after=after)
+                decode = self._emit_op(ops.DECODE_SUM, unit, "backward", after=after)
                 after = decode.key[1]
                 yield decode
-            bound = self._accumulate(unit, began.block, after)
+            bound = self._accumulate_gradient(unit, began.block, after)
             del began
             yield bound
             del bound
@@ -207,48 +219,48 @@ class EagerOps:
         self._executor.lanes.join_ops([(self._number, last)])
         self._joined.add(last)
 
-    def _accumulate(self, unit: UnitState, block: OutgoingBlock | None, after: int | None) -> BoundOp:
-        opens = None if unit.trained_gradient.num_added else self._new_address(REST, unit)
-        return self._emit(ops.ACCUMULATE, unit, "backward", after=after, opens=opens, block=block)
+    def _accumulate_gradient(self, unit: UnitState, block: OutgoingBlock | None, after: int | None) -> BoundOp:
+        opens = None if unit.trained_gradient.num_added else self._assign_address(REST, unit)
+        return self._emit_op(ops.ACCUMULATE, unit, "backward", after=after, opens=opens, block=block)
 
-    def ops_to_finish(self, units: Units) -> Iterator[BoundOp]:
+    def ops_of_final_reduction(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that bring gradients to the optimizer's place."""
         for unit in units:
             route, facts = unit.trained_gradient.route, self._assumed_facts(unit)
             memory = torch.empty(route.finishing_block_nbytes(), dtype=torch.uint8, device=self._device)
             if ops.FINAL_ENCODE.has_ops_for(facts):
-                yield self._emit(ops.FINAL_ENCODE, unit, "finish")
-            reduce = self._emit(ops.FINAL_REDUCE, unit, "finish", pieces=route.finishing_block(memory))
+                yield self._emit_op(ops.FINAL_ENCODE, unit, "finish")
+            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", pieces=route.finishing_block(memory))
             yield reduce
             after = reduce.key[1]
             if ops.FINAL_DECODE_SUM.has_ops_for(facts):
-                decode = self._emit(ops.FINAL_DECODE_SUM, unit, "finish", after=after)
+                decode = self._emit_op(ops.FINAL_DECODE_SUM, unit, "finish", after=after)
                 after = decode.key[1]
                 yield decode
-            yield self._emit(ops.FINAL_ACCUMULATE, unit, "finish", after=after)
+            yield self._emit_op(ops.FINAL_ACCUMULATE, unit, "finish", after=after)
             self._join_reductions()
 
     def ops_after_update(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that gather updated parameters, and copy the state of updated units to host memory."""
-        for unit in [each for each in units if each.key in self._executor.spreading]:
-            gather = self._emit(ops.UPDATE_GATHER, unit, "update")
+        for unit in [each for each in units if each.key in self._executor.update_gathers]:
+            gather = self._emit_op(ops.UPDATE_GATHER, unit, "update")
             yield gather
-            yield self._emit(ops.UPDATE_WAIT, unit, "update", after=gather.key[1])
+            yield self._emit_op(ops.UPDATE_WAIT, unit, "update", after=gather.key[1])
         for unit in [each for each in units if each.key in self._executor.host_copies]:
-            yield self._emit(ops.OFFLOAD, unit, "update")
+            yield self._emit_op(ops.OFFLOAD, unit, "update")
 
-    def _emit(
+    def _emit_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op, with the memory of ``copy`` in the arena of a schedule that was left, or with memory of its own.
+        """Emit an op, with the memory of ``unsharded`` in the arena of a schedule that was left, or with memory of its own.
 
         On another stream than compute the op waits for all work of compute so far, or for the op ``after``. ``bound``: fields
         of :class:`BoundOp`, and memory that the op ``opens``.
         """
         stream, opens = spec.stream, bound.pop("opens", None)
-        memory = bound["copy"].where if "copy" in bound else None
+        memory = bound["unsharded"].where if "unsharded" in bound else None
         if memory is None and spec.memory_buffer and unit is not None:
-            memory = self._new_address(spec.memory_buffer, unit)
+            memory = self._assign_address(spec.memory_buffer, unit)
         after = self._last.get("compute") if after is None and stream != "compute" else after
         waits_for = {after, *self._joined} if stream == "compute" else {after}
         number, key = len(self.ops), unit.key if unit is not None else ""
@@ -263,9 +275,9 @@ class EagerOps:
         to_come = [(self._number, j) for j in op.after if self.ops[j].stream != stream and j not in self._joined]
         if stream == "compute":
             self._joined = set()
-        return BoundOp(op, (self._number, number), to_come, unit, **{"copy": self.slots.get(key), **bound})
+        return BoundOp(op, (self._number, number), to_come, unit, **{"unsharded": self.slots.get(key), **bound})
 
-    def _new_address(self, buffer: str, unit: UnitState) -> Memory | None:
+    def _assign_address(self, buffer: str, unit: UnitState) -> Memory | None:
         """Return the address of a buffer in this step's schedule, which no other buffer has; None for 0 bytes."""
         if (buffer, unit.key) not in self._places:
             nbytes = buffer_nbytes(buffer, self._assumed_facts(unit))

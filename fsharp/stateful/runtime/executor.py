@@ -40,36 +40,36 @@ class BoundOp:
         key: key of the op on lanes.
         after: keys of the ops on other lanes for which this op waits; for the first op of a bucket the keys of the whole
             bucket.
-        copy: the buffer of the unit's full parameters.
+        unsharded: the buffer of the unit's full parameters.
         block: the memory in which a gradient is collected, and from which it is sent.
-        pieces: memory for the reduction to the optimizer's place.
+        final_pieces: memory for the reduction to the optimizer's place.
         is_first: for a cast: whether it is the unit's first cast in its microbatch.
-        may_wait: for a sum or an accumulate: whether a host without streams runs the op late, when its result is read.
-        joins: gradients for which this op waits, as it fills memory that they may still use.
-        others: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
+        may_run_late: for a sum or an accumulate: whether a host without streams runs the op late, when its result is read.
+        gradients_to_join: gradients for which this op waits, as it fills memory that they may still use.
+        other_members: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
     """
 
     op: Op
     key: OpKey
     after: Sequence[OpKey]
     unit: UnitState | None
-    copy: UnshardedBuffer | None = None
+    unsharded: UnshardedBuffer | None = None
     block: OutgoingBlock | None = None
-    pieces: list[list[torch.Tensor]] = field(default_factory=list)
+    final_pieces: list[list[torch.Tensor]] = field(default_factory=list)
     is_first: bool = False
-    may_wait: bool = False
-    joins: Sequence[UnitGradient] = ()
-    others: "Sequence[BoundOp]" = ()
+    may_run_late: bool = False
+    gradients_to_join: Sequence[UnitGradient] = ()
+    other_members: "Sequence[BoundOp]" = ()
     spec: OpSpec = field(init=False)
 
     def __post_init__(self) -> None:
         self.spec = self.op.spec
-        self.after = tuple(dict.fromkeys([*self.after, *(key for each in self.others for key in each.after)]))
+        self.after = tuple(dict.fromkeys([*self.after, *(key for each in self.other_members for key in each.after)]))
 
     @property
     def bucket_members(self) -> "tuple[BoundOp, ...]":
         """The ops of the bucket, this op first; only this op if it is in no bucket."""
-        return self, *self.others
+        return self, *self.other_members
 
     @property
     def gradient(self) -> UnitGradient:
@@ -91,7 +91,7 @@ class Executor:
         step: name of the step under way, for labels of collectives; empty outside of steps.
         microbatch: name of the microbatch under way, for labels of collectives.
         incoming: gradients of the use whose backward has just ended.
-        spreading: by unit, the gather of updated parameters under way.
+        update_gathers: by unit, the gather of updated parameters under way.
         host_copies: by unit, copies of state between device and host memory.
         copied_units: the units that ``host_copies`` had at first.
         fetched: the fetch ops of this step.
@@ -132,7 +132,7 @@ class Executor:
         self.number += 1
         self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
-        self.spreading: dict[str, UpdateGather] = {}
+        self.update_gathers: dict[str, UpdateGather] = {}
         self.host_copies: dict[str, HostCopies] = {}
         self.copied_units: tuple[str, ...] = ()
         self.fetched: list[OpKey] = []
@@ -148,9 +148,9 @@ class Executor:
         """Store the gradients of a use whose backward has ended, for the ops at this event."""
         self.incoming = grads
 
-    def take_host_copies(self, host_copies: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
-        """Store copies from and to host memory and gathers of updated parameters, by unit, for later ops."""
-        self.host_copies, self.copied_units, self.spreading = dict(host_copies), tuple(host_copies), dict(spreading)
+    def take_host_copies(self, host_copies: Mapping[str, HostCopies], update_gathers: Mapping[str, UpdateGather] = {}) -> None:
+        """Store, by unit, copies from and to host memory and gathers of updated parameters, which later ops begin."""
+        self.host_copies, self.copied_units, self.update_gathers = dict(host_copies), tuple(host_copies), dict(update_gathers)
 
     def use_lanes(self, lanes: Lanes) -> None:
         """Run later ops on these lanes. Ops that are bound already keep their lanes."""
@@ -164,12 +164,12 @@ class Executor:
             rows = [("in BIND", bind), ("which returned", action)]
             remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
             raise ScheduleError(problem(f"op {bound.op}", f"ops of kind {bound.op.kind!r} have no action.", rows, remedy))
-        if bound.joins:
-            action = partial(_each, [*(gradient.join for gradient in bound.joins), action])
+        if bound.gradients_to_join:
+            action = partial(_run_each, [*(gradient.join for gradient in bound.gradients_to_join), action])
         encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.bucket_members)
-        return partial(self.run_and_report, action) if encodes else action
+        return partial(self.run_and_report_failure, action) if encodes else action
 
-    def run_and_report(self, action: Action) -> None:
+    def run_and_report_failure(self, action: Action) -> None:
         """Run ``action``. If an encoding or decoding in it raises a FormatError, tell other ranks."""
         try:
             action()
@@ -191,7 +191,7 @@ class Executor:
         self.action_of(bound)()
 
     def action_on_lane(self, bound: BoundOp, start: Action, *, after_compute: bool = True) -> Action:
-        """Return an action that runs ``start`` on the op's lane, after ``bound.after``, and also after compute if wanted."""
+        """Return an action that runs ``start`` on the op's lane after ``bound.after``; ``after_compute``: and after compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:
@@ -210,16 +210,16 @@ class Executor:
 
         return joined if after and lanes.has_streams else action
 
-    def label_of(self, units: Iterable[UnitState], what: str) -> str:
-        """Return the label of a collective of these units, which ranks compare. ``what`` comes from :func:`ops_text`."""
+    def label_of_units(self, units: Iterable[UnitState], text: str) -> str:
+        """Return the label of a collective of these units, which ranks compare. ``text`` comes from :func:`ops_text`."""
         names = dict.fromkeys(
             [unit.find_tree_label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units]
         )
-        return self.with_step_prefix(f"{''.join(names)}{what}")
+        return self.with_step_prefix(f"{''.join(names)}{text}")
 
-    def with_step_prefix(self, what: str) -> str:
-        """Return ``what`` with the current step and microbatch as a prefix."""
-        return f"{self.step}, {self.microbatch}: {what}" if self.step else what
+    def with_step_prefix(self, text: str) -> str:
+        """Return ``text`` with the current step and microbatch as a prefix."""
+        return f"{self.step}, {self.microbatch}: {text}" if self.step else text
 
     def begin_state_copies(self, bound: BoundOp) -> None:
         """Begin the copies of a unit's state, and count their bytes."""
@@ -229,17 +229,17 @@ class Executor:
         """Finish all reductions that have begun."""
         self.lanes.join_lanes("gather", "reduce")
         for bound in list(self.reducing.values()):
-            _ending_action(bound)()
+            _action_to_end_reduction(bound)()
             bound.gradient.join()
         self.reducing.clear()
 
 
-def _each(actions: Iterable[Action]) -> None:
+def _run_each(actions: Iterable[Action]) -> None:
     for action in actions:
         action()
 
 
-def _ending_action(bound: BoundOp) -> Action:
+def _action_to_end_reduction(bound: BoundOp) -> Action:
     """Return the action that adds the result of a reduction to the gradient. The op ``bound`` begins or ends the reduction."""
     if bound.spec in (ops.FINAL_REDUCE, ops.FINAL_ACCUMULATE):
         return bound.gradient.end_final_reduction
@@ -247,15 +247,19 @@ def _ending_action(bound: BoundOp) -> Action:
     return partial(bound.gradient.accumulate, bound.block)
 
 
-def ops_text(bounds: Sequence[BoundOp]) -> str:
+def ops_text(bound_ops: Sequence[BoundOp]) -> str:
     """Return text for a label: the kind, units and phase of the ops of a bucket."""
-    first, last = bounds[0].op, bounds[-1].op
-    which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
+    first, last = bound_ops[0].op, bound_ops[-1].op
+    which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bound_ops)} units"
     return f"{first.kind} {which} ({first.phase})"
 
 
 def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
-    units = [(each, each.unit, each.copy) for each in bound.bucket_members if each.unit is not None and each.copy is not None]
+    units = [
+        (each, each.unit, each.unsharded)
+        for each in bound.bucket_members
+        if each.unit is not None and each.unsharded is not None
+    ]
     coalesced, transport, what = len(units) > 1, executor.transport, ops_text(bound.bucket_members)
     waits = transport.is_async  # else the gather is queued behind the ops that fill a node's buffers, on the same stream
 
@@ -264,51 +268,53 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
             executor.make_process_groups()
         gather_inputs: list[GatherInput] = []
         found = [row for row in units if row[1].node is not None]  # any other unit of the bucket is gathered when it is used
-        for _, unit, copy in found:
+        for _, unit, unsharded in found:
             node = unit.node
             assert node is not None
             if waits and node.lazy is not None:
                 _ = node.buffers
-            gather_inputs += copy.begin_fill(node, executor.number)
+            gather_inputs += unsharded.begin_fill(node, executor.number)
         if found:
             text = what if len(found) == len(units) else ops_text([each for each, _, _ in found])
-            label = executor.label_of([unit for _, unit, _ in found], text)
+            label = executor.label_of_units([unit for _, unit, _ in found], text)
             works = gather_along(found[0][2].axes, gather_inputs, transport, label=label, coalesced=coalesced)
-            for _, _, copy in found:
-                copy.add_works(works)
+            for _, _, unsharded in found:
+                unsharded.add_works(works)
 
     return executor.action_on_lane(bound, start)
 
 
 def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
-    unit, copy = bound.unit, bound.copy
+    unit, unsharded = bound.unit, bound.unsharded
     assert unit is not None
-    assert copy is not None
+    assert unsharded is not None
     lanes, transport = executor.lanes, executor.transport
     after = bound.after if lanes.has_streams else ()
 
     def gather_now() -> None:
         assert unit.node is not None
-        copy.wait()
+        unsharded.wait()
         with lanes.on_lane("gather", bound.key, after):
             if transport.is_async:
                 _ = unit.node.buffers
-            label = f"{executor.label_of([unit], ops_text([bound]))} of other values than were gathered"
-            copy.add_works(
-                gather_along(copy.axes, copy.begin_fill(unit.node, executor.number), transport, label=label, coalesced=False)
+            label = f"{executor.label_of_units([unit], ops_text([bound]))} of other values than were gathered"
+            unsharded.add_works(
+                gather_along(
+                    unsharded.axes, unsharded.begin_fill(unit.node, executor.number), transport, label=label, coalesced=False
+                )
             )
         lanes.join_ops([bound.key])
 
     def action() -> None:
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
-        if copy.filled_from is None or (copy.is_carried and not copy.is_filled_from(seen)):
+        if unsharded.filled_from is None or (unsharded.is_carried and not unsharded.is_filled_from(seen)):
             gather_now()
-        if copy.works:
-            copy.wait()
+        if unsharded.works:
+            unsharded.wait()
         if after:
             lanes.join_ops(after)
-        if copy.filled_from != seen or (copy.is_carried and not copy.is_filled_from(seen)):
+        if unsharded.filled_from != seen or (unsharded.is_carried and not unsharded.is_filled_from(seen)):
             raise ScheduleError(
                 f"the parameters of unit {unit.key!r} were changed in place between their gather and their use. Change them "
                 "between steps and pass gather_at_start=False, or make new parameters."
@@ -318,36 +324,38 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_decode(executor: Executor, bound: BoundOp) -> Action:
-    copy = bound.copy
-    assert copy is not None
+    unsharded = bound.unsharded
+    assert unsharded is not None
 
     def action() -> None:
-        if copy.is_encoded:
-            copy.decode()
+        if unsharded.is_encoded:
+            unsharded.decode()
 
     return executor.action_after_joins(bound, action)
 
 
 def _bind_release(executor: Executor, bound: BoundOp) -> Action:
-    assert bound.copy is not None
-    return executor.action_after_joins(bound, bound.copy.release)
+    assert bound.unsharded is not None
+    return executor.action_after_joins(bound, bound.unsharded.release)
 
 
-def _bind_spread(executor: Executor, bound: BoundOp) -> Action:
+def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
     def start() -> None:
         if not executor.is_connected:
             executor.make_process_groups()
-        found = [(each, executor.spreading.pop(each.op.unit, None)) for each in bound.bucket_members]
-        moving = [(each, spread) for each, spread in found if spread is not None]
-        gather_inputs = [each for _, spread in moving for each in spread.gather_inputs]
-        label = executor.label_of([spread.unit for _, spread in moving], ops_text([each for each, _ in moving]))
+        found = [(each, executor.update_gathers.pop(each.op.unit, None)) for each in bound.bucket_members]
+        moving = [(each, update_gather) for each, update_gather in found if update_gather is not None]
+        gather_inputs = [each for _, update_gather in moving for each in update_gather.gather_inputs]
+        label = executor.label_of_units(
+            [update_gather.unit for _, update_gather in moving], ops_text([each for each, _ in moving])
+        )
         axes = moving[0][1].axes
         works = gather_along(axes, gather_inputs, executor.transport, label=label, coalesced=len(moving) > 1)
-        for _, spread in moving:
-            spread.add_works(works)
-        differences = [each for _, spread in moving for each in spread.differences]
-        for _, spread in moving if differences and not executor.transport.is_async else ():
-            spread.wait()  # adds differences on this lane, before later gathers and reads of parameters
+        for _, update_gather in moving:
+            update_gather.add_works(works)
+        differences = [each for _, update_gather in moving for each in update_gather.differences]
+        for _, update_gather in moving if differences and not executor.transport.is_async else ():
+            update_gather.wait()  # adds differences on this lane, before later gathers and reads of parameters
         if executor.lanes.has_streams:
             for source, parts in gather_inputs:
                 executor.lanes.record_use(source)  # the user may drop the state, with sources and targets, at any time
@@ -358,19 +366,19 @@ def _bind_spread(executor: Executor, bound: BoundOp) -> Action:
     on_lane = executor.action_on_lane(bound, start)
 
     def action() -> None:
-        if any(each.op.unit in executor.spreading for each in bound.bucket_members):
+        if any(each.op.unit in executor.update_gathers for each in bound.bucket_members):
             on_lane()
 
     return action
 
 
-def _bind_settle(executor: Executor, bound: BoundOp) -> Action:
+def _bind_update_wait(executor: Executor, bound: BoundOp) -> Action:
     unit = bound.unit
     assert unit is not None
 
     def action() -> None:
         assert unit.node is not None
-        if unit.key not in executor.spreading:  # else the gather of this update has not begun
+        if unit.key not in executor.update_gathers:  # else the gather of this update has not begun
             _ = unit.node.buffers
 
     return action
@@ -411,29 +419,29 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
             if is_finish:
-                inputs += gradient.final_reduction_inputs(each.pieces)
+                inputs += gradient.final_reduction_inputs(each.final_pieces)
             else:
                 assert block is not None
                 if each.op.opens is not None:
                     gradient.open()
                 inputs += gradient.reduction_inputs(block, into_rest=each.op.opens is not None)
-        works = reduce_along(inputs, transport, label=executor.label_of(units, what), coalesced=coalesced)
+        works = reduce_along(inputs, transport, label=executor.label_of_units(units, what), coalesced=coalesced)
         for _, gradient, _ in members:
             works = gradient.keep_works(works)
 
     return executor.action_on_lane(bound, start)
 
 
-def _bind_sum(executor: Executor, bound: BoundOp) -> Action:
-    if bound.may_wait and executor.transport.is_async:
+def _bind_decode_sum(executor: Executor, bound: BoundOp) -> Action:
+    if bound.may_run_late and executor.transport.is_async:
         return do_nothing  # the reader of the sum decodes it
     return executor.action_on_lane(bound, bound.gradient.wait_and_decode, after_compute=False)
 
 
 def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
-    gradient, end, is_finish = bound.gradient, _ending_action(bound), bound.spec is ops.FINAL_ACCUMULATE
+    gradient, end, is_finish = bound.gradient, _action_to_end_reduction(bound), bound.spec is ops.FINAL_ACCUMULATE
     reduction, opens = (bound.op.unit, ops.FINAL_REDUCE if is_finish else ops.REDUCE), bound.op.opens is not None
-    waits_late = bound.may_wait and executor.transport.is_async
+    waits_late = bound.may_run_late and executor.transport.is_async
     ended = (
         end
         if waits_late
@@ -452,7 +460,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _bind_copy(executor: Executor, bound: BoundOp) -> Action:
+def _bind_state_copy(executor: Executor, bound: BoundOp) -> Action:
     on_lane = executor.action_on_lane(bound, partial(executor.begin_state_copies, bound))
 
     def action() -> None:
@@ -473,9 +481,9 @@ def do_nothing() -> None:
 
 BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.GATHER: _bind_gather,
-    ops.UPDATE_GATHER: _bind_spread,
+    ops.UPDATE_GATHER: _bind_update_gather,
     ops.WAIT: _bind_wait,
-    ops.UPDATE_WAIT: _bind_settle,
+    ops.UPDATE_WAIT: _bind_update_wait,
     ops.COMPUTE: lambda executor, bound: do_nothing,
     ops.DECODE: _bind_decode,
     ops.RELEASE: _bind_release,
@@ -484,12 +492,12 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.FINAL_ENCODE: _bind_encode,
     ops.REDUCE: _bind_reduce,
     ops.FINAL_REDUCE: _bind_reduce,
-    ops.DECODE_SUM: _bind_sum,
-    ops.FINAL_DECODE_SUM: _bind_sum,
+    ops.DECODE_SUM: _bind_decode_sum,
+    ops.FINAL_DECODE_SUM: _bind_decode_sum,
     ops.ACCUMULATE: _bind_accumulate,
     ops.FINAL_ACCUMULATE: _bind_accumulate,
-    ops.FETCH: _bind_copy,
+    ops.FETCH: _bind_state_copy,
     ops.UPDATE: lambda executor, bound: do_nothing,
-    ops.OFFLOAD: _bind_copy,
+    ops.OFFLOAD: _bind_state_copy,
 }
 """For each kind of op, the function that returns the op's action."""

@@ -10,7 +10,7 @@ from fsharp.functional.layout.runs import has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
-from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.runtime.scheduled import ScheduledFunction
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -40,9 +40,9 @@ class CapturedStep:
     Source: torch.cuda.CUDAGraph.
     """
 
-    def __init__(self, scheduled: Scheduled, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
+    def __init__(self, scheduled: ScheduledFunction, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
         scheduler = scheduled.scheduler
-        _check(scheduler.device, scheduler.policy, state, warmup)
+        _check_capturable(scheduler.device, scheduler.policy, state, warmup)
         self._scheduled = scheduled  # keeps the memory in which the graph works
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
         aside = torch.cuda.Stream(scheduler.device)
@@ -51,18 +51,18 @@ class CapturedStep:
             for _ in range(warmup):
                 state, _ = scheduled(state, self._batch)
         torch.cuda.synchronize(scheduler.device)
-        held, before = optree.tree_leaves(state.params), _addresses(state)
+        held, before = optree.tree_leaves(state.params), _tensor_addresses(state)
         self._graph = torch.cuda.CUDAGraph()
         scheduler.lanes.drop_all_events()  # a capture may not wait for events outside, nor work outside for events of a capture
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
                 if optree.tree_leaves(state.main):
-                    state = state._replace(params=_copy_into_held(state.params, held))
+                    state = state._replace(params=_copy_params_into(state.params, held))
         finally:
             scheduler.lanes.drop_all_events()
         self._metrics: Metrics = metrics
-        if before != _addresses(state):
+        if before != _tensor_addresses(state):
             raise ScheduleError(
                 "CapturedStep(): the step makes a new state instead of updating it in place: pass train_step(..., donate=True)."
             )
@@ -87,7 +87,7 @@ class CapturedStep:
         return self._metrics
 
 
-def _copy_into_held(made: Any, held: list[Any]) -> Any:
+def _copy_params_into(made: Any, held: list[Any]) -> Any:
     """Return the parameters ``made`` in the memory ``held``, to which parameters in other memory are copied."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():
@@ -97,12 +97,12 @@ def _copy_into_held(made: Any, held: list[Any]) -> Any:
     return optree.tree_unflatten(spec, held)
 
 
-def _addresses(state: TrainState) -> list[int]:
+def _tensor_addresses(state: TrainState) -> list[int]:
     tree: Any = state.params, state.main, state.residuals
     return [x.data_ptr() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def _check(device: torch.device, policy: SchedulePolicy, state: TrainState, warmup: int) -> None:
+def _check_capturable(device: torch.device, policy: SchedulePolicy, state: TrainState, warmup: int) -> None:
     if device.type != "cuda":
         raise ScheduleError(f"CapturedStep(): the scheduler is on {device}; CUDA graphs need a CUDA device.")
     if policy.offload:

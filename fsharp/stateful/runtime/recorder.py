@@ -1,4 +1,4 @@
-"""Recorder: measure when the ops of a step run, by the host's clock, or by events of a GPU's streams."""
+"""TraceRecorder: measure when the ops of a step run, by the host's clock, or by events of a GPU's streams."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from fsharp.stateful.schedule.program import Event
 from fsharp.stateful.timing.timeline import WAITING
 from fsharp.stateful.timing.trace import Trace
 
-Mark = Any  # a time in seconds, or an event of a stream
+TimeMark = Any  # a time in seconds, or an event of a stream
 
 
-class Recorder:
+class TraceRecorder:
     """Measures the ops of steps, for a trace.
 
     Args:
@@ -28,14 +28,14 @@ class Recorder:
     def __init__(self, trace: Trace, device: torch.device, waited_s: Callable[[], float]) -> None:
         self.trace, self.device, self.has_streams, self._waited_s = trace, device, device.type != "cpu", waited_s
         self.outcomes: list[CollectiveOutcome] = []
-        self.lane_marks: list[tuple[Mark, Mark]] = []
-        self._base: Mark = self.mark_time()
-        self._rows: list[tuple[BoundOp, bool, Mark, Mark, list[CollectiveOutcome], int]] = []
-        self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
-        self._last: Mark = self._base
+        self.lane_marks: list[tuple[TimeMark, TimeMark]] = []
+        self._base: TimeMark = self.mark_time()
+        self._rows: list[tuple[BoundOp, bool, TimeMark, TimeMark, list[CollectiveOutcome], int]] = []
+        self._open: dict[tuple[str, int], tuple[BoundOp, TimeMark]] = {}
+        self._last: TimeMark = self._base
         self._waited_before = 0.0  # seconds waited until the mark ``_last``
 
-    def mark_time(self) -> Mark:
+    def mark_time(self) -> TimeMark:
         """Return a mark of the current time: the host's clock in seconds, or an event on the current stream."""
         if not self.has_streams:
             return time.perf_counter()
@@ -55,14 +55,14 @@ class Recorder:
         here = self.mark_time()
         if event.kind.endswith("_end") and event.unit:
             compute, began = self._open.pop((event.kind.removesuffix("_end"), event.use))
-            self._add_row(compute, began, here)
+            self._add_measurement(compute, began, here)
         for bound, action in ops:
             if bound.spec.cost == "update":
                 began = self._last
                 if not self.has_streams:  # in the update the host waits for gradients and losses
                     began += self._waited_s() - self._waited_before
-                    self._add_row(bound, self._last, began, waits=True)
-                self._add_row(bound, began, here)
+                    self._add_measurement(bound, self._last, began, waits=True)
+                self._add_measurement(bound, began, here)
             else:
                 self.run_op(bound, action)
         self._last, self._waited_before = self.mark_time(), self._waited_s()
@@ -79,12 +79,18 @@ class Recorder:
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
             for each in bound.bucket_members:
-                self._add_row(each, start, stop, self.outcomes)
+                self._add_measurement(each, start, stop, self.outcomes)
         else:
-            self._add_row(bound, start, stop)
+            self._add_measurement(bound, start, stop)
 
-    def _add_row(
-        self, bound: BoundOp, start: Mark, stop: Mark, outcomes: Sequence[CollectiveOutcome] = (), *, waits: bool = False
+    def _add_measurement(
+        self,
+        bound: BoundOp,
+        start: TimeMark,
+        stop: TimeMark,
+        outcomes: Sequence[CollectiveOutcome] = (),
+        *,
+        waits: bool = False,
     ) -> None:
         self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
@@ -93,8 +99,8 @@ class Recorder:
         ended = self.mark_time()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)
-        self.trace.begin_step(self._seconds(self._start))
-        self.trace.end_step(self._seconds(ended))
+        self.trace.begin_step(self._seconds_at(self._start))
+        self.trace.end_step(self._seconds_at(ended))
         waiting = []
         for row in self._rows:
             bound, waits, start, stop, outcomes, step = row
@@ -102,14 +108,14 @@ class Recorder:
             if None in landed:
                 waiting.append(row)
                 continue
-            end = max([self._seconds(stop), *(at for at in landed if at is not None)])
+            end = max([self._seconds_at(stop), *(at for at in landed if at is not None)])
             op, kind = bound.op, WAITING if waits else bound.op.kind
             is_here = waits or (bound.spec.cost != "send" and not self.has_streams)
             stream: Stream = "compute" if is_here else op.stream
-            self.trace.record(bound.key[1], kind, op.unit, op.phase, stream, self._seconds(start), end, step=step)
+            self.trace.record(bound.key[1], kind, op.unit, op.phase, stream, self._seconds_at(start), end, step=step)
         self._rows = waiting
 
-    def _seconds(self, mark: Mark) -> float:
+    def _seconds_at(self, mark: TimeMark) -> float:
         if not self.has_streams:
             return float(mark)
         return float(self._base.elapsed_time(mark)) / 1e3

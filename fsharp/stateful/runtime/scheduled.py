@@ -1,4 +1,4 @@
-"""Scheduled: a function that a scheduler runs, with its recorded programs and a prediction of the next program."""
+"""ScheduledFunction: a function that a scheduler runs, with its recorded programs and a prediction of the next program."""
 
 import weakref
 from collections import Counter
@@ -9,7 +9,7 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.runtime.compiled import BoundSchedule
-from fsharp.stateful.runtime.recorder import Recorder
+from fsharp.stateful.runtime.recorder import TraceRecorder
 from fsharp.stateful.runtime.scheduled_engine import ScheduledEngine
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
@@ -18,11 +18,11 @@ from fsharp.stateful.verify.verify import verify
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
 
-_MOST_SEEN = 256
+_MAX_SEEN_PROGRAMS = 256
 """Most programs to remember without a schedule."""
-_MOST_COMPILED = 16
+_MAX_COMPILED_SCHEDULES = 16
 """Most schedules to keep, each with views of the arena."""
-_GIVE_UP_AFTER = 3
+_MAX_FAILED_CALLS = 3
 """Number of calls in a row that leave their schedule, after which calls follow no schedule until a program occurs again."""
 
 
@@ -69,25 +69,25 @@ class RecordedPrograms:
         following = self._after.get(self._last_two)
         if following is not None and following in self._schedules:
             return self._schedules[following]
-        return self._schedules.get(last) if last is not None and self.num_failed < _GIVE_UP_AFTER else None
+        return self._schedules.get(last) if last is not None and self.num_failed < _MAX_FAILED_CALLS else None
 
     def pin_schedule(self, schedule: Schedule) -> None:
         """Follow this schedule from now on."""
         self.pinned = schedule
         self.bound.clear()
 
-    def record_followed(self, program: Program) -> None:
-        """Record that a call has followed its schedule to the end."""
-        self._record_order(program)
+    def record_followed_schedule(self, program: Program) -> None:
+        """Record a call that has followed its schedule to the end."""
+        self._record_program_order(program)
         self.num_failed = 0
 
-    def record_unscheduled(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
+    def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
         """Record the program of a call that had no schedule, or has ``left`` its schedule, and compile it by ``compile_``."""
         self.pinned = None
         self.num_unscheduled_calls += 1
         self.num_failed = self.num_failed + 1 if left else self.num_failed
-        if program not in self._schedules and (program in self._seen or self.num_failed < _GIVE_UP_AFTER):
-            while len(self._schedules) >= _MOST_COMPILED:
+        if program not in self._schedules and (program in self._seen or self.num_failed < _MAX_FAILED_CALLS):
+            while len(self._schedules) >= _MAX_COMPILED_SCHEDULES:
                 old = self._schedules.pop(next(iter(self._schedules)))
                 self.bound.pop(id(old), None)
             if (schedule := compile_(program)) is not None:
@@ -95,15 +95,15 @@ class RecordedPrograms:
         elif program in self._schedules:
             self._schedules[program] = self._schedules.pop(program)  # now the last that is dropped
         self._seen[program] = None
-        while len(self._seen) > _MOST_SEEN:
+        while len(self._seen) > _MAX_SEEN_PROGRAMS:
             del self._seen[next(iter(self._seen))]
-        self._record_order(program)
+        self._record_program_order(program)
 
-    def _record_order(self, program: Program) -> None:
+    def _record_program_order(self, program: Program) -> None:
         if program is self._last_two[1] and self._is_steady:
             return
         self._after[self._last_two] = program
-        while len(self._after) > _MOST_SEEN:
+        while len(self._after) > _MAX_SEEN_PROGRAMS:
             del self._after[next(iter(self._after))]
         self._last_two = self._last_two[1], program
         self._is_steady = self._after.get((program, program)) is program
@@ -127,7 +127,7 @@ class CallStatus(NamedTuple):
     num_left: int
 
 
-class Scheduled:
+class ScheduledFunction:
     """The function that ``scheduler(fn)`` returns. It calls ``fn`` without the argument ``comm``, and follows a schedule.
 
     Attributes:
@@ -140,12 +140,12 @@ class Scheduled:
         self.scheduler, self.fn, self.name = scheduler, fn, name
         self.programs = RecordedPrograms()
         self.num_calls = 0
-        self.recorder: Recorder | None = None
+        self.recorder: TraceRecorder | None = None
         self._emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
         self._status = CallStatus("new", "it has not been called", 0, 0)
-        self.followed_by: Callable[[], Scheduled | None] = lambda: None
+        self.followed_by: Callable[[], ScheduledFunction | None] = lambda: None
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ class Scheduled:
         self._status, self.followed_by = CallStatus("new", "it has not been called", 0, 0), lambda: None
         self.drop_tensors()
 
-    def record_next_called(self, following: "Scheduled") -> None:
+    def record_next_called(self, following: "ScheduledFunction") -> None:
         """Record which scheduled function was called next after this function."""
         self.followed_by = weakref.ref(following)
 
@@ -217,7 +217,7 @@ class Scheduled:
     def start_trace(self) -> Trace:
         """Begin to measure steps that follow the schedule, and return the trace that collects them."""
         trace = Trace()
-        self.recorder = Recorder(trace, self.scheduler.device, self.scheduler.executor.waited_s)
+        self.recorder = TraceRecorder(trace, self.scheduler.device, self.scheduler.executor.waited_s)
         return trace
 
     def nodes_by_unit(self, args: Any) -> dict[str, Sharded]:
@@ -225,7 +225,7 @@ class Scheduled:
         self._nodes = units_of(args)
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
-    def record_position(self, key: str, node: Sharded) -> None:
+    def record_argument_position(self, key: str, node: Sharded) -> None:
         """Record the position of a unit's node among the arguments."""
         mine = [b.data_ptr() for b in node.raw_buffers]
         for i, each in enumerate(self._nodes):
@@ -238,26 +238,26 @@ class Scheduled:
         self._nodes = []
 
 
-class ScheduledFunctions:
+class FunctionRegistry:
     """The scheduled functions of one scheduler, by weak references."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[Scheduled] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[ScheduledFunction] = weakref.WeakSet()
         self._names: Counter[str] = Counter()
-        self._last: Callable[[], Scheduled | None] = lambda: None
+        self._last: Callable[[], ScheduledFunction | None] = lambda: None
 
-    def __iter__(self) -> Iterator[Scheduled]:
+    def __iter__(self) -> Iterator[ScheduledFunction]:
         return iter(self._alive)
 
-    def wrap(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> Scheduled:
+    def wrap(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> ScheduledFunction:
         """Return a scheduled function with a unique name. All ranks wrap functions in the same order."""
         self._names[name] += 1
         number = self._names[name]
-        scheduled = Scheduled(scheduler, fn, f"{name} ({number})" if number > 1 else name)
+        scheduled = ScheduledFunction(scheduler, fn, f"{name} ({number})" if number > 1 else name)
         self._alive.add(scheduled)
         return scheduled
 
-    def record_last_called(self, scheduled: Scheduled) -> None:
+    def record_last_called(self, scheduled: ScheduledFunction) -> None:
         """Record that ``scheduled`` was called last, and that it followed the function called before."""
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)

@@ -61,7 +61,7 @@ class HandedOutGradients:
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
         return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
-    def check_unsent(self) -> None:
+    def check_none_sent(self) -> None:
         """Raise an error if a gradient was already sent with residuals, before other gradients are reduced in its place."""
         for unit in self.units:
             if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
@@ -70,7 +70,7 @@ class HandedOutGradients:
                     "feedback. Make the same changes in each step, from the first step on."
                 )
 
-    def are_exactly(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
+    def are_same_gradients(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
         """Return whether ``nodes`` are the gradients that were handed out, all of them and unchanged."""
         filled = [node for node in nodes if node.unit.trainable_groups]
         if len(filled) != len(self._rows) or not filled:
@@ -166,11 +166,11 @@ class ScheduledEngine(Engine):
             for node in (*ties, *nodes):
                 uses.append(step.begin_use(node, self.unit_of(node)))
             out = compiled_by_caller(
-                fn, _tree_of(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
+                fn, _build_full_tree(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
             )  # not referenced here, so only the function keeps the leaves alive
             for use in uses:
-                use.check_unwritten()
-            out = _without_views(out, uses)
+                use.check_leaves_unwritten()
+            out = _clone_parameter_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
                     use.pack_saved_parameters(out, first, partial(step.filled_buffer, use))
@@ -178,7 +178,7 @@ class ScheduledEngine(Engine):
             for use in reversed(uses):
                 step.end_forward(use)
         if torch.is_grad_enabled():
-            call_before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.begin_backwards, uses))
+            call_before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.begin_use_backwards, uses))
         return out
 
     def run_value_and_grad(
@@ -189,14 +189,14 @@ class ScheduledEngine(Engine):
         total: Loss | None = None
         for number, part in enumerate(parts, 1):
             with torch.enable_grad():
-                probed = with_sinks(params, SinkLedger(residuals))
-                loss = as_loss(compiled_by_caller(loss_fn, probed, part, self))
+                params_with_sinks = with_sinks(params, SinkLedger(residuals))
+                loss = as_loss(compiled_by_caller(loss_fn, params_with_sinks, part, self))
                 check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
-                self.current_step().begin_backward(is_last=number == len(parts))
+                self.current_step().begin_backward_pass(is_last=number == len(parts))
                 torch.autograd.backward(loss.sum)
-            self.end_microbatch(units, probed)
+            self.end_microbatch(units, params_with_sinks)
         assert total is not None
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
@@ -209,9 +209,9 @@ class ScheduledEngine(Engine):
             _pass_residuals(units, residuals)
         return units
 
-    def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
+    def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any) -> None:
         """End a microbatch after its backward. ``probed``: the parameters of these units in the microbatch, with sinks."""
-        found = zip(units, units_of(probed), strict=True)
+        found = zip(units, units_of(params_with_sinks), strict=True)
         self.current_step().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
@@ -228,9 +228,9 @@ class ScheduledEngine(Engine):
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
         """Return gradients in the place ``to``: by the schedule if :meth:`run_value_and_grad` returned them, else at once."""
         nodes, step = units_of(tree), self.current_step()
-        if not self._handed_out.are_exactly(nodes, to):
+        if not self._handed_out.are_same_gradients(nodes, to):
             if residuals:
-                self._handed_out.check_unsent()
+                self._handed_out.check_none_sent()
             step.record_unscheduled_reduction()
             return moves.reduce_scatter_unchecked(tree, nodes, to, self.own, residuals)
         units, self._handed_out = self._handed_out.units, HandedOutGradients()
@@ -267,7 +267,7 @@ class ScheduledEngine(Engine):
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
-                node = with_future_buffers(node, partial(self.executor.run_and_report, update_gather.wait), lanes)
+                node = with_future_buffers(node, partial(self.executor.run_and_report_failure, update_gather.wait), lanes)
             if not donate:
                 unit.drop_references()
             self.record_replaced(old, unit, node)
@@ -300,7 +300,7 @@ def _leaves_of(*values: Any) -> Sequence[Any]:
     return values
 
 
-def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
+def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
     """Return ``sharded`` with the subtrees of full parameters of the uses in place of units."""
     rows, leaves = [], {}
     for use in uses:
@@ -328,13 +328,13 @@ def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceNam
     return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
 
-def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
+def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:
     """Return ``out`` with copies in place of views of the uses' parameters, which are released next."""
     bounds: list[tuple[int, int]] = []
     for use in uses:
-        if use.copy is not None and use.copy.memory is not None:
-            start = use.copy.memory.data_ptr()
-            bounds.append((start, start + use.copy.memory.numel()))
+        if use.unsharded is not None and use.unsharded.memory is not None:
+            start = use.unsharded.memory.data_ptr()
+            bounds.append((start, start + use.unsharded.memory.numel()))
     if not bounds:
         return out
 

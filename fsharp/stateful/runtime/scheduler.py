@@ -20,7 +20,7 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.scheduled import Scheduled, ScheduledFunctions
+from fsharp.stateful.runtime.scheduled import FunctionRegistry, ScheduledFunction
 from fsharp.stateful.runtime.scheduled_engine import HandedOutGradients, ScheduledEngine
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.schedule.compile import compile_schedule
@@ -50,12 +50,12 @@ class StepUnderWay:
 
     def __init__(self) -> None:
         self.step: Step | None = None
-        self.scheduled: Scheduled | None = None
+        self.scheduled: ScheduledFunction | None = None
         self.title = ""
         self.thread = 0
         self.loose = weakref.WeakSet[Step]()
 
-    def begin_step(self, scheduled: Scheduled, step: Step, title: str) -> None:
+    def begin_step(self, scheduled: ScheduledFunction, step: Step, title: str) -> None:
         """Record that a function's step begins in this thread."""
         self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
 
@@ -108,10 +108,10 @@ class Scheduler(DelegatingComm, ScheduledEngine):
                 f"Scheduler(): arena_memory is {self.policy.arena_memory!r}, which needs ranks over NCCL, got "
                 f"{type(innermost_comm(comm)).__name__} on {comm.device}. Pass arena_memory='allocator'."
             )
-        self._functions, self._history = ScheduledFunctions(), SettingsHistory()
+        self._functions, self._history = FunctionRegistry(), SettingsHistory()
         self._closed: str | None = None
         setup_calls.record_without_call(self._close_for_next_generation)
-        self._start(lanes_for(comm.device))
+        self._make_executor(lanes_for(comm.device))
         setup_calls.record_without_call(partial(self._begin_generation, self.own, self.executor))
 
     def _close_for_next_generation(self) -> None:
@@ -123,16 +123,16 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.own, self.executor = own, executor
         executor.begin_generation()
         self._functions.begin_generation()
-        self._begin_units()
+        self._reset_units()
 
-    def _start(self, lanes: Lanes) -> None:
+    def _make_executor(self, lanes: Lanes) -> None:
         self.own = _with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
         self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
-        self._begin_units()
+        self._reset_units()
 
-    def _begin_units(self) -> None:
+    def _reset_units(self) -> None:
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.arena = Arena(self.executor, self.registry, self.policy)
         self._now = StepUnderWay()
@@ -142,7 +142,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
         if self._closed is not None:
             self._closed = None
-            self._start(self.lanes)
+            self._make_executor(self.lanes)
             self._functions.reset_after_error()
 
     def use_lanes(self, lanes: Lanes) -> None:
@@ -166,7 +166,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Return the Comm and the label for an unscheduled collective. Raise an error if the scheduler is closed."""
-        self._refuse()
+        self._raise_if_closed()
         self.executor.make_process_groups()
         return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
 
@@ -174,7 +174,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         """Add settings to the labels of all later collectives, by which ranks with other settings are found."""
         self._history.add_settings(text)
         if self._now.step is not None:
-            self.executor.set_label_names(step=f"{self._now.title}{self._of_history}")
+            self.executor.set_label_names(step=f"{self._now.title}{self._history_suffix}")
 
     def reset_history(self) -> None:
         """Remove earlier steps and settings from labels, after all ranks have loaded the same values."""
@@ -188,24 +188,24 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         return self._history.text
 
     @property
-    def comm_with_history(self) -> Comm:
+    def comm_with_history_labels(self) -> Comm:
         """A Comm whose labels have the history of settings, for collectives of all ranks' parts outside of steps."""
         return self if self._now.step is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
-    def _of_history(self) -> str:
+    def _history_suffix(self) -> str:
         digest = self._history.digest
         return f" of history {digest}" if digest else ""
 
-    def __call__(self, fn: Callable[..., Any]) -> Scheduled:
+    def __call__(self, fn: Callable[..., Any]) -> ScheduledFunction:
         """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
         return self.wrap(fn, getattr(fn, "__qualname__", type(fn).__name__))
 
-    def wrap(self, fn: Callable[..., Any], name: str) -> Scheduled:
+    def wrap(self, fn: Callable[..., Any], name: str) -> ScheduledFunction:
         """Return ``scheduler(fn)``, with a name for labels of collectives. A second function of the same name gets a number."""
         return self._functions.wrap(self, fn, name)
 
-    def call_scheduled(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_scheduled(self, scheduled: ScheduledFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scheduled function. Inside of another scheduled function the call is part of that function's step."""
         if self._now.step is not None:
             self._now.check_thread()
@@ -216,13 +216,13 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             self.close_step(step)
         return result
 
-    def open_step(self, scheduled: Scheduled, inputs: Any) -> Step:
+    def open_step(self, scheduled: ScheduledFunction, inputs: Any) -> Step:
         """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
         with self.closed_on_error():
-            self._refuse()
+            self._raise_if_closed()
             self._history.begin_step()
             title = f"{scheduled.begin_call()} after {self.num_updates} updates"
-            self.executor.begin_step(f"{title}{self._of_history}")
+            self.executor.begin_step(f"{title}{self._history_suffix}")
             self.registry.begin_step()
             for key, node in scheduled.nodes_by_unit(inputs).items():
                 self.registry.bind_if_free(key, node)
@@ -236,16 +236,16 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             if recorder is not None:
                 recorder.begin_step()
             if schedule is not None:
-                self.arena.carry_gathered_units(schedule)
+                self.arena.use_gathers_of_last_step(schedule)
         return step
 
     def close_step(self, step: Step) -> None:
         """End the step, and record its program."""
         step.end_step()
-        self._end(step)
+        self._record_step_end(step)
         if step.recorder is not None and step.eager is None:
             step.recorder.end_step()
-        self._leave()
+        self._clear_step()
 
     @contextmanager
     def closed_on_error(self, step: Step | None = None) -> Iterator[None]:
@@ -268,9 +268,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         for unit in self.units.values():
             unit.drop_references()
             if unit.gradient is not None:
-                unit.gradient.abandon(self._refuse)
+                unit.gradient.abandon(self._raise_if_closed)
         self.arena.abandon_gathers()
-        self._leave()
+        self._clear_step()
 
     @api_boundary
     def check_open(self) -> None:
@@ -280,17 +280,18 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             ScheduleError: this scheduler is closed.
             AgreementError: another rank has failed.
         """
-        self._refuse()
+        self._raise_if_closed()
         comm = innermost_comm(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.raise_if_failed()
 
-    def _refuse(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._closed is not None:
             why = f"this scheduler was closed by an earlier error: {self._closed}"
             raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
 
-    def _leave(self) -> None:
+    def _clear_step(self) -> None:
+        """Forget the step under way, and the references to its tensors."""
         self._now.end_step()
         self._handed_out = HandedOutGradients()
         self.registry.unbind_nodes()
@@ -298,26 +299,27 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         for scheduled in self._functions:
             scheduled.drop_tensors()
 
-    def _end(self, step: Step) -> None:
+    def _record_step_end(self, step: Step) -> None:
+        """Record how a step went, for the schedule of later steps, and gather for the next step if its schedule says so."""
         scheduled = self._now.scheduled
         assert scheduled is not None
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.copy_out_held_tensors()
-        if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
+        if step.has_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_begin_step()
             scheduled.record_call("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
             return
         self._functions.record_last_called(scheduled)
         if step.eager is None and step.schedule is not None:
-            scheduled.programs.record_followed(step.schedule.schedule.program)
+            scheduled.programs.record_followed_schedule(step.schedule.schedule.program)
             scheduled.record_call("planned", "it has followed its schedule to the end")
             if scheduled.followed_by() in (None, scheduled):  # the next step of other functions may begin with any unit
-                self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
+                self.arena.gather_for_next_step(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
         else:
-            self._record(scheduled, step)
+            self._record_unscheduled_step(scheduled, step)
 
-    def _record(self, scheduled: Scheduled, step: Step) -> None:
+    def _record_unscheduled_step(self, scheduled: ScheduledFunction, step: Step) -> None:
         """Record the program of a step that did not follow a schedule to the end."""
         trained, updated = dict(step.trained), dict(step.updated)
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
@@ -328,7 +330,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             units.append(self.units[k].facts(self.policy, **known, several_microbatches=several))
         program = Program(tuple(units), tuple(step.events))
         was_planned, held = step.schedule is not None, list(step.uses.held)
-        scheduled.programs.record_unscheduled(program, partial(self._compile, is_held=bool(held)), left=was_planned)
+        scheduled.programs.record_unscheduled_call(
+            program, partial(self._compile_on_all_ranks, is_held=bool(held)), left=was_planned
+        )
         emitted: Callable[[], Schedule] | None = None
         assert step.eager is not None
         if not was_planned:
@@ -342,7 +346,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         schedules = [schedule for each in self._functions for schedule in each.programs.schedules]  # of all units in use
         self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
 
-    def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
+    def _compile_on_all_ranks(self, program: Program, *, is_held: bool) -> Schedule | None:
         """Return the schedule of a program, compared between ranks; None if a rank's callers hold parameters after a use."""
         self.executor.make_process_groups()
         if b"1" in all_gather_bytes(b"1" if is_held else b"0", self.own):
@@ -360,7 +364,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         if unit is None:
             unit = self.registry.bind_or_make_unit(node)
             if self._now.scheduled is not None:
-                self._now.scheduled.record_position(unit.key, node)
+                self._now.scheduled.record_argument_position(unit.key, node)
         if unit.node is None or (node.lazy is not None and is_pending(node)):
             unit.bind_node(node)
         return unit
@@ -374,7 +378,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         now = self._now
         step = now.step or next(iter(now.loose), None)
         if step is None:
-            self._refuse()
+            self._raise_if_closed()
             self.registry.unbind_nodes()
             step = Step(self.executor, None, self.units)
             now.loose.add(step)

@@ -12,11 +12,11 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, differentiable, double_backward_error, in_backward
+from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, create_graph_error, in_backward, make_leaves_differentiable
 from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.eager import EagerOps
 from fsharp.stateful.runtime.executor import BoundOp, Executor
-from fsharp.stateful.runtime.recorder import Recorder
+from fsharp.stateful.runtime.recorder import TraceRecorder
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.gradient import GradientPhase
@@ -39,30 +39,34 @@ class Step:
     """
 
     def __init__(
-        self, executor: Executor, schedule: BoundSchedule | None, units: dict[str, UnitState], recorder: Recorder | None = None
+        self,
+        executor: Executor,
+        schedule: BoundSchedule | None,
+        units: dict[str, UnitState],
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.executor, self.schedule, self.units, self.recorder = executor, schedule, units, recorder
-        self._on_backward: Callable[[], None] | None = None
+        self._backward_hook: Callable[[], None] | None = None
         self.events: list[Event] = []
         self.uses = UsesUnderWay()
-        self.eager: EagerOps | None = EagerOps(executor, is_in_use=self.uses.any_in_buffer) if schedule is None else None
+        self.eager: EagerOps | None = EagerOps(executor, is_in_use=self.uses.is_buffer_in_use) if schedule is None else None
         self.trained, self.updated = dict[str, None](), dict[str, None]()
         self.num_microbatches, self.is_over = 0, False
 
     @property
-    def is_local(self) -> bool:
+    def has_no_collectives(self) -> bool:
         """Whether this step has used no collective: it has forwards alone, of units that rest in full."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
 
-    def _event(
+    def _run_event(
         self,
         kind: EventKind,
         unit: UnitState | None = None,
         number: int = -1,
         *,
         no_gradient: bool = False,
-        copy: UnshardedBuffer | None = None,
+        unsharded: UnshardedBuffer | None = None,
         units: Collection[UnitState] = (),
     ) -> None:
         at, found = len(self.events), (kind, unit.key if unit is not None else "", number, no_gradient)
@@ -81,12 +85,12 @@ class Step:
         self.events.append(event)
         eager = self.leave_schedule(event)
         has_pending = unit is not None and self.uses.pending.get(unit.key, 0) > 0
-        self._run(eager.ops_at_event(at, event, unit, copy, units, has_pending=has_pending))
+        self._run_ops(eager.ops_at_event(at, event, unit, unsharded, units, has_pending=has_pending))
 
-    def _run(self, bounds: Iterable[BoundOp]) -> None:
+    def _run_ops(self, bound_ops: Iterable[BoundOp]) -> None:
         """Run ops of the source ``EagerOps`` and their followers, each before the next one is emitted."""
         assert self.eager is not None
-        for bound in self.eager.with_followers(bounds):
+        for bound in self.eager.with_followers(bound_ops):
             self.executor.run_op(bound)
             del bound  # releases memory for the next op
 
@@ -97,9 +101,9 @@ class Step:
         assert self.schedule is not None
         after = f"the end after {self.events[-1]}" if self.events else "an end"
         self.executor.finish_reductions()
-        self.schedule.leave_schedule(self.uses.any_in_buffer)
+        self.schedule.leave_schedule(self.uses.is_buffer_in_use)
         left_at = after if event is None else str(event)
-        self.eager = EagerOps(self.executor, is_in_use=self.uses.any_in_buffer, left=self.schedule, left_at=left_at)
+        self.eager = EagerOps(self.executor, is_in_use=self.uses.is_buffer_in_use, left=self.schedule, left_at=left_at)
         return self.eager
 
     def begin_use(self, node: Sharded, unit: UnitState) -> UnitUse:
@@ -109,19 +113,19 @@ class Step:
             self._end_passed_backwards(None)
         parent = uses.forward[-1] if uses.forward else uses.backward[-1] if uses.backward else None
         number = next(uses.numbers)
-        self._event("forward", unit, number)
-        copy: UnshardedBuffer | None = None
+        self._run_event("forward", unit, number)
+        unsharded: UnshardedBuffer | None = None
         if unit.axes:
             source = self.eager or self.schedule
             assert source is not None
-            copy = source.slots[unit.key]
-            full = copy.full
+            unsharded = source.slots[unit.key]
+            full = unsharded.full
         else:
             if unit.node is not None:
                 _ = unit.node.buffers
             full = unit.full_at_rest()
         assert full is not None
-        use = UnitUse(unit, number, parent, copy, full)
+        use = UnitUse(unit, number, parent, unsharded, full)
         uses.forward.append(use)
         sinks = node.sinks
         if sinks and torch.is_grad_enabled():
@@ -129,68 +133,72 @@ class Step:
             assert leaves is not None
             uses.pending[unit.key] = uses.pending.get(unit.key, 0) + 1
             uses.awaited.add(weakref.ref(use, uses.awaited.discard))
-            graph = differentiable(use, partial(self._end_backward, use), [leaves[i] for i in chosen], *sinks)
+            graph = make_leaves_differentiable(
+                use, partial(self._receive_use_gradients, use), [leaves[i] for i in chosen], *sinks
+            )
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
         return use
 
-    def full_in_backward(self, unit: str) -> FullUnit | None:
+    def full_unit_in_backward(self, unit: str) -> FullUnit | None:
         """Return the full parameters of a unit while its backward is under way, else None."""
         use = next((use for use in reversed(self.uses.backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None
-        return use.copy.full if use.copy is not None else use.unit.full_at_rest()
+        return use.unsharded.full if use.unsharded is not None else use.unit.full_at_rest()
 
     def filled_buffer(self, use: UnitUse) -> UnshardedBuffer:
         """Return the buffer of a use, which a backward needs, with gathered parameters."""
         if self.is_over:
-            raise _too_late(use.unit.key)
-        assert use.copy is not None
-        if use.copy.filled_from is None:  # the backward did not pass through the function's result
-            if self._on_backward is not None:
-                self._on_backward()
-            self._open(use)
-        return use.copy
+            raise _backward_too_late_error(use.unit.key)
+        assert use.unsharded is not None
+        if use.unsharded.filled_from is None:  # the backward did not pass through the function's result
+            if self._backward_hook is not None:
+                self._backward_hook()
+            self._begin_use_backward(use)
+        return use.unsharded
 
     def end_forward(self, use: UnitUse) -> None:
         """End the forward part of a use."""
         uses = self.uses
         while uses.backward and uses.backward[-1].is_nested_in(use):  # the function itself has called a backward
-            self._close(uses.backward[-1], None)
+            self._end_use_backward(uses.backward[-1], None)
         popped = uses.forward.pop()
         assert popped is use
         if use.leaves is not None:  # the function was not called
             use.take_leaves()
-        self._event("forward_end", use.unit, use.number, copy=use.copy)
-        if use.copy is not None and use.copy.is_held and not use.is_opaque:
+        self._run_event("forward_end", use.unit, use.number, unsharded=use.unsharded)
+        if use.unsharded is not None and use.unsharded.is_held and not use.is_opaque:
             # In a backward a checkpoint that recomputes may hold the parameters, until the unit's own backward.
             (uses.recomputed if in_backward() else uses.held)[use.unit.key] = None
 
-    def begin_backwards(self, uses: Sequence[UnitUse], grads: object = None) -> None:
-        """Begin the backwards of ``uses``, as a backward has reached the results of their function."""
-        gathered = [use.unit.key for use in uses if use.copy is not None] if self.is_over or torch.is_grad_enabled() else []
+    def begin_use_backwards(self, uses: Sequence[UnitUse], grads: object = None) -> None:
+        """Begin the backward of each of ``uses``, as autograd has reached the results of their function."""
+        gathered = (
+            [use.unit.key for use in uses if use.unsharded is not None] if self.is_over or torch.is_grad_enabled() else []
+        )
         if gathered and torch.is_grad_enabled():
-            raise double_backward_error()
+            raise create_graph_error()
         if self.is_over and not gathered:
             return
-        if self.is_over or self._on_backward is not None:
-            self._enter_backward(gathered)
+        if self.is_over or self._backward_hook is not None:
+            self._call_backward_hook(gathered)
         for use in uses:
-            self._open(use)
+            self._begin_use_backward(use)
 
-    def _enter_backward(self, gathered: Sequence[str]) -> None:
-        """Call the function of :meth:`call_on_backward`. Raise an error if the step is over, whose parameters are released."""
-        if self._on_backward is not None:
-            self._on_backward()
+    def _call_backward_hook(self, gathered: Sequence[str]) -> None:
+        """Call the hook of :meth:`set_backward_hook`. Raise an error if the step is over, whose parameters are released."""
+        if self._backward_hook is not None:
+            self._backward_hook()
         if self.is_over:
-            raise _too_late(gathered[0])
+            raise _backward_too_late_error(gathered[0])
 
-    def _open(self, use: UnitUse) -> None:
+    def _begin_use_backward(self, use: UnitUse) -> None:
         uses = self.uses
         if use in uses.backward:
             return
         if use.parent is not None and use.parent not in uses.forward:
-            self._open(use.parent)  # if both have the same output, the backward reaches the inner use first
+            self._begin_use_backward(use.parent)  # if both have the same output, the backward reaches the inner use first
         if uses.backward:
             self._end_passed_backwards(use)
         uses.recomputed.pop(use.unit.key, None)
@@ -201,57 +209,57 @@ class Step:
                 f"the parameters of unit {use.unit.key!r} were changed or replaced between a forward and its backward. Change "
                 "them after the backward; or, in functions, pass comm=scheduler.comm."
             )
-        self._event("backward", use.unit, use.number, copy=use.copy)
+        self._run_event("backward", use.unit, use.number, unsharded=use.unsharded)
         uses.backward.append(use)
 
     def _end_passed_backwards(self, next_use: UnitUse | None) -> None:
         """End the backwards of uses that autograd has passed on its way to ``next_use``."""
         backward = self.uses.backward
         while backward and (next_use is None or not next_use.is_nested_in(backward[-1])):
-            self._close(backward[-1], None)
+            self._end_use_backward(backward[-1], None)
 
-    def _end_backward(self, use: UnitUse, grads: Grads) -> None:
-        """End the backward of a use. ``grads``: the gradients of its leaves."""
-        if self.is_over or self._on_backward is not None:
-            self._enter_backward([use.unit.key])
+    def _receive_use_gradients(self, use: UnitUse, grads: Grads) -> None:
+        """End the backward of a use, as autograd has computed ``grads``, the gradients of its leaves."""
+        if self.is_over or self._backward_hook is not None:
+            self._call_backward_hook([use.unit.key])
         uses = self.uses
         if use not in uses.backward:
-            self._open(use)
+            self._begin_use_backward(use)
         while uses.backward[-1] is not use:
-            self._close(uses.backward[-1], None)
+            self._end_use_backward(uses.backward[-1], None)
         uses.pending[use.unit.key] = uses.pending.get(use.unit.key, 0) - 1
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             uses.awaited.discard(weakref.ref(use, None))
-        self._close(use, grads)
+        self._end_use_backward(use, grads)
 
-    def _close(self, use: UnitUse, grads: Grads | None) -> None:
+    def _end_use_backward(self, use: UnitUse, grads: Grads | None) -> None:
         self.uses.backward.pop()
         if grads is not None and self.eager is None and self.schedule is not None:
-            grads = self.schedule.gradients_outside_arena(grads)
+            grads = self.schedule.clone_gradients_in_arena(grads)
         self.executor.receive_gradients(grads)
-        self._event("backward_end", use.unit, use.number, no_gradient=grads is None, copy=use.copy)
+        self._run_event("backward_end", use.unit, use.number, no_gradient=grads is None, unsharded=use.unsharded)
         self.executor.receive_gradients(None)
 
-    def begin_backward(self, *, is_last: bool) -> None:
+    def begin_backward_pass(self, *, is_last: bool) -> None:
         """Begin a backward pass. ``is_last``: whether it is the last pass before gradients go to the optimizer's place."""
         number = self.num_microbatches
         if not is_last and self.schedule is not None and number in self.schedule.microbatches_before_reduce:
             self.leave_schedule()  # the schedule would reduce gradients for the optimizer in this pass
         self.executor.set_label_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
-    def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
-        """End a microbatch. ``direct``: gradients, flat and at rest, of parameters that the loss gathered by ``gather()``."""
+    def end_microbatch(self, flat_grads: Sequence[tuple[UnitState, Grads]]) -> None:
+        """End a microbatch. ``flat_grads``: gradients, at rest, of parameters that the loss gathered by ``gather()``."""
         self._end_passed_backwards(None)
-        self.uses.end_recomputation()
+        self.uses.hold_recomputed_units()
         found = []
-        for unit, grads in direct:
+        for unit, grads in flat_grads:
             for grad in grads:
                 if grad is not None:
                     found.append((unit, grads))
                     break
         if found:
             self.leave_schedule()
-        self._event("microbatch_end", units=self.units.values())
+        self._run_event("microbatch_end", units=self.units.values())
         for unit, grads in found:
             if unit.gradient is not None:
                 unit.gradient.add_flat_gradients(grads)
@@ -260,7 +268,7 @@ class Step:
         self.uses.pending.clear()
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:
-        """Begin the gradients of ``units`` anew, in the schedule's memory, after reductions of the old gradients have ended."""
+        """Begin new gradients of ``units``, in the schedule's memory, after reductions of the old gradients have ended."""
         if self.executor.reducing:
             reducing = {key for key, _ in self.executor.reducing}
             if any(unit.key in reducing for unit in units):
@@ -273,18 +281,18 @@ class Step:
     def record_unscheduled_reduction(self) -> None:
         """Record that all ranks reduce gradients outside of the schedule."""
         self._end_passed_backwards(None)
-        self._event("move")
+        self._run_event("move")
 
     def reduce_to_optimizer(self, units: Sequence[UnitState], *, wait: bool) -> None:
         """Reduce gradients to the optimizer's place. Without ``wait`` a later read of a gradient waits for its reduction."""
         self._end_passed_backwards(None)
-        unfinished = [unit for unit in units if _is_unfinished(unit)]
-        self._event("reduce", units=unfinished)
-        unfinished = [unit for unit in unfinished if _is_unfinished(unit)]
+        unfinished = [unit for unit in units if _needs_final_reduction(unit)]
+        self._run_event("reduce", units=unfinished)
+        unfinished = [unit for unit in unfinished if _needs_final_reduction(unit)]
         if unfinished:
             self.leave_schedule()
         if self.eager is not None:
-            self._run(self.eager.ops_to_finish(unfinished))
+            self._run_ops(self.eager.ops_of_final_reduction(unfinished))
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.join()
@@ -295,7 +303,7 @@ class Step:
         self._end_passed_backwards(None)
         self.executor.take_host_copies(host_copies)
         for key in host_copies:
-            self._event("fetch", self.units[key])
+            self._run_event("fetch", self.units[key])
         self.executor.lanes.join_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
 
     def gather_updates(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostCopies]) -> None:
@@ -314,14 +322,14 @@ class Step:
                 self.leave_schedule()
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
-        self._event("update", units=units)
-        if self.executor.spreading or self.executor.host_copies:  # of units that are not in the schedule
-            self._run(self.leave_schedule().ops_after_update(units))
+        self._run_event("update", units=units)
+        if self.executor.update_gathers or self.executor.host_copies:  # of units that are not in the schedule
+            self._run_ops(self.leave_schedule().ops_after_update(units))
 
     def end_step(self) -> None:
         """End the step after its function has returned, and wait for reductions under way."""
         self._end_passed_backwards(None)
-        self.uses.end_recomputation()
+        self.uses.hold_recomputed_units()
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()
@@ -333,17 +341,17 @@ class Step:
         """End the step without a wait for work under way. A later backward of this step raises an error."""
         self.is_over = True
 
-    def call_on_backward(self, call: Callable[[], None]) -> None:
-        """Let each backward that reaches a use of this step first call ``call``, which may raise an error."""
-        self._on_backward = call
+    def set_backward_hook(self, hook: Callable[[], None]) -> None:
+        """Let each backward that reaches a use of this step first call ``hook``, which may raise an error."""
+        self._backward_hook = hook
 
 
-def _is_unfinished(unit: UnitState) -> bool:
+def _needs_final_reduction(unit: UnitState) -> bool:
     gradient = unit.gradient
     return gradient is not None and gradient.route.has_final_reduction and gradient.phase < GradientPhase.FINISHING
 
 
-def _too_late(unit: str) -> ScheduleError:
+def _backward_too_late_error(unit: str) -> ScheduleError:
     return ScheduleError(
         f"a backward came to unit {unit!r} after the step that used it was over. With a ShardedModule call backward before "
         "optimizer.step() and zero_grad(), and call the model again for another backward. Call the backward of a scheduled "

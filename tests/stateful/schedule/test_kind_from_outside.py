@@ -49,7 +49,7 @@ def declared(spec, bind):
 
 
 def flats(bound):
-    return [flat for flat in bound.copy.full.flats if len(flat)]
+    return [flat for flat in bound.unsharded.full.flats if len(flat)]
 
 
 class Found(NamedTuple):

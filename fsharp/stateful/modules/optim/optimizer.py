@@ -429,7 +429,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
-        where, comm = "full_state_dict()", self.session.scheduler.comm_with_history
+        where, comm = "full_state_dict()", self.session.scheduler.comm_with_history_labels
         self._refuse_pair(where)
         found = self.state_dict()
         return found if replace_parts_by_whole(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
