@@ -27,7 +27,7 @@ class BoundSchedule:
     Attributes:
         microbatches_before_reduce: numbers of the microbatches after which gradients go to the optimizer's place.
         slots: by unit, the memory of its full parameters.
-        places: by unit, the memory of its gradient at rest, from the op that opens it.
+        resting_gradients: by unit, its gradient at rest, from the op that opens it.
         ops: by event, the first op of each bucket, without carried ops.
         bound: by event, pairs of an op in ``ops`` and its action.
         actions: by event, the actions in ``bound`` that do something.
@@ -46,7 +46,7 @@ class BoundSchedule:
         comm, poison = executor.comm, schedule.policy.poison
         self.slots = {k: UnshardedBuffer(units[k], comm, where, arena, poison=poison) for k, where in schedule.slots.items()}
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
-        self.places = {
+        self.resting_gradients = {
             name: units[name].trained_gradient.route.resting_gradient(self._arena_bytes(memory))
             for name, memory in self._opens.items()
         }

@@ -390,7 +390,7 @@ def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
 
     def action() -> None:
         if opens:
-            gradient.open()
+            gradient.open_memory()
         assert executor.incoming is not None
         gradient.cast(executor.incoming, block, is_first=first)
 
@@ -423,7 +423,7 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
             else:
                 assert block is not None
                 if each.op.opens is not None:
-                    gradient.open()
+                    gradient.open_memory()
                 inputs += gradient.reduction_inputs(block, into_rest=each.op.opens is not None)
         works = reduce_along(inputs, transport, label=executor.label_of_units(units, what), coalesced=coalesced)
         for _, gradient, _ in members:
@@ -451,7 +451,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     def action() -> None:
         executor.reducing.pop(reduction, None)
         if opens:
-            gradient.open()
+            gradient.open_memory()
         if waits_late:
             gradient.defer_reduction_end(end)
         else:

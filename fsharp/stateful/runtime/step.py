@@ -275,7 +275,7 @@ class Step:
                 self.leave_schedule()
         schedule, transport = self.schedule if self.eager is None else None, self.executor.transport
         for unit in units:
-            unit.begin_gradient(transport, None if schedule is None else schedule.places.get(unit.key))
+            unit.begin_gradient(transport, None if schedule is None else schedule.resting_gradients.get(unit.key))
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def record_unscheduled_reduction(self) -> None:

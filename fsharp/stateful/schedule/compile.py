@@ -61,9 +61,9 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
     """
     buckets = BucketsByCollective(program, policy)
     first, *later = uses_in_backward_order(program, buckets.gathers)
-    kept = [*first, *chain(*later)] if policy.release == "backward" else []
+    kept_uses = [*first, *chain(*later)] if policy.release == "backward" else []
     emit = partial(emit_ops, program, policy, buckets, max_final_reductions=max_final_reductions, sum_late=sum_late)
-    unplaced = emit(kept)
+    unplaced = emit(kept_uses)
     best = place_buffers(unplaced, program)
     assert best is not None, "there is room without a limit"
     if policy.release != "room" or any(later) or not first:

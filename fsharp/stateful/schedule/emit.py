@@ -39,14 +39,14 @@ def emit_ops(
     program: Program,
     policy: SchedulePolicy,
     buckets: BucketsByCollective,
-    kept: Collection[int] = (),
+    kept_uses: Collection[int] = (),
     *,
     max_final_reductions: int = MAX_FINAL_REDUCTIONS,
     sum_late: bool,
 ) -> list[UnplacedOp]:
-    """Return the ops of a step in the order of issue. Parameters of uses in ``kept`` stay from forward to backward."""
+    """Return the ops of a step in the order of issue. Parameters of uses in ``kept_uses`` stay from forward to backward."""
     ops, microbatch = OpList(program), 0
-    parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.update_gathers, kept)
+    parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.update_gathers, kept_uses)
     gradients = GradientOps(ops, buckets.reduces, buckets.finishes, max_final_reductions, sum_late=sum_late)
     casts, last = count_gradients(program.events), microbatches_before_reduce(program.events)
     gradients.begin_microbatch(casts[0], is_last=0 in last)

@@ -25,7 +25,7 @@ class ParameterOps:
     """Emits the ops of parameters and of updates.
 
     ``gathers``: buckets of units that are gathered in one collective. ``update_gathers``: buckets for the gathers of updated
-    parameters. ``kept``: uses whose parameters stay from their forward to the end of their backward.
+    parameters. ``kept_uses``: uses whose parameters stay from their forward to the end of their backward.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class ParameterOps:
         policy: SchedulePolicy,
         gathers: BucketOfUnit,
         update_gathers: BucketOfUnit,
-        kept: Collection[int],
+        kept_uses: Collection[int],
     ) -> None:
         events = program.events
         self._ops, self._update_gathers = ops, update_gathers
         self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
         first = first_buckets(program, policy, gathers) if self._carries else ()
-        self._changes, self._carried = plan_residency(program, policy, gathers, kept, first)
+        self._changes, self._carried = plan_residency(program, policy, gathers, kept_uses, first)
         self._gathers: dict[str, UnplacedOp] = {}  # gathers of resident units, by unit
         self._ready: set[str] = set()  # resident units that compute has waited for
         self._arriving: list[UnplacedOp] = []  # waits for gathers of the previous step

@@ -30,19 +30,19 @@ class Residency(NamedTuple):
 
 
 def plan_residency(
-    program: Program, policy: SchedulePolicy, buckets: BucketOfUnit, kept: Collection[int], carried: Sequence[Bucket]
+    program: Program, policy: SchedulePolicy, buckets: BucketOfUnit, kept_uses: Collection[int], carried: Sequence[Bucket]
 ) -> Residency:
     """Return the plan of which buckets are resident at each event.
 
     Buckets in use are always resident. So are the next ``policy.prefetch`` different buckets that the program uses before its
     parameters are updated. There is room for these and for one bucket in use. If no bucket in use is gathered, a resident
     bucket that will be used again stays. Uses around the innermost use take up no room: a root that is always in use would
-    leave no room for prefetch. Uses in ``kept`` take up no room from their forward to the end of their backward.
+    leave no room for prefetch. Uses in ``kept_uses`` take up no room from their forward to the end of their backward.
 
     ``carried``: buckets that the previous step may have gathered.
     """
     events = program.events
-    in_use, staying = _buckets_in_use(events, buckets), _staying_buckets(events, buckets, frozenset(kept))
+    in_use, staying = _buckets_in_use(events, buckets), _staying_buckets(events, buckets, frozenset(kept_uses))
     wanted = _wanted_buckets(events, policy, buckets, in_use, staying)
     after = _next_needed_buckets(events, wanted)
     held: dict[Bucket, None] = {}
@@ -77,10 +77,10 @@ def plan_residency(
 
 
 def _staying_buckets(
-    events: Sequence[Event], buckets: BucketOfUnit, kept: Collection[int]
+    events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]
 ) -> list[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]]:
     """Return for each event the buckets that stay from here to the end of their backward, and the bucket whose stay ends."""
-    ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept}
+    ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept_uses}
     counts: Mapping[Bucket, int] = {}  # by bucket, number of uses that keep the bucket
     result = []
     for i, event in enumerate(events):
@@ -162,7 +162,7 @@ def _buckets_in_use(events: Sequence[Event], buckets: BucketOfUnit) -> list[tupl
     return result
 
 
-def _upcoming_buckets(events: Sequence[Event], buckets: BucketOfUnit, most: int) -> list[tuple[Bucket, ...]]:
+def _upcoming_buckets(events: Sequence[Event], buckets: BucketOfUnit, limit: int) -> list[tuple[Bucket, ...]]:
     """Return for each event the next ``most`` different buckets that have a use after the event and before the next update."""
     result: list[tuple[Bucket, ...]] = []
     ahead: tuple[Bucket, ...] = ()
@@ -172,6 +172,6 @@ def _upcoming_buckets(events: Sequence[Event], buckets: BucketOfUnit, most: int)
             ahead = ()
         elif event.kind in _START_KINDS and event.unit in buckets:
             name = buckets[event.unit]
-            ahead = (name, *(b for b in ahead if b != name))[:most]
+            ahead = (name, *(b for b in ahead if b != name))[:limit]
     result.reverse()
     return result

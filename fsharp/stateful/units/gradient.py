@@ -58,8 +58,8 @@ class UnitGradient:
         self.phase = GradientPhase.NONE
         self.num_added = self.found = 0
         self.block: OutgoingBlock | None = None
-        self._place: RestingGradient | None = None
-        self._is_open = False  # whether the memory at the place belongs to the gradient from now on in this step
+        self._arena_rest: RestingGradient | None = None
+        self._is_open = False  # whether the memory in the arena belongs to the gradient from now on in this step
         self._works: list[Work] = []
         self._deferred: Callable[[], None] | None = None
         self.is_under_way = False
@@ -77,32 +77,32 @@ class UnitGradient:
         """Begin a step, without memory in the arena yet."""
         self._is_open = False
 
-    def renew(self, place: RestingGradient | None) -> None:
-        """Begin a new gradient in place of the old one. ``place``: memory of the schedule, to be used after :meth:`open`."""
+    def renew(self, arena_rest: RestingGradient | None) -> None:
+        """Begin a new gradient, after the old one. ``arena_rest``: memory of the schedule, used after :meth:`open_memory`."""
         if self.is_under_way:
             self.join()
         if self.rest.handed_out:
             self.copy_out_held_tensors()
-        if place is not None or self._own.is_held:  # release memory of a step without a schedule, or that callers hold
+        if arena_rest is not None or self._own.is_held:  # release memory of a step without a schedule, or that callers hold
             self._own.release()
         if self.final is not None and self.final.is_held:
             self.final.release()
-        self.rest, self._place = place if self._is_open and place is not None else self._own, place
+        self.rest, self._arena_rest = arena_rest if self._is_open and arena_rest is not None else self._own, arena_rest
         if self.route.device.type != "cpu" and self.final is not None:
             _ = self.final.tensors  # allocated from the memory pool of the compute stream
         self.phase, self.block = GradientPhase.NONE, None
         self.num_added = self.found = 0
         self._works.clear()
 
-    def open(self) -> None:
+    def open_memory(self) -> None:
         """Let the gradient rest in the schedule's memory, in the arena, from now on in this step."""
         assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
-        if self._place is not None:
-            self.rest, self._is_open = self._place, True
+        if self._arena_rest is not None:
+            self.rest, self._is_open = self._arena_rest, True
 
     def try_leave_arena(self) -> bool:
         """Move the gradient out of the arena, into memory of its own. Return False if a caller's view prevents this."""
-        self._place, self._is_open = None, False
+        self._arena_rest, self._is_open = None, False
         if self.rest.in_arena:
             if not self.rest.move_to(self._own):
                 return False
@@ -112,7 +112,7 @@ class UnitGradient:
     def end_step(self) -> None:
         """End the step: the arena's memory is free for other uses, and tensors that callers hold move out of it."""
         self.copy_out_held_tensors()
-        self.rest, self._place, self._is_open = self._own, None, False
+        self.rest, self._arena_rest, self._is_open = self._own, None, False
 
     def copy_out_held_tensors(self) -> None:
         """Move the tensors that callers hold from the arena to memory of their own."""

@@ -142,14 +142,14 @@ class UnitState:
         if self.gradient is not None:
             self.gradient.begin_step()
 
-    def begin_gradient(self, transport: Transport, place: RestingGradient | None) -> None:
-        """Begin a new gradient, if the unit is trained. ``place``: memory of the schedule for the gradient at rest."""
+    def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None) -> None:
+        """Begin a new gradient, if the unit is trained. ``arena_rest``: memory of the schedule for the gradient at rest."""
         if not self.layout.trainable_groups:
             return
         if self.gradient is None:
             device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
             self.gradient = UnitGradient(self.layout, transport, device, trivial=self.trivial)
-        self.gradient.renew(place)
+        self.gradient.renew(arena_rest)
 
     def set_offloaded_nbytes(self, nbytes: int) -> None:
         """Set how many bytes of the unit's state an update copies to host memory."""
