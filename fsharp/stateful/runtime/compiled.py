@@ -91,7 +91,7 @@ class BoundSchedule:
                     several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
                     blocks[op.unit] = route.outgoing_block(self._arena_bytes(op.memory), several_uses=several)
                 if spec.memory_buffer == FINISHING:
-                    known["pieces"] = final_pieces[op.unit]
+                    known["final_pieces"] = final_pieces[op.unit]
                 else:
                     known["block"] = blocks[op.unit] if op.memory is not None else None
                     known["is_first"] = spec.fills == OUTGOING and op.unit not in begun

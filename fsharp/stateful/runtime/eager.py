@@ -230,7 +230,7 @@ class EagerOps:
             memory = torch.empty(route.finishing_block_nbytes(), dtype=torch.uint8, device=self._device)
             if ops.FINAL_ENCODE.has_ops_for(facts):
                 yield self._emit_op(ops.FINAL_ENCODE, unit, "finish")
-            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", pieces=route.finishing_block(memory))
+            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", final_pieces=route.finishing_block(memory))
             yield reduce
             after = reduce.key[1]
             if ops.FINAL_DECODE_SUM.has_ops_for(facts):
