@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.errors import FormatError, FsharpError, LayoutError, ScheduleError, TreeError
 from fsharp.functional.formats.stochastic import make_noise_fn, stochastic
-from fsharp.stateful.runtime.graphs import _check
+from fsharp.stateful.runtime.graphs import _check_capturable
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import (
@@ -292,7 +292,7 @@ def test_graphs_are_refused():
         for precision in (fs.Precision(wire=WIRE), fs.Precision(update=WIRE)):
             state = make_state(comm, "zero1", precision=precision)
             with pytest.raises(ScheduleError, match=r"CapturedStep\(\): unit 'embed' has a format that rounds stochastically"):
-                _check(torch.device("cuda"), fs.SchedulePolicy(gather_at_start=False), state, 2)
+                _check_capturable(torch.device("cuda"), fs.SchedulePolicy(gather_at_start=False), state, 2)
 
     simulate(DP, rank_fn)
 

@@ -63,7 +63,9 @@ class UpdateGather:
                 old.unit.scales_in(group, buffer).copy_(old.unit.scales_in(group, part))
             room = old.unit.gathered_part(group, buffer.detach())
             if room.numel():
-                self.gather_inputs.append((old.unit.gathered_part(group, part), gather_outputs(room, old.unit, self.axes, rank)))
+                self.gather_inputs.append(
+                    (old.unit.gathered_part(group, part), gather_outputs(room, old.unit, self.axes, rank))
+                )
         self.node = old.replace(buffers)
 
     def add_works(self, works: Sequence[Work]) -> None:

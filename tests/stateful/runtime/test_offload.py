@@ -14,7 +14,7 @@ import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.functional.moves import buffers_on_device
-from fsharp.stateful.runtime.graphs import _check
+from fsharp.stateful.runtime.graphs import _check_capturable
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.host import HostBuffers, StateOffload
 from fsharp.testing import DebugPolicy, RaceError, checking_races, processes, simulate
@@ -386,7 +386,7 @@ def test_what_keeps_its_own_state_or_addresses_is_refused():
             fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         state = make_state(comm, "ddp")
         with pytest.raises(ScheduleError, match="leave out offload=True"):
-            _check(torch.device("cuda"), fs.SchedulePolicy(offload=True, gather_at_start=False), state, 3)
+            _check_capturable(torch.device("cuda"), fs.SchedulePolicy(offload=True, gather_at_start=False), state, 3)
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)
 
