@@ -218,13 +218,13 @@ def _select_groups_with_main_copy(tree: Any) -> Any:
     return map_units(lambda node: node.select_groups(node.unit.groups_with_main_copy), tree)
 
 
-def _copy_groups_without_main(node: Sharded, main: Sharded) -> Sharded:
-    """Return ``node``, with a copy of each group that sends differences and whose main copy is missing in ``main``.
+def _copy_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
+    """Return ``node``, with a copy of each group that sends differences and whose main copy is missing in ``main_copies``.
 
     Main copies are missing in a state that was resharded from a layout without them. Without a copy, an update in place would
     change the parameters from which the difference is taken.
     """
-    missing = [g for g in node.groups if g not in main.groups and node.unit.groups[g].dtypes.update is not None]
+    missing = [g for g in node.groups if g not in main_copies.groups and node.unit.groups[g].dtypes.update is not None]
     if not missing:
         return node
     return node.replace([b.clone() if g in missing else b for g, b in zip(node.groups, node.buffers, strict=True)])

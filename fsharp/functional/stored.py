@@ -56,11 +56,11 @@ def _is_unchanged_at_rest(node: Sharded) -> bool:
     return True
 
 
-def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
-    """Return the values that an update sends: encoded differences in groups that send differences, else ``new``.
+def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> Any:
+    """Return the values that an update sends: encoded differences in groups that send differences, else ``updated``.
 
-    ``params`` and ``new`` are the trained groups before and after the update, in the optimizer's place, ``new`` in the main
-    dtype. ``step`` is the number of the step, for formats that round stochastically. See [Note: differences].
+    ``params`` and ``updated`` are the trained groups before and after the update, in the optimizer's place; ``updated`` in the
+    main dtype. ``step`` is the number of the step, for formats that round stochastically. See [Note: differences].
     """
 
     def one(node: Sharded, before: Sharded) -> Sharded:
@@ -74,7 +74,7 @@ def encode_differences(new: Any, params: Any, *, step: int, rank: int) -> Any:
             buffers.append(value)
         return node.with_buffers(buffers)
 
-    return map_units(one, new, params)
+    return map_units(one, updated, params)
 
 
 def add_differences(params: Any, gathered: Any, *, rank: int) -> Any:

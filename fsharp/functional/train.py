@@ -187,11 +187,11 @@ def _value_and_grad_of_microbatch(
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
 
 
-def _copy_shared_gradients(sinks: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def _copy_shared_gradients(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return gradients in memory of their own, for additions in place. Autograd may return expanded or shared tensors."""
     result: list[torch.Tensor] = []
     seen: set[int] = set()
-    for sink, grad in zip(sinks, found, strict=True):
+    for sink, grad in zip(sinks, gradients, strict=True):
         if grad is None:
             result.append(torch.zeros_like(sink, memory_format=torch.contiguous_format))
             continue

@@ -128,9 +128,9 @@ def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int
     return {_excerpt(rests[text], first): ranks for text, ranks in values.items()}
 
 
-def _excerpt(text: str, first: int) -> str:
-    shown = text[first:]
-    return "..." * (first > 0) + (shown if len(shown) <= _MAX_SHOWN_CHARACTERS else shown[: _MAX_SHOWN_CHARACTERS - 3] + "...")
+def _excerpt(text: str, start: int) -> str:
+    shown = text[start:]
+    return "..." * (start > 0) + (shown if len(shown) <= _MAX_SHOWN_CHARACTERS else shown[: _MAX_SHOWN_CHARACTERS - 3] + "...")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

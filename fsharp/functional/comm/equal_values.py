@@ -67,13 +67,13 @@ def check_same_on_ranks(
         raise AgreementError(problem(where, what, [*rows[:_MAX_SHOWN_TENSORS], *more], remedy))
 
 
-def _differing_ranks_text(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
+def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[str, ...]) -> str | None:
     """Return a text with the ranks whose digest is not that of the first rank in their group; None if there are none."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
-    for rank, each in enumerate(found):
-        first = firsts.setdefault(mesh.index_along(varying, rank), rank)
-        if each != found[first]:
+    for rank, each in enumerate(digests):
+        first = firsts.setdefault(mesh.index_along(varying_axes, rank), rank)
+        if each != digests[first]:
             others.setdefault(first, []).append(rank)
     rows = [f"{ranks_text(ranks)}: other values than rank {first}" for first, ranks in others.items()]
     return "; ".join(rows[:2]) + (f"; and {len(rows) - 2} more" if len(rows) > 2 else "") if rows else None

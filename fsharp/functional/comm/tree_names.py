@@ -83,8 +83,8 @@ def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) ->
     if counts is None:
         return ""
     name, place = node.tree_name, node.place
-    if name.tree and not name.replaced and not name.mapped:  # the usual case: the text identifies the tree
-        return f"tree {name.tree} at update {name.updates}, "
+    if name.tree and not name.num_replaced and not name.num_mapped:  # the usual case: the text identifies the tree
+        return f"tree {name.tree} at update {name.num_updates}, "
     axes = tuple(
         axis
         for axis in place.order
@@ -94,8 +94,8 @@ def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) ->
         return ""
     if name is UNNAMED_TREE:
         node.tree_name = name = TreeName()
-    if axes not in name.numbers:
+    if axes not in name.number_by_axes:
         key = (name.text, axes, node.name)
         counts.gathered[key] += 1
-        name.numbers[axes] = counts.gathered[key]
-    return f"{name.text or 'unnamed tree'} ({name.numbers[axes]}), "
+        name.number_by_axes[axes] = counts.gathered[key]
+    return f"{name.text or 'unnamed tree'} ({name.number_by_axes[axes]}), "

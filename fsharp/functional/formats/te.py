@@ -197,7 +197,7 @@ class _AlwaysEqualQuantizer:
 
 
 @cache
-def _register_quantizer_format(name: str, settings: str, held: _AlwaysEqualQuantizer) -> Format:
+def _register_quantizer_format(name: str, settings: str, equal_quantizer: _AlwaysEqualQuantizer) -> Format:
     kind = next(each for each in KIND_BY_QUANTIZER_CLASS.values() if each.name == name)
     label = f"te_{name}_{sha256(settings.encode()).hexdigest()[:6]}"
     return register_format(
@@ -205,7 +205,7 @@ def _register_quantizer_format(name: str, settings: str, held: _AlwaysEqualQuant
             label,
             _planes_of_kind(kind),
             block=_PART_ALIGNMENT,
-            leaves=_codec_of_kind(kind, _QuantizedTensors(kind, held.quantizer)),
+            leaves=_codec_of_kind(kind, _QuantizedTensors(kind, equal_quantizer.quantizer)),
         )
     )
 
@@ -332,11 +332,11 @@ class _QuantizedTensors:
         rows: torch.Tensor = x.view(-1, gcd(len(x), _MAX_ROW_VALUES)) if self._kind.name == "float8_current" else x
         return rows
 
-    def _cast_output(self, part: LeafPart, room: Sequence[torch.Tensor]) -> Any:
-        """Return the output argument with which TransformerEngine writes the bytes of a part to the memory ``room``."""
+    def _cast_output(self, part: LeafPart, memory: Sequence[torch.Tensor]) -> Any:
+        """Return the output argument with which TransformerEngine writes the bytes of a part to ``memory``."""
         if self._kind.name == "float8_current":
-            return self._quantizer.create_tensor_from_data(self._in_cast_shape(room[0]), part.dtype)
-        return room if len(room) > 1 else room[0]
+            return self._quantizer.create_tensor_from_data(self._in_cast_shape(memory[0]), part.dtype)
+        return memory if len(memory) > 1 else memory[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
         """Return memory for the bytes of a part.

@@ -291,13 +291,13 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
     return ties
 
 
-def _describe_view(t: torch.Tensor) -> str:
-    marks = ", conjugated" * t.is_conj() + ", negated" * t.is_neg()
-    return f"{dtype_name(t.dtype)}{list(t.shape)}, strides {t.stride()}{marks}"
+def _describe_view(tensor: torch.Tensor) -> str:
+    marks = ", conjugated" * tensor.is_conj() + ", negated" * tensor.is_neg()
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}, strides {tensor.stride()}{marks}"
 
 
-def _view_key(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
+def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _check_rules_of_ties(

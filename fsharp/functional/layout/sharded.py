@@ -184,7 +184,9 @@ class Sharded:
             place or self.place,
             self.groups,
             is_gathered=self.is_gathered and place is None,
-            tree_name=TreeName(name.tree, name.updates, name.replaced + 1, name.mapped) if name.tree else UNNAMED_TREE,
+            tree_name=TreeName(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped)
+            if name.tree
+            else UNNAMED_TREE,
         )
 
     def mark_donated(self) -> None:
@@ -269,7 +271,7 @@ def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], ShardedContext]:
 def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
     """Return the inverse of :func:`flatten_node`."""
     unit, place, groups, is_gathered, ledger, name = context
-    mapped = TreeName(name.tree, name.updates, name.replaced, name.mapped + 1) if name.tree else UNNAMED_TREE
+    mapped = TreeName(name.tree, name.num_updates, name.num_replaced, name.num_mapped + 1) if name.tree else UNNAMED_TREE
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
 
 

@@ -309,20 +309,20 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
             raise TreeError(problem(where, f"gradients of unit {g.name!r} do not fit its parameters.", facts, remedy))
 
 
-def _gradient_mismatches(g: Sharded, p: Sharded) -> Iterator[tuple[str, Any, Any]]:
+def _gradient_mismatches(grads: Sharded, params: Sharded) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences between a unit's gradients and its parameters, as triples of property, value and expected value."""
-    if g.unit is not p.unit and g.unit != p.unit:
+    if grads.unit is not params.unit and grads.unit != params.unit:
         yield (
             "layout of unit",
-            f"{g.name!r} under {g.unit.strategy}",
-            f"{p.name!r} under {p.unit.strategy}, from another plan()",
+            f"{grads.name!r} under {grads.unit.strategy}",
+            f"{params.name!r} under {params.unit.strategy}, from another plan()",
         )
-    if g.place is not p.place and g.place != p.place:
-        yield "place", g.place, p.place
-    if g.groups != p.groups:
-        yield "groups", g.groups, p.groups
-    for i, x, y in zip(g.groups, g.raw_buffers, p.raw_buffers, strict=True):
-        want = p.unit.groups[i].dtypes.accumulate
+    if grads.place is not params.place and grads.place != params.place:
+        yield "place", grads.place, params.place
+    if grads.groups != params.groups:
+        yield "groups", grads.groups, params.groups
+    for i, x, y in zip(grads.groups, grads.raw_buffers, params.raw_buffers, strict=True):
+        want = params.unit.groups[i].dtypes.accumulate
         if not isinstance(x, torch.Tensor):
             yield f"group {i}", type(x).__name__, "a tensor"
         elif (x.shape, x.dtype) != (y.shape, want):

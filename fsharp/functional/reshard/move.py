@@ -16,7 +16,7 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 def move_state_tree(
     state_tree: StateTree,
-    old: list[list[torch.Tensor]],
+    old_buffers: list[list[torch.Tensor]],
     layout: Layout,
     ranks: RankMap,
     comm: Comm,
@@ -26,14 +26,14 @@ def move_state_tree(
 ) -> list[Sharded]:
     """Return a state tree's nodes in a new layout, in order of the layout's units.
 
-    A rank outside of the new mesh gets nodes without buffers. ``old`` has this rank's old buffers for each node; on a rank
-    outside of the old mesh its lists are empty. A rank sends at most ``max_nbytes`` bytes to another rank at a time. With
-    ``donate`` buffers are removed from ``old`` once all of their leaves have moved.
+    A rank outside of the new mesh gets nodes without buffers. ``old_buffers`` has this rank's old buffers for each node; on a
+    rank outside of the old mesh its lists are empty. A rank sends at most ``max_nbytes`` bytes to another rank at a time. With
+    ``donate`` buffers are removed from ``old_buffers`` once all of their leaves have moved.
 
     Cost: see :func:`~fsharp.reshard`.
     """
     me, everyone = comm.rank, range(comm.mesh.size)
-    device = next((buffer.device for buffers in old for buffer in buffers), comm.device)
+    device = next((buffer.device for buffers in old_buffers for buffer in buffers), comm.device)
 
     def rounds(unit: UnitLayout, source: int, target: int) -> list[list[MovedPiece]]:
         return (
@@ -56,7 +56,7 @@ def move_state_tree(
             for group in (state_tree.groups_in(unit) if me in ranks.new_ranks else ())
         ]
         for piece in _pieces_between_comm_ranks(state_tree, unit, ranks, me, me):
-            _new_elements(new, piece).copy_(_old_elements(old, piece))
+            _new_elements(new, piece).copy_(_old_elements(old_buffers, piece))
         leaving = [rounds(unit, me, rank) for rank in everyone]
         for k in range(num_rounds):
             send, receive = ([each[k] if k < len(each) else [] for each in way] for way in (leaving, arriving))
@@ -64,7 +64,9 @@ def move_state_tree(
             sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
             named = f"reshard {state_tree} {unit.name or '(root)'} {k}"
             # A name for the bytes would keep the bytes of one round alive during the next.
-            _unpack_pieces(comm.all_to_all(_pack_pieces(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
+            _unpack_pieces(
+                comm.all_to_all(_pack_pieces(send, old_buffers, dtypes, comm.device), *sizes, label=named), receive, new
+            )
         if donate:
             moved = Counter(
                 state_tree.position_by_path[unit.path_in_tree(leaf)].node
@@ -73,7 +75,7 @@ def move_state_tree(
             )
             left -= moved
             for node in moved.keys() - left.keys():
-                old[node].clear()
+                old_buffers[node].clear()
         nodes.append(
             Sharded(
                 new,
@@ -95,30 +97,35 @@ def _pieces_between_comm_ranks(
     return list(pieces_between(state_tree, unit, ranks, ranks.old_ranks.index(source), ranks.new_ranks.index(target)))
 
 
-def _old_elements(old: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
-    return old[piece.node][piece.buffer][piece.start : piece.start + piece.numel]
+def _old_elements(old_buffers: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
+    return old_buffers[piece.node][piece.buffer][piece.start : piece.start + piece.numel]
 
 
-def _new_elements(new: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
-    return new[piece.new_buffer][piece.new_start : piece.new_start + piece.numel]
+def _new_elements(new_buffers: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
+    return new_buffers[piece.new_buffer][piece.new_start : piece.new_start + piece.numel]
 
 
 def _pack_pieces(
-    send: Sequence[Sequence[MovedPiece]], old: list[list[torch.Tensor]], dtypes: Sequence[torch.dtype], device: torch.device
+    send: Sequence[Sequence[MovedPiece]],
+    old_buffers: list[list[torch.Tensor]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
 ) -> torch.Tensor:
     """Return the pieces for all ranks as one buffer of bytes, in order of rank. Memory: the buffer and one piece."""
     x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
     end = 0
     for each in send:
         for piece in each:
-            x[end : end + piece.nbytes] = _old_elements(old, piece).to(device, dtypes[piece.new_buffer]).view(torch.uint8)
+            x[end : end + piece.nbytes] = (
+                _old_elements(old_buffers, piece).to(device, dtypes[piece.new_buffer]).view(torch.uint8)
+            )
             end += piece.nbytes
     return x
 
 
-def _unpack_pieces(x: torch.Tensor, receive: Sequence[Sequence[MovedPiece]], new: list[torch.Tensor]) -> None:
+def _unpack_pieces(x: torch.Tensor, receive: Sequence[Sequence[MovedPiece]], new_buffers: list[torch.Tensor]) -> None:
     end = 0
     for each in receive:
         for piece in each:
-            _new_elements(new, piece).view(torch.uint8).copy_(x[end : end + piece.nbytes])
+            _new_elements(new_buffers, piece).view(torch.uint8).copy_(x[end : end + piece.nbytes])
             end += piece.nbytes

@@ -87,14 +87,14 @@ def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, sour
 def cut_into_rounds(pieces: Iterable[MovedPiece], max_nbytes: int) -> list[list[MovedPiece]]:
     """Return the pieces as rounds, in order. Pieces are cut so that a round has at most ``max_nbytes`` bytes."""
     rounds: list[list[MovedPiece]] = []
-    left = 0
+    left_nbytes = 0
     for piece in pieces:
         while piece.numel:
-            if left < piece.itemsize:
+            if left_nbytes < piece.itemsize:
                 rounds.append([])
-                left = max_nbytes
-            n = min(piece.numel, left // piece.itemsize)
+                left_nbytes = max_nbytes
+            n = min(piece.numel, left_nbytes // piece.itemsize)
             rounds[-1].append(piece._replace(numel=n))
             piece = piece._replace(start=piece.start + n, new_start=piece.new_start + n, numel=piece.numel - n)
-            left -= n * piece.itemsize
+            left_nbytes -= n * piece.itemsize
     return rounds

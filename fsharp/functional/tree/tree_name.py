@@ -12,34 +12,36 @@ class TreeName:
     Attributes:
         tree: number of a tree that all ranks have made together; empty if there is no such tree. A second update of one state
             of tree ``"1"`` makes tree ``"1.2"``.
-        updates: number of updates between that tree and these values.
-        replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
-        mapped: number of pytree mappings between that tree and these values.
-        successors: number of updates made from these values.
-        numbers: by axes, the number of this tree among trees with one text, such as mapped copies of tree 1. The first one
+        num_updates: number of updates between that tree and these values.
+        num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
+        num_mapped: number of pytree mappings between that tree and these values.
+        num_successors: number of updates made from these values.
+        number_by_axes: the number of this tree among trees with one text, such as mapped copies of tree 1. The first one
             gathered along these axes has number 1.
     """
 
     tree: str = ""
-    updates: int = 0
-    replaced: int = 0
-    mapped: int = 0
-    successors: int = 0
-    numbers: dict[tuple[str, ...], int] = field(default_factory=dict)
+    num_updates: int = 0
+    num_replaced: int = 0
+    num_mapped: int = 0
+    num_successors: int = 0
+    number_by_axes: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
         """The name as text; empty for a tree that not all ranks have made together."""
-        changes = [f", {what} {times}x" for what, times in (("replaced", self.replaced), ("mapped", self.mapped)) if times]
-        return f"tree {self.tree} at update {self.updates}{''.join(changes)}" if self.tree else ""
+        changes = [
+            f", {what} {times}x" for what, times in (("replaced", self.num_replaced), ("mapped", self.num_mapped)) if times
+        ]
+        return f"tree {self.tree} at update {self.num_updates}{''.join(changes)}" if self.tree else ""
 
     def after_update(self) -> "TreeName":
-        """Return the name for the result of an update of these values, and count the update in ``successors``."""
+        """Return the name for the result of an update of these values, and count the update in ``num_successors``."""
         if not self.tree:
             return UNNAMED_TREE
-        self.successors += 1
-        tree = f"{self.tree}.{self.successors}" if self.successors > 1 else self.tree
-        return TreeName(tree, self.updates + 1, self.replaced, self.mapped)
+        self.num_successors += 1
+        tree = f"{self.tree}.{self.num_successors}" if self.num_successors > 1 else self.tree
+        return TreeName(tree, self.num_updates + 1, self.num_replaced, self.num_mapped)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TreeName)
