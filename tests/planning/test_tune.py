@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from functools import cache, partial
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -104,23 +105,30 @@ OTHER_STEPS = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_steps_with_ties_and_recomputation_are_planned(microbatches):
-    def rank_fn(comm):
-        for name, (make, loss, order, remat) in OTHER_STEPS.items():
-            for strategy, options in (("ddp", {}), ("zero1", {}), ("zero3", {}), ("zero3", {"release": "backward"})):
-                params, policy = make(), fs.SchedulePolicy(**options)
-                layout = fs.plan(params, comm.mesh, STRATEGIES[strategy][1], units=["embed", "layers.*", "head"])
-                tx = fs.optim.adamw(1e-2)
-                state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
-                step = fs.Scheduler(comm, policy=policy)(fs.train_step(loss, tx, microbatches=microbatches))
-                for batch in make_batches(2, 16 * microbatches):
-                    state, _ = step(state, batch)
-                planned = plan_step(layout, policy, order=order, remat=remat, microbatches=microbatches, backend="gloo")
-                assert planned == step.schedule, (name, strategy, options, difference(planned, step.schedule))
-        return True
+WAYS = (("ddp", {}), ("zero1", {}), ("zero3", {}), ("zero3", {"release": "backward"}))
 
-    assert processes(DP, rank_fn) == [True] * DP.size
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.deep), 2], ids=["all", "every 2nd"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_steps_with_ties_and_recomputation_are_planned(microbatches, every):
+    pairs = product(enumerate(OTHER_STEPS), enumerate(WAYS))
+    cases = [(name, *way) for (i, name), (j, way) in pairs if (i + j + microbatches) % every == 0]
+
+    def rank_fn(comm):
+        for name, strategy, options in cases:
+            make, loss, order, remat = OTHER_STEPS[name]
+            params, policy = make(), fs.SchedulePolicy(**options)
+            layout = fs.plan(params, comm.mesh, STRATEGIES[strategy][1], units=["embed", "layers.*", "head"])
+            tx = fs.optim.adamw(1e-2)
+            state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+            step = fs.Scheduler(comm, policy=policy)(fs.train_step(loss, tx, microbatches=microbatches))
+            for batch in make_batches(2, 16 * microbatches):
+                state, _ = step(state, batch)
+            planned = plan_step(layout, policy, order=order, remat=remat, microbatches=microbatches, backend="gloo")
+            assert planned == step.schedule, (name, strategy, options, difference(planned, step.schedule))
+        return len(cases)
+
+    assert processes(DP, rank_fn) == [len(cases)] * DP.size
 
 
 def difference(planned, followed):
