@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 HINT = "fsharp's own frames are left out of this traceback. Set FSHARP_TRACEBACK=full to see them."
 """The note of an error whose traceback has lost frames."""
-_PLUMBING = sys.stdlib_module_names | {"optree", "torch"}
+_HIDDEN_PACKAGES = sys.stdlib_module_names | {"optree", "torch"}
 """Packages whose frames are left out of tracebacks below a frame of this library."""
-_CHOSEN = ("torch.nn.", "torch.optim.")
+_SHOWN_MODULES = ("torch.nn.", "torch.optim.")
 """Beginnings of names of torch's modules with layers and optimizers, which users choose: frames in these modules stay."""
-_AROUND = ("torch.nn.modules.module", "torch.optim.optimizer")
+_HIDDEN_MODULES = ("torch.nn.modules.module", "torch.optim.optimizer")
 """Modules in ``torch.nn`` and ``torch.optim`` that call layers and optimizers: frames in these modules are left out."""
 
 
@@ -102,7 +102,7 @@ def hide_frames(error: Exception) -> None:
 
     Call this function in an ``except`` block that raises the error again. Nested boundaries give the result of the outermost.
     """
-    if _hide(error) and HINT not in getattr(error, "__notes__", ()):
+    if _remove_library_frames(error) and HINT not in getattr(error, "__notes__", ()):
         with suppress(Exception):  # some errors cannot be written to
             error.add_note(HINT)
 
@@ -113,11 +113,11 @@ def traceback_text(error: BaseException) -> str:
     :data:`HINT` is left out, as the errors that other ranks raise with this text have the hint themselves.
     """
     if isinstance(error, Exception):
-        _hide(error)
+        _remove_library_frames(error)
     return "".join(traceback.format_exception(error)).replace(f"{HINT}\n", "")
 
 
-def _hide(error: Exception) -> bool:
+def _remove_library_frames(error: Exception) -> bool:
     """Remove frames of this library from tracebacks of an error and its causes; return whether a frame was removed."""
     if os.environ.get("FSHARP_TRACEBACK") == "full":
         return False
@@ -151,7 +151,7 @@ def _without_library_frames(trace: TracebackType | None) -> TracebackType | None
     kept, num_all, is_inside, each = list[TracebackType](), 0, False, trace
     while each is not None:
         module = str(each.tb_frame.f_globals.get("__name__"))
-        is_inside = module.partition(".")[0] == "fsharp" or (is_inside and _is_plumbing(module))
+        is_inside = module.partition(".")[0] == "fsharp" or (is_inside and _is_hidden_module(module))
         if not is_inside:
             kept.append(each)
         num_all, each = num_all + 1, each.tb_next
@@ -163,5 +163,5 @@ def _without_library_frames(trace: TracebackType | None) -> TracebackType | None
     return result
 
 
-def _is_plumbing(module: str) -> bool:
-    return module.partition(".")[0] in _PLUMBING and (not module.startswith(_CHOSEN) or module in _AROUND)
+def _is_hidden_module(module: str) -> bool:
+    return module.partition(".")[0] in _HIDDEN_PACKAGES and (not module.startswith(_SHOWN_MODULES) or module in _HIDDEN_MODULES)

@@ -12,10 +12,10 @@ from fsharp.errors import FsharpError, OptionError
 from fsharp.tracebacks import hide_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MOST_SHOWN = 80
+_MAX_REPR_CHARS = 80
 """Characters of a value that an error shows."""
-_FUNCTION: Any = Callable
-_WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False", str: "a str", NoneType: "None"}
+_CALLABLE: Any = Callable
+_TYPE_NAMES: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False", str: "a str", NoneType: "None"}
 
 
 @cache
@@ -40,7 +40,7 @@ def fits_annotation(hint: Any) -> Callable[[Any], bool]:
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
         return lambda x: type(x) is kind or (isinstance(x, number) and not isinstance(x, bool))
-    if kind is _FUNCTION:
+    if kind is _CALLABLE:
         return callable
     if (kind is tuple and args[1:] == (...,)) or (kind is Sequence and args):
         item = fits_annotation(args[0])
@@ -59,12 +59,12 @@ def annotation_in_words(hint: Any) -> str:
         return " or ".join(map(repr, args))
     if origin is type:
         return f"a class, a subclass of {args[0].__name__}"
-    if (origin or hint) is _FUNCTION:
+    if (origin or hint) is _CALLABLE:
         return "a function"
     if origin is not None and args:
         inner = [annotation_in_words(arg) for arg in args if arg not in (..., Any)]
         return _with_article(origin.__name__) + (f" of {' to '.join(inner)}" if inner else "")
-    return _WORDS.get(hint) or _with_article(str(getattr(hint, "__name__", hint)))
+    return _TYPE_NAMES.get(hint) or _with_article(str(getattr(hint, "__name__", hint)))
 
 
 def _with_article(name: str) -> str:
@@ -72,16 +72,16 @@ def _with_article(name: str) -> str:
 
 
 @cache
-def _hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
+def _checked_hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
     return {name: (fits_annotation(hint), hint) for name, hint in get_type_hints(of).items() if name != "return"}
 
 
 def describe_wrong_field(row: Any) -> str:
     """Return a message about the first field of a dataclass or NamedTuple that does not fit its annotation; "" if all fit."""
     kind: Any = type(row)
-    for name, (fit, hint) in _hints(kind).items():
+    for name, (fit, hint) in _checked_hints(kind).items():
         if not fit(value := getattr(row, name)):
-            return _wrong(name, value, hint)
+            return _wrong_value_text(name, value, hint)
     return ""
 
 
@@ -98,10 +98,10 @@ def check_fields(row: Any) -> None:
 def short_repr(value: Any) -> str:
     """Return the ``repr`` of a value for an error message, cut off if it is long."""
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_REPR_CHARS else f"{text[:_MAX_REPR_CHARS]}..."
 
 
-def _wrong(name: str, value: Any, hint: Any) -> str:
+def _wrong_value_text(name: str, value: Any, hint: Any) -> str:
     return f"{name} is {short_repr(value)}, expected {annotation_in_words(hint)}"
 
 
@@ -114,19 +114,21 @@ def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     positional, rest, named = _parameters(fn)
     for name, value in (*zip(chain(positional, repeat(rest)), args, strict=False), *kwargs.items()):
         if name in named and not named[name][0](value):
-            raise OptionError(f"{fn.__qualname__.removesuffix('.__init__')}(): {_wrong(name, value, named[name][1])}.")
+            raise OptionError(
+                f"{fn.__qualname__.removesuffix('.__init__')}(): {_wrong_value_text(name, value, named[name][1])}."
+            )
 
 
 @cache
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str, dict[str, tuple[Callable[[Any], bool], Any]]]:
-    parameters, hints = inspect.signature(fn).parameters.values(), _hints(fn)
-    positional = [each.name for each in parameters if each.kind in _POSITIONAL]
+    parameters, hints = inspect.signature(fn).parameters.values(), _checked_hints(fn)
+    positional = [each.name for each in parameters if each.kind in _POSITIONAL_KINDS]
     rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
     named = {each.name: hints[each.name] for each in parameters if each.name in hints and each.kind is not each.VAR_KEYWORD}
     return positional, rest, named
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def options_checked(target: F) -> F:
@@ -140,7 +142,7 @@ def options_checked(target: F) -> F:
         check_arguments(fn, args, kwargs)
         return fn(*args, **kwargs)
 
-    return _called_by(before, target)
+    return _wrap_calls(before, target)
 
 
 def options_explained(target: F) -> F:
@@ -156,7 +158,7 @@ def options_explained(target: F) -> F:
             explain_call_error(error, fn, args, kwargs)
             raise
 
-    return _called_by(after, target)
+    return _wrap_calls(after, target)
 
 
 def explain_call_error(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -172,16 +174,16 @@ def explain_call_error(error: Exception, fn: Callable[..., Any], args: tuple[Any
         check_arguments(fn, args, kwargs)
 
 
-def _called_by(way: Callable[[Any, Any, Any], Any], target: F) -> F:
+def _wrap_calls(call_wrapped: Callable[[Any, Any, Any], Any], target: F) -> F:
     fn: Any = target
     if isinstance(target, type):
-        fn.__init__ = _called_by(way, fn.__init__)
+        fn.__init__ = _wrap_calls(call_wrapped, fn.__init__)
         return target
 
     @wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return way(fn, args, kwargs)
+            return call_wrapped(fn, args, kwargs)
         except Exception as error:
             hide_frames(error)
             raise

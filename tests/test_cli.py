@@ -12,7 +12,7 @@ import torch
 
 import fsharp as fs
 from fsharp.cli import main, plans
-from fsharp.cli.machine import Machine, calibrate, mesh_of, read_machine
+from fsharp.cli.machine import Machine, calibrate, parse_mesh, read_machine
 from fsharp.cli.models import find_model
 from fsharp.planning.space import order_of_use, repeated_units
 from fsharp.planning.tune import POLICIES
@@ -265,8 +265,8 @@ def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
 def test_the_last_8_ranks_share_a_host(mesh, links, monkeypatch):
     asked = {}
     monkeypatch.setattr(plans.Hardware, "preset", lambda *_, **given: asked.update(given))
-    layout = fs.plan(make_params(), mesh_of("plan", mesh), fs.ddp(*[axis[0] for axis in mesh.split(",")]))
-    plans._hardware("plan", layout, "H100", "", 1, 1.0)
+    layout = fs.plan(make_params(), parse_mesh("plan", mesh), fs.ddp(*[axis[0] for axis in mesh.split(",")]))
+    plans._find_hardware("plan", layout, "H100", "", 1, 1.0)
     assert {name: asked[name] for name in ("within", "across", "spanning") if asked[name]} == links
 
 

@@ -8,7 +8,7 @@ import torch
 
 from fsharp.checkpoint import checkpoints, export_safetensors, from_dcp, open_checkpoint, prune, to_dcp, verify
 from fsharp.checkpoint.catalog import opening_errors
-from fsharp.cli.models import dtype_of
+from fsharp.cli.models import parse_dtype
 from fsharp.errors import OptionError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.text import align_columns, nbytes_text
@@ -124,7 +124,7 @@ def export(
     if dtype and to != "safetensors":
         raise OptionError(f"ckpt export: dtype is {dtype!r}, which is for safetensors alone.")
     if to == "safetensors":
-        export_safetensors(path, folder, subtree=subtree, dtype=dtype_of("ckpt export: dtype", dtype) if dtype else None)
+        export_safetensors(path, folder, subtree=subtree, dtype=parse_dtype("ckpt export: dtype", dtype) if dtype else None)
     elif to == "dcp":
         to_dcp(path, folder, subtree=subtree)
     else:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 import fsharp
-from fsharp.cli.models import dtype_of
+from fsharp.cli.models import parse_dtype
 from fsharp.errors import OptionError, ScheduleError
 from fsharp.functional.comm.agree import all_gather_texts
 from fsharp.functional.comm.process_group import connect
@@ -25,8 +25,8 @@ from fsharp.inspect.estimate import Hardware
 from fsharp.inspect.measuring import measure
 from fsharp.inspect.presets import ADAM_NBYTES
 
-_ROUNDS = 5
-_COPIED = 1 << 26
+_NUM_ROUNDS = 5
+_COPIED_NBYTES = 1 << 26
 """Bytes of the tensor whose copies are timed."""
 
 
@@ -74,21 +74,21 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
         steps: number of steps to measure.
         dtype: dtype of the matrices whose products are timed; by default bfloat16 on GPUs, and float32 on CPUs.
     """
-    axes = mesh_of("calibrate", mesh)
+    axes = parse_mesh("calibrate", mesh)
     if steps < 1:
         raise OptionError(f"calibrate: steps is {steps}, expected at least 1.")
     if axes.size < 2:
         raise OptionError(f"calibrate: mesh is {mesh!r}, expected at least 2 ranks: one rank sends nothing.")
     if dtype:
-        dtype_of("calibrate: dtype", dtype)
+        parse_dtype("calibrate: dtype", dtype)
     is_writer = os.environ.get("RANK", "0") == "0"
     if is_writer:
         _check_output(file)
-    found = fsharp.launch(_measure, axes.size, axes.axes, steps, dtype)[0]
+    found = fsharp.launch(_measure_machine, axes.size, axes.axes, steps, dtype)[0]
     if not is_writer:
         return ""
     Path(file).write_text(_machine_to_json(found))
-    return _describe(found, axes, file, steps)
+    return _machine_text(found, axes, file, steps)
 
 
 def _check_output(file: str) -> None:
@@ -102,31 +102,31 @@ def _check_output(file: str) -> None:
         raise OptionError(f"{what}, and that you may write to.")
 
 
-def _measure(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
+def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
     """Return the speeds of the machine, equal on all ranks. Each process runs this function."""
     comm = connect(Mesh(list(axes)))
     chosen = dtype or ("float32" if comm.device.type == "cpu" else "bfloat16")
     size = 1024 if comm.device.type == "cpu" else 8192
-    a = torch.ones(size, size, dtype=dtype_of("calibrate: dtype", chosen), device=comm.device)
-    flops = 2 * size**3 / _seconds(lambda: a @ a, comm)
-    source = torch.ones(_COPIED // 4, device=comm.device)
+    a = torch.ones(size, size, dtype=parse_dtype("calibrate: dtype", chosen), device=comm.device)
+    flops = 2 * size**3 / _measure_seconds(lambda: a @ a, comm)
+    source = torch.ones(_COPIED_NBYTES // 4, device=comm.device)
     target = torch.empty_like(source)
-    copied = 2 * _COPIED / _seconds(lambda: target.copy_(source), comm)  # each byte is read and written
+    copied = 2 * _COPIED_NBYTES / _measure_seconds(lambda: target.copy_(source), comm)  # each byte is read and written
     hardware = measure(comm, compute=(0.0, 0.0), steps=steps)
     return Machine(flops, chosen, replace(hardware, memory_bandwidth=min(hardware.memory_bandwidth, copied)))
 
 
-def _seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
+def _measure_seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
     """Return the seconds of ``work``, which all ranks do at once: the median over ranks of the median over rounds."""
     found = []
-    for _ in range(_ROUNDS + 1):
+    for _ in range(_NUM_ROUNDS + 1):
         began = time.perf_counter()
         work().view(-1)[0].item()  # waits for the device
         found.append(time.perf_counter() - began)
     return median(float(text) for text in all_gather_texts(repr(median(found[1:])), comm))
 
 
-def _describe(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
+def _machine_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
     hardware = found.hardware
     rows = [
         ("matrix products", f"{found.flops / 1e9:,.1f} GFLOP/s in {found.dtype}"),
@@ -167,7 +167,7 @@ def read_machine(where: str, file: str) -> Machine:
     return Machine(flops, dtype, hardware)
 
 
-def mesh_of(where: str, text: str) -> Mesh:
+def parse_mesh(where: str, text: str) -> Mesh:
     """Return the mesh of a text such as ``outer=2,inner=8``."""
     try:
         return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])

@@ -101,7 +101,7 @@ def find_model(model: str) -> Model:
         shapes: Any = ARCHITECTURES[model]()
         return Model(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
     try:
-        found = _made(model)
+        found = _make_model(model)
     except FsharpError:
         raise
     except Exception as error:  # of the user's code, or of transformers
@@ -115,11 +115,11 @@ def find_model(model: str) -> Model:
     return Model(make_functional(found)[1], frozen)
 
 
-def _made(model: str) -> Any:
+def _make_model(model: str) -> Any:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return _of_config(json.loads(path.read_text()))
+        return _model_of_config(json.loads(path.read_text()))
     module, colon, name = model.partition(":")
     if not colon:
         known = ", ".join(ARCHITECTURES)
@@ -135,7 +135,7 @@ def _made(model: str) -> Any:
         return found if isinstance(found, torch.nn.Module) or not callable(found) else found()
 
 
-def _of_config(config: dict[str, Any]) -> Any:
+def _model_of_config(config: dict[str, Any]) -> Any:
     import transformers
 
     [name] = config.get("architectures") or [""]
@@ -147,7 +147,7 @@ def _of_config(config: dict[str, Any]) -> Any:
         return kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
 
 
-def dtype_of(option: str, name: str) -> torch.dtype:
+def parse_dtype(option: str, name: str) -> torch.dtype:
     """Return the dtype called ``name``. Raises OptionError, which names the option, if torch has no such dtype."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fsharp.cli.machine import mesh_of, read_machine
-from fsharp.cli.models import dtype_of, find_model
+from fsharp.cli.machine import parse_mesh, read_machine
+from fsharp.cli.models import find_model, parse_dtype
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
@@ -55,13 +55,13 @@ def plan(
     """
     if microbatches < 1 or optimizer_buffers < 0:
         raise OptionError(f"plan: got {microbatches} microbatches and {optimizer_buffers} buffers, expected at least 1 and 0.")
-    _, axes, layouts = _layouts("plan", model, mesh, strategy, units, compute, main)
+    _, axes, layouts = _plan_layouts("plan", model, mesh, strategy, units, compute, main)
     if strategy:
         return _layout_text(layouts[strategy], optimizer_buffers, microbatches)
     head = ("strategy", "params", "main", "grads", "optimizer", "at rest", "sent a step", "collectives", "padding")
     rows: list[tuple[str, ...]] = [head]
     for name, layout in layouts.items():
-        kinds = _at_rest(layout, optimizer_buffers)
+        kinds = _nbytes_at_rest(layout, optimizer_buffers)
         calls = step_traffic(layout, microbatches=microbatches)
         sent = sum(call.nbytes * count for call, count in calls.items())
         sizes = [nbytes_text(nbytes) for nbytes in (*kinds.values(), sum(kinds.values()), sent)]
@@ -73,7 +73,7 @@ def plan(
 
 
 def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> str:
-    kinds = _at_rest(layout, optimizer_buffers)
+    kinds = _nbytes_at_rest(layout, optimizer_buffers)
     rows = [("collective of a step", "axis", "bytes sent", "times", "bytes in all")]
     calls = step_traffic(layout, microbatches=microbatches)
     for call, count in sorted(calls.items(), key=lambda row: -row[0].nbytes * row[1]):
@@ -90,7 +90,7 @@ def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> s
     )
 
 
-def _at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
+def _nbytes_at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
     """Return the bytes that a rank stores between steps, as params, main, grads and optimizer."""
     kinds = {"params": layout.nbytes("params"), "main": layout.nbytes("main"), "grads": layout.nbytes("grads")}
     return kinds | {"optimizer": optimizer_buffers * layout.nbytes("optim")}
@@ -138,10 +138,10 @@ def schedule(
     """
     if policy not in POLICIES:
         raise OptionError(f"schedule: policy is {policy!r}, expected one of {', '.join(map(repr, POLICIES))}.")
-    tree, axes, layouts = _layouts("schedule", model, mesh, strategy, units, compute, main)
+    tree, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
     layout = layouts[strategy]
     planned = plan_step(layout, POLICIES[policy], order=order_of_use(tree, layout), microbatches=microbatches)
-    timeline = predict(planned, _hardware("schedule", layout, gpu, hardware, tokens, efficiency))
+    timeline = predict(planned, _find_hardware("schedule", layout, gpu, hardware, tokens, efficiency))
     if draw:
         draw_step(timeline, draw)
     calls = planned.calls()
@@ -207,15 +207,15 @@ def tune(
         raise OptionError(f"tune: rows is {rows}, expected at least 0.")
     _check_speed("tune", tokens, efficiency)
     tree, frozen = find_model(model)
-    meshes = int(mesh) if mesh.isdigit() else mesh_of("tune", mesh)
+    meshes = int(mesh) if mesh.isdigit() else parse_mesh("tune", mesh)
     choice = choose(
         tree,
-        lambda layout: _hardware("tune", layout, gpu, hardware, tokens, efficiency),
+        lambda layout: _find_hardware("tune", layout, gpu, hardware, tokens, efficiency),
         budget=1e9 * budget,
         batch=tokens,
         mesh=meshes,
         units=units or None,
-        formats={"": Precision(compute=dtype_of("tune: compute", compute), main=dtype_of("tune: main", main))},
+        formats={"": Precision(compute=parse_dtype("tune: compute", compute), main=parse_dtype("tune: main", main))},
         frozen=frozen,
         activations=1e9 * activations if activations else None,
         microbatches=microbatches,
@@ -228,18 +228,18 @@ def tune(
     return choice.table(rows or None)
 
 
-def _layouts(
+def _plan_layouts(
     where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
     """Return the parameters of a model, the mesh, and a layout for each strategy, or for ``strategy`` alone."""
-    axes = mesh_of(where, mesh)
+    axes = parse_mesh(where, mesh)
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
     named = {name: make(*axes.names) for name, make in makers.items()}
     if strategy and strategy not in named:
         raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
     tree, frozen = find_model(model)
     patterns = [units] if units else repeated_units(list(flatten_with_paths(tree)[0])) or None
-    dtypes = Precision(compute=dtype_of(f"{where}: compute", compute), main=dtype_of(f"{where}: main", main))
+    dtypes = Precision(compute=parse_dtype(f"{where}: compute", compute), main=parse_dtype(f"{where}: main", main))
     chosen = [strategy] if strategy else list(named)
     options: dict[str, Any] = {"units": patterns, "frozen": frozen, "precision": dtypes}
     return tree, axes, {name: make_plan(tree, axes, named[name], **options) for name in chosen}
@@ -251,7 +251,7 @@ def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
         raise OptionError(f"{where}: tokens is {tokens} and efficiency is {efficiency}, {expected}.")
 
 
-def _hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
+def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
     """Return the hardware of a file, or the preset of a GPU. In a preset each 8 ranks in order share a host."""
     _check_speed(where, tokens, efficiency)
     if hardware:

@@ -14,7 +14,7 @@ from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
 
-FOLDER = "fsharp"
+SHARDED_FOLDER = "fsharp"
 """Folder, within the folder of ``save_state()``, that holds sharded modules and their optimizers."""
 
 
@@ -108,7 +108,7 @@ class Accelerator(accelerate.Accelerator):
             folder = super().save_state(output_dir, safe_serialization, **options)
         tree, comm = self._sharded_tree_and_comm()
         if comm is not None:
-            root = os.path.join(folder, FOLDER)
+            root = os.path.join(folder, SHARDED_FOLDER)
             save(root, tree, step=self.step, comm=comm)
             if comm.rank == 0:
                 prune(root, keep=1)
@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
 
         def load_sharded(_: Any, folder: str) -> None:
             if comm is not None:
-                load(os.path.join(folder, FOLDER), tree, comm=comm)
+                load(os.path.join(folder, SHARDED_FOLDER), tree, comm=comm)
 
         with self._hiding_sharded():
             handle = self.register_load_state_pre_hook(load_sharded)  # accelerate chooses the folder

@@ -8,13 +8,13 @@ import transformers
 
 from fsharp.checkpoint import load, prune, save
 from fsharp.errors import CheckpointError, problem
-from fsharp.huggingface.accelerator import FOLDER, Accelerator
+from fsharp.huggingface.accelerator import SHARDED_FOLDER, Accelerator
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
-_SCHEDULE = "scheduler.pt"
+_SCHEDULER_FILE = "scheduler.pt"
 """File in which transformers keeps the learning rate schedule."""
-_OPTIMIZER = "optimizer.pt"
+_OPTIMIZER_FILE = "optimizer.pt"
 """File in which transformers keeps an optimizer. For a sharded optimizer it holds a ResumeWithThisTrainer."""
 
 
@@ -81,16 +81,16 @@ class Trainer(transformers.Trainer):
         if not isinstance(self.model, ShardedModule):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        root = os.path.join(output_dir, FOLDER)
-        save(root, self._tree(), step=self.state.global_step, comm=self.model.comm)
+        root = os.path.join(output_dir, SHARDED_FOLDER)
+        save(root, self._checkpoint_tree(), step=self.state.global_step, comm=self.model.comm)
         if self.args.should_save:
             prune(root, keep=1)
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULE))
-            torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER_FILE))
+            torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the module, its optimizer and the learning rate schedule from a checkpoint of the Trainer."""
-        root = os.path.join(checkpoint or "", FOLDER)
+        root = os.path.join(checkpoint or "", SHARDED_FOLDER)
         if not isinstance(self.model, ShardedModule):
             if checkpoint is not None and os.path.isdir(root):
                 what = f"{checkpoint!r} has the optimizer of a sharded module, and the model is not sharded."
@@ -98,14 +98,14 @@ class Trainer(transformers.Trainer):
                 raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None and os.path.isdir(root):
-            load(root, self._tree(), comm=self.model.comm)
-            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
-        elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
+            load(root, self._checkpoint_tree(), comm=self.model.comm)
+            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER_FILE), weights_only=True))
+        elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _OPTIMIZER_FILE)):
             what = f"{checkpoint!r} has the optimizer of a module that was not sharded, which cannot be loaded."
-            remedy = f"To begin with a new optimizer and schedule, remove {_OPTIMIZER} from this folder."
+            remedy = f"To begin with a new optimizer and schedule, remove {_OPTIMIZER_FILE} from this folder."
             raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
 
-    def _tree(self) -> dict[str, Any]:
+    def _checkpoint_tree(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer.optimizer}
 
 

@@ -13,21 +13,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsharp.errors import TreeError
 
-_forked = False
+_is_forked_after_jax = False
 
 
-def _see_fork() -> None:
-    global _forked
-    _forked = _forked or xla_bridge.backends_are_initialized()
+def _record_fork() -> None:
+    global _is_forked_after_jax
+    _is_forked_after_jax = _is_forked_after_jax or xla_bridge.backends_are_initialized()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_see_fork)
+    os.register_at_fork(after_in_child=_record_fork)
 
 
 def check_not_forked(where: str) -> None:
     """Raise a TreeError in a process that was forked from a process with JAX, where calls would hang without XLA's threads."""
-    if _forked:
+    if _is_forked_after_jax:
         raise TreeError(
             f"{where}: process {os.getpid()} was forked from a process that had used JAX, and XLA does not survive a fork. "
             'Start processes by "spawn" or "forkserver": multiprocessing.get_context("spawn"), '

@@ -77,7 +77,7 @@ class _TensorFunction:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         given: Any = (args, keywords)
         leaves, spec = optree.tree_flatten(given)
-        constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        constants = tuple(_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         key = spec, constants, tuple(map(type, constants))
         try:
             program = self._programs.get(key)
@@ -85,11 +85,11 @@ class _TensorFunction:
             program = None
         if program is None:
             _check_constants(args, keywords)
-            program = self._programs[key] = _CompiledFunction(partial(_on_leaves, self._fn, spec, constants))
+            program = self._programs[key] = _CompiledFunction(partial(_call_on_leaves, self._fn, spec, constants))
         return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
-_TENSOR = object()  # in place of each tensor among the leaves of arguments
+_TENSOR_PLACEHOLDER = object()  # in place of each tensor among the leaves of arguments
 
 
 def _check_constants(args: Sequence[Any], keywords: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def _is_hashable(x: Any) -> bool:
     return True
 
 
-def _as_result(path: Any, x: Any) -> Any:
+def _result_as_array(path: Any, x: Any) -> Any:
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex)
     if not is_array or jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
         raise TreeError(
@@ -122,10 +122,10 @@ def _as_result(path: Any, x: Any) -> Any:
     return jnp.asarray(x)
 
 
-def _on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Sequence[Any], *arrays: Any) -> Any:
+def _call_on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Sequence[Any], *arrays: Any) -> Any:
     rest = iter(arrays)
-    args, keywords = optree.tree_unflatten(spec, [next(rest) if leaf is _TENSOR else leaf for leaf in constants])
-    return jax.tree_util.tree_map_with_path(_as_result, fn(*args, **keywords))
+    args, keywords = optree.tree_unflatten(spec, [next(rest) if leaf is _TENSOR_PLACEHOLDER else leaf for leaf in constants])
+    return jax.tree_util.tree_map_with_path(_result_as_array, fn(*args, **keywords))
 
 
 class _CallRecord:
@@ -222,26 +222,26 @@ class _CompiledFunction:
         vjp = jax.tree.unflatten(residuals.vjp, leaves)
         return [as_torch_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_jax_array(x) for x in cotangents]))]
 
-    def gradient_function(self, wanted: tuple[bool, ...]) -> "_CompiledFunction":
+    def vjp_function(self, wanted: tuple[bool, ...]) -> "_CompiledFunction":
         """Return the compiled VJP: from arguments and cotangents to gradients of the arguments with a True in ``wanted``."""
 
         def fn(*arrays: Any) -> Any:
-            of_wanted, chosen = self._restricted_to(wanted, arrays)
+            of_wanted, chosen = self._function_of_chosen(wanted, arrays)
             _, vjp, _ = jax.vjp(of_wanted, *chosen, has_aux=True)
             return list(_in_torch_convention(vjp, list(arrays[len(wanted) :])))
 
         return self._derived_function("gradients", wanted, fn)
 
-    def tangent_function(self, moved: tuple[bool, ...]) -> "_CompiledFunction":
+    def jvp_function(self, moved: tuple[bool, ...]) -> "_CompiledFunction":
         """Return the compiled JVP: from arguments, and tangents of arguments with a True in ``moved``, to results' tangents."""
 
         def fn(*arrays: Any) -> Any:
-            of_moved, chosen = self._restricted_to(moved, arrays)
+            of_moved, chosen = self._function_of_chosen(moved, arrays)
             return jax.jvp(of_moved, chosen, list(arrays[len(moved) :]), has_aux=True)[1]
 
         return self._derived_function("tangents", moved, fn)
 
-    def batched_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
+    def vmap_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
         """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None. Results have it at 0."""
         return self._derived_function("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
@@ -251,14 +251,14 @@ class _CompiledFunction:
         return self._derived[kind, key]
 
     def _run_with_residuals(self, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, _VjpResiduals]:
-        of_wanted, chosen = self._restricted_to(wanted, arrays)
+        of_wanted, chosen = self._function_of_chosen(wanted, arrays)
         _, vjp, out = jax.vjp(of_wanted, *chosen, has_aux=True)
         leaves, structure = jax.tree.flatten(vjp)
         numbers = tuple(next((i for i, array in enumerate(arrays) if array is leaf), None) for leaf in leaves)
         own = [leaf for leaf, number in zip(leaves, numbers, strict=True) if number is None]
         return out, _VjpResiduals(own, structure, numbers)
 
-    def _restricted_to(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    def _function_of_chosen(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """Return the program as a function of the arguments whose flag in ``which`` is True, and these arguments.
 
         The function returns its differentiable results, and all results as ``aux`` of ``jax.vjp``.
@@ -298,7 +298,7 @@ class _CallCompiled(torch.autograd.Function):
         arguments, kept = saved[: ctx.num_arguments], saved[ctx.num_arguments :]
         cotangents = tuple(x for x, is_inexact in zip(cotangents, ctx.are_inexact, strict=True) if is_inexact)
         if ctx.record.residuals is None or torch.is_grad_enabled():
-            found = ctx.program.gradient_function(wanted)(*arguments, *cotangents)
+            found = ctx.program.vjp_function(wanted)(*arguments, *cotangents)
         else:
             found = ctx.program.pull_back(ctx.record.residuals, arguments, kept, cotangents)
         rest = iter(found)
@@ -309,14 +309,14 @@ class _CallCompiled(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         moved = tuple(x is not None for x in tangents[2:])
         arguments = ctx.saved_tensors[: ctx.num_arguments]
-        rest = iter(ctx.program.tangent_function(moved)(*arguments, *(x for x in tangents[2:] if x is not None)))
+        rest = iter(ctx.program.jvp_function(moved)(*arguments, *(x for x in tangents[2:] if x is not None)))
         return tuple(next(rest) if is_inexact else None for is_inexact in ctx.are_inexact)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], program: _CompiledFunction, record: _CallRecord, *tensors: torch.Tensor
     ) -> tuple[Any, Any]:
-        out = _CallCompiled.apply(program.batched_function(in_dims[2:]), record, *tensors)
+        out = _CallCompiled.apply(program.vmap_function(in_dims[2:]), record, *tensors)
         return out, (0,) * len(out)
 
 

@@ -81,14 +81,14 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     def one(*nodes: Any) -> Any:
         if not is_sharded(nodes[0]):
             return nodes[0]
-        return nodes[0].replace([_share(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
+        return nodes[0].replace([_global_array(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
 
     for each in trees:
         _check_units("to_jax()", each, layout, torch.Tensor)
     return map_units(one, *trees)
 
 
-def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any]) -> Any:
+def _global_array(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any]) -> Any:
     node, parts = nodes[0], []
     shape, sharding = _global_shape_and_sharding(node, i, mesh)
     for each, device in zip(nodes, devices, strict=True):
@@ -188,7 +188,7 @@ def unflatten(tree: Any) -> Any:
     ``tree`` is a pytree of whole :class:`~fsharp.Sharded` units. If leaves are tied to a unit, ``tree`` has this unit as well.
     XLA moves the data that a computation needs.
     """
-    views = {(node.name, path): leaf for node in units_of(tree) for path, leaf in _views(node).items()}
+    views = {(node.name, path): leaf for node in units_of(tree) for path, leaf in _leaf_views(node).items()}
 
     def one(node: Sharded) -> Any:
         leaves = [views[leaf.tied_to or (node.name, leaf.path)] for leaf in node.unit.leaves]
@@ -197,7 +197,7 @@ def unflatten(tree: Any) -> Any:
     return map_units(one, tree)
 
 
-def _views(node: Sharded) -> dict[str, Any]:
+def _leaf_views(node: Sharded) -> dict[str, Any]:
     return {
         leaf.path: x[..., leaf.offset : leaf.offset + leaf.numel].reshape(*x.shape[:-1], *leaf.shape)
         for group, x in zip(node.groups, node.buffers, strict=True)

@@ -31,13 +31,13 @@ from jax.extend.core import ClosedJaxpr, Literal
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import ReduceOp
 from fsharp.interop.primitives import (
-    CALLS,
-    ELEMENTWISE,
-    REDUCTIONS,
-    RESHAPING,
-    UNIFORM,
+    CALL_PRIMITIVES,
+    ELEMENTWISE_PRIMITIVES,
+    REDUCTION_PRIMITIVES,
+    RESHAPING_PRIMITIVES,
+    SPLAT_PRIMITIVES,
     dtype_limits,
-    is_combinable,
+    is_combinable_over_ranks,
     is_inner_product,
     keeps_order,
     reduces_all,
@@ -81,9 +81,9 @@ class _PendingValue:
     """A value that depends on the result of a pending reduction."""
 
 
-UNKNOWN = _PendingValue()
+PENDING = _PendingValue()
 
-Key = tuple[int, ...]
+EquationKey = tuple[int, ...]
 """Position of an equation: the numbers of the equations whose jaxprs contain it, then its own number."""
 
 
@@ -95,7 +95,7 @@ class CrossRankReduction:
     axes: tuple[str, ...]
 
 
-class LiftedRun:
+class ShardedJaxprRun:
     """One run of a jaxpr on this rank's elements of the leaves.
 
     Attributes:
@@ -103,11 +103,11 @@ class LiftedRun:
         pending: unfinished reductions that this run needs, each with this rank's summand.
     """
 
-    def __init__(self, leaves: Sequence[LeafPart], known: Mapping[Key, Any]) -> None:
+    def __init__(self, leaves: Sequence[LeafPart], known: Mapping[EquationKey, Any]) -> None:
         self.leaves, self.known = leaves, known
-        self.pending: dict[Key, tuple[CrossRankReduction, Any]] = {}
+        self.pending: dict[EquationKey, tuple[CrossRankReduction, Any]] = {}
 
-    def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: Key = ()) -> list[Any]:
+    def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: EquationKey = ()) -> list[Any]:
         """Return the results of a jaxpr. Raise LayoutError if an equation needs elements of a leaf that other ranks hold."""
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
@@ -116,7 +116,7 @@ class LiftedRun:
             return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
 
         for number, equation in enumerate(closed.jaxpr.eqns):
-            results = self._apply(equation, [read(atom) for atom in equation.invars], (*at, number))
+            results = self._apply_equation(equation, [read(atom) for atom in equation.invars], (*at, number))
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in closed.jaxpr.outvars]
 
@@ -126,12 +126,12 @@ class LiftedRun:
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ArrayShard) and math.prod(value.shape) == size:
             return value.elements
-        array = _whole_array(value) if isinstance(value, ArrayShard) else _scalar(value)
+        array = _whole_array(value) if isinstance(value, ArrayShard) else _splat_scalar(value)
         if jnp.ndim(array) == 0:
             return jnp.broadcast_to(array, (last - first,))
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
 
-    def in_stored_form(self, value: Any, leaf: int | None, what: str, at: Key) -> Any:
+    def in_stored_form(self, value: Any, leaf: int | None, what: str, at: EquationKey) -> Any:
         """Return a result in the form in which it is stored: elements of a leaf, or an array if ``leaf`` is None.
 
         ``what`` is the result in words. ``at`` is the key of the exchange between ranks that the result may need. Raises
@@ -147,55 +147,59 @@ class LiftedRun:
             raise self._other_ranks_error(f"{what} is made of elements of {part.path!r}", part)
         return known
 
-    def _apply(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
+    def _apply_equation(self, equation: Any, values: list[Any], at: EquationKey) -> list[Any]:
         name, params = equation.primitive.name, equation.params
         if name == "cond":
-            return self._choose(equation, values, at)
-        if name in CALLS:
+            return self._run_cond(equation, values, at)
+        if name in CALL_PRIMITIVES:
             inner = params.get("jaxpr", params.get("call_jaxpr"))
             return self.run_jaxpr(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, at)
         if name == "optimization_barrier":
             return values
         if len({value.leaf for value in values if isinstance(value, ArrayShard)}) > 1:
             values = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
-        if any(value is UNKNOWN for value in values):
-            return [UNKNOWN] * len(equation.outvars)
+        if any(value is PENDING for value in values):
+            return [PENDING] * len(equation.outvars)
         leaf = self._leaf_of(name, values)
         if leaf is None:
             return self._without_leaves(equation, values)
         part, shapes = self.leaves[leaf], [var.aval.shape for var in equation.outvars]
         size = math.prod(shapes[0]) if shapes else None
-        if name in ELEMENTWISE and size == math.prod(part.shape):  # else it is broadcast
-            result = _bind(equation, [self.elements(value, leaf, shapes[0]) for value in values])
+        if name in ELEMENTWISE_PRIMITIVES and size == math.prod(part.shape):  # else it is broadcast
+            result = _bind_equation(equation, [self.elements(value, leaf, shapes[0]) for value in values])
             return [ArrayShard(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
-        if name in RESHAPING and size == math.prod(values[0].shape) and keeps_order(name, params):
+        if name in RESHAPING_PRIMITIVES and size == math.prod(values[0].shape) and keeps_order(name, params):
             return [ArrayShard(leaf, values[0].elements, shapes[0])]
         if (
-            name in REDUCTIONS
+            name in REDUCTION_PRIMITIVES
             and reduces_all(values[0].shape, params["axes"])
-            and is_combinable(name, values[0].elements.dtype)
+            and is_combinable_over_ranks(name, values[0].elements.dtype)
         ):
             return [self._reduce_over_ranks(name, leaf, values[0].elements, equation.outvars[0].aval, at)]
-        if name == "dot_general" and is_inner_product(values, params) and is_combinable(name, equation.outvars[0].aval.dtype):
+        if (
+            name == "dot_general"
+            and is_inner_product(values, params)
+            and is_combinable_over_ranks(name, equation.outvars[0].aval.dtype)
+        ):
             out = equation.outvars[0].aval
             left, right = (self.elements(value, leaf, value.shape).astype(out.dtype) for value in values)
             return [self._reduce_over_ranks("reduce_sum", leaf, left * right, out, at)]
         if not part.axes:  # all of it is here
-            found = _bind(equation, [_whole_array(value) for value in values])
+            found = _bind_equation(equation, [_whole_array(value) for value in values])
             return [ArrayShard(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
         known = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if not any(isinstance(value, ArrayShard) for value in known):
-            is_unknown = any(value is UNKNOWN for value in known)
-            return [UNKNOWN] * len(shapes) if is_unknown else self._without_leaves(equation, known)
+            is_unknown = any(value is PENDING for value in known)
+            return [PENDING] * len(shapes) if is_unknown else self._without_leaves(equation, known)
         raise self._cut_leaf_error(name, leaf)
 
-    def _as_known_array(self, value: Any, at: Key) -> Any:
+    def _as_known_array(self, value: Any, at: EquationKey) -> Any:
         """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return ``value``."""
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
             return _whole_array(value)
-        if math.prod(value.shape) != 1 or not is_combinable("reduce_sum", value.elements.dtype):
+        if math.prod(value.shape) != 1 or not is_combinable_over_ranks("reduce_sum", value.elements.dtype):
             return value
         out = ShapeDtypeStruct(value.shape, value.elements.dtype)
         return self._reduce_over_ranks("reduce_sum", value.leaf, value.elements, out, at)
@@ -221,21 +225,24 @@ class LiftedRun:
     def _without_leaves(self, equation: Any, values: list[Any]) -> list[Any]:
         name, uniform = equation.primitive.name, any(isinstance(value, Splat) for value in values)
         shapes = [var.aval.shape for var in equation.outvars]
-        if name == "broadcast_in_dim" and jnp.ndim(_scalar(values[0])) == 0:
-            return [Splat(_scalar(values[0]), shapes[0])]
-        if uniform and name in UNIFORM:
+        if name == "broadcast_in_dim" and jnp.ndim(_splat_scalar(values[0])) == 0:
+            return [Splat(_splat_scalar(values[0]), shapes[0])]
+        if uniform and name in SPLAT_PRIMITIVES:
             return [Splat(values[0].scalar, shapes[0])]
-        if uniform and name in REDUCTIONS:
+        if uniform and name in REDUCTION_PRIMITIVES:
             scalar, count = values[0].scalar, math.prod(values[0].shape[axis] for axis in equation.params["axes"])
             result = (scalar * count).astype(scalar.dtype) if name == "reduce_sum" else scalar
             return [Splat(result, shapes[0]) if shapes[0] else result]
-        if uniform and name in ELEMENTWISE and all(jnp.ndim(_scalar(value)) == 0 for value in values):
-            return [Splat(each, shape) for each, shape in zip(_bind(equation, map(_scalar, values)), shapes, strict=True)]
-        return _bind(equation, [_whole_array(value) for value in values])
+        if uniform and name in ELEMENTWISE_PRIMITIVES and all(jnp.ndim(_splat_scalar(value)) == 0 for value in values):
+            return [
+                Splat(each, shape)
+                for each, shape in zip(_bind_equation(equation, map(_splat_scalar, values)), shapes, strict=True)
+            ]
+        return _bind_equation(equation, [_whole_array(value) for value in values])
 
-    def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: Key) -> Any:
-        """Return the reduction of all elements of a leaf, with the shape and dtype of ``out``; UNKNOWN if it is pending."""
-        part, op = self.leaves[leaf], REDUCTIONS[name]
+    def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: EquationKey) -> Any:
+        """Return the reduction of all elements of a leaf, with the shape and dtype of ``out``; PENDING if not known yet."""
+        part, op = self.leaves[leaf], REDUCTION_PRIMITIVES[name]
         if part.is_varying:
             raise LayoutError(
                 f"from_optax(): the transformation reduces all elements of {part.path!r} ({name}), whose values "
@@ -248,32 +255,32 @@ class LiftedRun:
                 least, most = dtype_limits(elements.dtype)
                 here = jnp.max(elements, initial=least) if op == "max" else jnp.min(elements, initial=most)
             self.pending[at] = CrossRankReduction(op, part.axes), here
-            return UNKNOWN
+            return PENDING
         known = self.known[at].astype(out.dtype)
         return Splat(known, out.shape) if out.shape else known
 
-    def _choose(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
+    def _run_cond(self, equation: Any, values: list[Any], at: EquationKey) -> list[Any]:
         index, *operands = values
-        index, branches = _scalar(self._as_known_array(index, (*at, -1))), equation.params["branches"]
+        index, branches = _splat_scalar(self._as_known_array(index, (*at, -1))), equation.params["branches"]
         if isinstance(index, ArrayShard):
             raise self._other_ranks_error(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
         if not any(isinstance(value, ArrayShard | Splat | _PendingValue) for value in (index, *operands)):
-            return _bind(equation, [index, *operands])
+            return _bind_equation(equation, [index, *operands])
         found = [self.run_jaxpr(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
-        return [self._chosen(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]
+        return [self._select_case(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]
 
-    def _chosen(self, index: Any, cases: list[Any], at: Key) -> Any:
+    def _select_case(self, index: Any, cases: list[Any], at: EquationKey) -> Any:
         if len({case.leaf for case in cases if isinstance(case, ArrayShard)}) > 1:
             cases = [self._as_known_array(case, (*at, k)) for k, case in enumerate(cases)]
-        if index is UNKNOWN or any(case is UNKNOWN for case in cases):
-            return UNKNOWN
+        if index is PENDING or any(case is PENDING for case in cases):
+            return PENDING
         leaf = self._leaf_of("cond", cases)
         shape = next((case.shape for case in cases if isinstance(case, ArrayShard | Splat)), None)
         if leaf is not None:
             assert shape is not None
             cases = [self.elements(case, leaf, shape) for case in cases]
-        elif all(jnp.ndim(_scalar(case)) == 0 for case in cases):
-            cases = [_scalar(case) for case in cases]
+        elif all(jnp.ndim(_splat_scalar(case)) == 0 for case in cases):
+            cases = [_splat_scalar(case) for case in cases]
         else:
             cases, shape = [_whole_array(case) for case in cases], None
         result = cases[-1]
@@ -292,12 +299,12 @@ class LiftedRun:
         return LayoutError(problem("from_optax()", what, facts, remedy + "under ddp nothing is cut."))
 
 
-def _bind(equation: Any, values: Any) -> list[Any]:
+def _bind_equation(equation: Any, values: Any) -> list[Any]:
     result = equation.primitive.bind(*values, **equation.params)
     return list(result) if equation.primitive.multiple_results else [result]
 
 
-def _scalar(value: Any) -> Any:
+def _splat_scalar(value: Any) -> Any:
     return value.scalar if isinstance(value, Splat) else value
 
 

@@ -15,7 +15,7 @@ from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forke
 from fsharp.interop.call import as_torch
 from fsharp.tracebacks import api_boundary
 
-Name = tuple[Any, ...]  # of a parameter: fields, keys and indices
+ParameterName = tuple[Any, ...]  # of a parameter: fields, keys and indices
 
 
 @api_boundary
@@ -40,15 +40,15 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         TreeError: ``model`` is no such module, or is a module of Linen without ``variables``. When ``fn`` is called: a module
             of NNX changes its variables, such as statistics or counters of random numbers; the new values would be lost.
     """
-    if _is_of(model, "flax.linen"):
-        return _linen(model, variables)
+    if _is_from_package(model, "flax.linen"):
+        return _make_linen_functional(model, variables)
     if variables is not None:
         raise TreeError(
             f"make_functional(): variables are for modules of Flax Linen, and a {type(model).__name__} holds its variables."
         )
     if not callable(model) or jax.tree_util.all_leaves([model]):
         raise TreeError(f"make_functional(): got {model!r:.80}, expected a module of Equinox or Flax that can be called.")
-    if not _is_of(model, "flax.nnx"):
+    if not _is_from_package(model, "flax.nnx"):
         return as_torch(lambda tree, *args, **keywords: to_arrays(tree, model)(*args, **keywords)), to_tensors(model)
     from flax import nnx
 
@@ -62,19 +62,19 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         for name, leaf in before.items():
             if after.get(name) is not leaf:
                 raise TreeError(
-                    f"make_functional(): the module changes its variable {_text(name)!r}, whose new value would be lost. Put "
-                    "it into evaluation: model.eval(), or use_running_average=True and deterministic=True."
+                    f"make_functional(): the module changes its variable {_name_text(name)!r}, whose new value would be lost. "
+                    "Put it into evaluation: model.eval(), or use_running_average=True and deterministic=True."
                 )
         return out
 
     return as_torch(call), to_tensors(variables)
 
 
-def _is_of(model: Any, package: str) -> bool:
+def _is_from_package(model: Any, package: str) -> bool:
     return any(kind.__module__.startswith(package) for kind in type(model).__mro__)
 
 
-def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
+def _make_linen_functional(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
     if variables is None:
         raise TreeError(
             f"make_functional(): a module of Flax Linen such as {type(model).__name__} does not have its variables: pass the "
@@ -135,15 +135,15 @@ def to_arrays(tree: Any, like: Any) -> Any:
         new = left.pop(name, None)
         if new is None or tuple(new.shape) != leaf.shape:
             found = "is missing" if new is None else f"has shape {tuple(new.shape)}"
-            raise TreeError(f"to_arrays(): {_text(name)!r} {found}, expected {leaf.shape}.")
+            raise TreeError(f"to_arrays(): {_name_text(name)!r} {found}, expected {leaf.shape}.")
         array = jnp.array(as_jax_array(new), copy=True) if isinstance(new, torch.Tensor) else new
         leaves[name] = array.astype(leaf.dtype)
     if left:
-        raise TreeError(f"to_arrays(): {_text(next(iter(left)))!r} is not in the {type(like).__name__}.")
+        raise TreeError(f"to_arrays(): {_name_text(next(iter(left)))!r} is not in the {type(like).__name__}.")
     return jax.tree.unflatten(jax.tree.structure(like), leaves.values())
 
 
-def _leaves_by_name(tree: Any) -> dict[Name, Any]:
+def _leaves_by_name(tree: Any) -> dict[ParameterName, Any]:
     found, rows = {}, jax.tree_util.tree_flatten_with_path(tree)[0]
     siblings = Counter(path[:-1] for path, _ in rows)
     for path, leaf in rows:
@@ -158,5 +158,5 @@ def _is_parameter(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _text(name: Name) -> str:
+def _name_text(name: ParameterName) -> str:
     return ".".join(map(str, name))

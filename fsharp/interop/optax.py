@@ -104,18 +104,18 @@ class _ShardedTransformation:
         def check() -> CompiledTransformation:
             check_not_forked("from_optax()")
             extra = {"value": jnp.zeros(())} if self._knows_extra else {}
-            return self._program(params, comm.rank, extra, is_first=True)
+            return self._compiled_for(params, comm.rank, extra, is_first=True)
 
         program = check_on_all_ranks("from_optax()", comm, check, lambda found: {"transformation": found.traced.text})
-        return _state(program.traced, *program.init(params, comm))
+        return _optax_state(program.traced, *program.init(params, comm))
 
     def update(self, grads: Any, state: OptaxState, params: Any, /, *, comm: Comm, **extra: Any) -> tuple[Any, OptaxState]:
         def check() -> tuple[CompiledTransformation, list[Any], dict[str, Any]]:
             check_not_forked("from_optax()")
             given = self._extra_as_arrays(extra)
-            program = self._program(params, comm.rank, given)
+            program = self._compiled_for(params, comm.rank, given)
             if unknown := [name for name in program.traced.unused if name != "value"]:  # train_step always passes value
-                raise _unknown(unknown[0])
+                raise _unknown_argument_error(unknown[0])
             if missing := [name for name in program.traced.extra if name not in given]:
                 raise TreeError(f"update(): the transformation of optax needs {missing[0]}: fs.update(..., {missing[0]}=...).")
             return program, _arrays_outside_buffers(program.traced, state), {name: given[name] for name in program.traced.extra}
@@ -130,7 +130,7 @@ class _ShardedTransformation:
 
         program, plain, given = check_on_all_ranks("update()", comm, check, fields)
         updates, buffers, new = program.update(grads, state.buffers, params, plain, list(given.values()), comm)
-        return updates, _state(program.traced, buffers, new)
+        return updates, _optax_state(program.traced, buffers, new)
 
     def _extra_as_arrays(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return extra arguments as arrays, without arguments that are None."""
@@ -138,7 +138,7 @@ class _ShardedTransformation:
         for name, x in extra.items():
             if not self._knows_extra:
                 if name != "value":
-                    raise _unknown(name)
+                    raise _unknown_argument_error(name)
                 continue
             if x is None:
                 continue
@@ -152,20 +152,24 @@ class _ShardedTransformation:
                 raise TreeError(problem("update()", what, facts, remedy)) from error
         return found
 
-    def _program(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool = False) -> CompiledTransformation:
+    def _compiled_for(
+        self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool = False
+    ) -> CompiledTransformation:
         nodes = units_of(params)
         sizes = tuple((name, jnp.shape(x), str(jnp.result_type(x))) for name, x in sorted(extra.items()))
         key = tuple((node.unit, node.place, node.groups) for node in nodes), sizes
         with self._lock:
             if key not in self._traced:
-                self._traced[key] = self._trace(params, rank, extra, is_first=is_first)
+                self._traced[key] = self._trace_transformation(params, rank, extra, is_first=is_first)
             if (key, rank) not in self._programs:
                 local = self._traced[key].part_of_rank(params, rank)
                 shared = self._shared.setdefault((key, local), CompiledTransformation(self._traced[key], local))
                 self._programs[key, rank] = shared
             return self._programs[key, rank]
 
-    def _trace(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool) -> TracedTransformation:
+    def _trace_transformation(
+        self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool
+    ) -> TracedTransformation:
         """Trace the transformation, without the argument ``value`` if it does not take one.
 
         With ``is_first`` the extra arguments of updates are not known yet, and zeros take the place of missing ones.
@@ -176,17 +180,17 @@ class _ShardedTransformation:
             text = str(error)
             if "value" in extra and "unexpected keyword argument 'value'" in text:
                 rest = {name: x for name, x in extra.items() if name != "value"}
-                return self._trace(params, rank, rest, is_first=is_first)
+                return self._trace_transformation(params, rank, rest, is_first=is_first)
             if unknown := re.search(r"unexpected keyword argument '(\w+)'", text):
-                raise _unknown(unknown[1]) from error
+                raise _unknown_argument_error(unknown[1]) from error
             missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", text)
             names = re.findall(r"'(\w+)'", missing[1]) if missing and is_first else []
             if not names or any(name.endswith("_fn") for name in names):
                 raise
-            return self._trace(params, rank, {**extra, **dict.fromkeys(names, jnp.zeros(()))}, is_first=is_first)
+            return self._trace_transformation(params, rank, {**extra, **dict.fromkeys(names, jnp.zeros(()))}, is_first=is_first)
 
 
-def _unknown(name: str) -> TreeError:
+def _unknown_argument_error(name: str) -> TreeError:
     return TreeError(
         f"update(): got {name}=..., which the transformation of optax does not use. Check the spelling, or leave {name} out."
     )
@@ -224,7 +228,7 @@ def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> 
     return result
 
 
-def _state(traced: TracedTransformation, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
+def _optax_state(traced: TracedTransformation, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
     numbers = iter(plain)
     leaves = [
         number_as_tensor(next(numbers)) if position is None else BufferPlaceholder(position[1]) for position in traced.positions

@@ -63,7 +63,7 @@ def from_orbax(
         raise CheckpointError(f"{source}: two leaves have the same name, such as the keys 'a.b' and 'b' within 'a'.")
     left = select_paths("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
     entries = {
-        name: whole_entry(name, _dtype(source, name, leaf.dtype), tuple(leaf.shape))
+        name: whole_entry(name, _torch_dtype(source, name, leaf.dtype), tuple(leaf.shape))
         for name, leaf in leaves.items()
         if name not in left and hasattr(leaf, "shape")
     }
@@ -128,7 +128,7 @@ def to_orbax(
         if keys[-1] in node:
             raise CheckpointError(f"to_orbax(): {name!r} has other tensors within it. Give another name by rename=.")
         node[keys[-1]] = array
-    _call_orbax(target, lambda: ocp.save(target, _with_lists(tree)))
+    _call_orbax(target, lambda: ocp.save(target, _dicts_as_lists(tree)))
 
 
 def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
@@ -139,7 +139,7 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}") from error
 
 
-def _dtype(folder: str, name: str, dtype: Any) -> torch.dtype:
+def _torch_dtype(folder: str, name: str, dtype: Any) -> torch.dtype:
     found = getattr(torch, str(dtype), None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"{folder}: {name!r} is {dtype}, which torch does not have. ignore={name!r} leaves it out.")
@@ -163,9 +163,9 @@ def _as_array(name: str, tensor: torch.Tensor) -> Any:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(tensor.shape))
 
 
-def _with_lists(tree: Any) -> Any:
+def _dicts_as_lists(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
-    parts = {key: _with_lists(part) for key, part in tree.items()}
+    parts = {key: _dicts_as_lists(part) for key, part in tree.items()}
     numbers = [str(i) for i in range(len(parts))]
     return [parts[key] for key in numbers] if set(numbers) == set(parts) else parts

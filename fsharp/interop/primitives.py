@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fsharp.functional.comm.protocol import ReduceOp
 
-ELEMENTWISE = frozenset((
+ELEMENTWISE_PRIMITIVES = frozenset((
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
     "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
     "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma",
@@ -15,12 +15,12 @@ ELEMENTWISE = frozenset((
     "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
     "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-CALLS = frozenset(["jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"])
+CALL_PRIMITIVES = frozenset(["jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"])
 """Primitives that run a jaxpr once, on their operands. Primitives that run one several times, as ``reduce``, are left out."""
-RESHAPING = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
-UNIFORM = RESHAPING | {"transpose", "slice", "rev"}
+RESHAPING_PRIMITIVES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
+SPLAT_PRIMITIVES = RESHAPING_PRIMITIVES | {"transpose", "slice", "rev"}
 """Primitives that turn an array of equal elements into an array of equal elements."""
-REDUCTIONS: dict[str, ReduceOp] = {
+REDUCTION_PRIMITIVES: dict[str, ReduceOp] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
     "reduce_min": "min",
@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, ReduceOp] = {
 
 
 def keeps_order(name: str, params: Mapping[str, Any]) -> bool:
-    """Return whether a primitive of ``RESHAPING`` keeps the order of elements."""
+    """Return whether a primitive of ``RESHAPING_PRIMITIVES`` keeps the order of elements."""
     dims = params["broadcast_dimensions"] if name == "broadcast_in_dim" else ()
     return list(dims) == sorted(dims) and not (name == "reshape" and params["dimensions"])
 
@@ -40,7 +40,7 @@ def reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
     return all(size == 1 or axis in axes for axis, size in enumerate(shape))
 
 
-def is_combinable(name: str, dtype: Any) -> bool:
+def is_combinable_over_ranks(name: str, dtype: Any) -> bool:
     """Return whether a collective can combine a reduction's results: not of bitwise ``and`` and ``or``, or complex numbers."""
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 

@@ -23,7 +23,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.interop.arrays import as_jax_array, as_torch_tensor, jax_dtype
-from fsharp.interop.lift import UNKNOWN, ArrayShard, CrossRankReduction, Key, LeafPart, LiftedRun
+from fsharp.interop.lift import PENDING, ArrayShard, CrossRankReduction, EquationKey, LeafPart, ShardedJaxprRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TracedTransformation:
             return tx.update(grads, state, params, **dict(zip(self.extra, more, strict=True)))
 
         self.step, (updates, after) = _trace_to_jaxpr(
-            _REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra]
+            _EXTRA_ARGUMENTS_REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra]
         )
         if jax.tree.structure(after) != self.state_structure or jax.tree.structure(updates) != self.structure:
             raise TreeError(
@@ -153,7 +153,7 @@ class TracedTransformation:
 
         def probe(arrays: Sequence[Any]) -> Any:
             lifted, params = (
-                LiftedRun(parts, _ZeroResults()),
+                ShardedJaxprRun(parts, _ZeroResults()),
                 [part(i, x) for i, x in enumerate(arrays[behind : behind + count])],
             )
             grads = [part(i, x) for i, x in enumerate(arrays[:count])]
@@ -183,8 +183,8 @@ class TracedTransformation:
             positions.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
         return positions, [dtype for dtype, _ in trees]
 
-    def in_stored_form(self, lifted: LiftedRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """Return the results of ``init`` or ``step`` as they are stored: see :meth:`LiftedRun.in_stored_form`."""
+    def in_stored_form(self, lifted: ShardedJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
+        """Return the results of ``init`` or ``step`` as they are stored: see :meth:`ShardedJaxprRun.in_stored_form`."""
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
         wanted += zip(owners, self.paths, strict=True)
@@ -197,12 +197,12 @@ class CompiledTransformation:
     def __init__(self, traced: TracedTransformation, part_of_rank: RankPart) -> None:
         self.traced = traced
         self._parts, self._places, _, self._sizes = part_of_rank
-        self._compiled: dict[Any, tuple[Any, dict[Key, CrossRankReduction]]] = {}
+        self._compiled: dict[Any, tuple[Any, dict[EquationKey, CrossRankReduction]]] = {}
         self._lock = threading.Lock()
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
         """Return the trees of buffers of a new state, and the arrays of the state that are in no tree."""
-        flats, plain = self._run_in_rounds("init", [_arrays(params)], [], comm)
+        flats, plain = self._run_in_rounds("init", [_buffers_as_arrays(params)], [], comm)
         return [_tree_like(params, each) for each in flats], plain
 
     def update(
@@ -211,13 +211,13 @@ class CompiledTransformation:
         """Return the updates, and the new state as :meth:`init` does."""
         # A scheduler reuses the memory of gradients after the step, while JAX may still hold it.
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
-        flats = [_arrays(grads), _arrays(params), *map(_arrays, buffers)]
+        flats = [_buffers_as_arrays(grads), _buffers_as_arrays(params), *map(_buffers_as_arrays, buffers)]
         (updates, *after), new = self._run_in_rounds("update", flats, [*plain, *extra], comm)
         return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
 
     def _run_in_rounds(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
         """Return the results of ``init`` or ``step``: run it, make its pending reductions, and repeat until none is pending."""
-        known: dict[Key, Any] = {}
+        known: dict[EquationKey, Any] = {}
         device = next((x.device for arrays in flats for x in arrays if x.size), None)
         while True:
             keys = tuple(sorted(known))
@@ -225,8 +225,8 @@ class CompiledTransformation:
             with jax.default_device(device):  # for results that depend on no argument, such as the zeros of a new state
                 with self._lock:  # only the first of several threads compiles
                     if (kind, keys) not in self._compiled:
-                        pending: dict[Key, CrossRankReduction] = {}
-                        compiled = jax.jit(partial(self._compute, kind, keys, pending))
+                        pending: dict[EquationKey, CrossRankReduction] = {}
+                        compiled = jax.jit(partial(self._run_jaxpr, kind, keys, pending))
                         compiled(*args)  # compiles, and fills ``pending``
                         self._compiled[kind, keys] = compiled, pending
                     compiled, pending = self._compiled[kind, keys]
@@ -235,19 +235,25 @@ class CompiledTransformation:
                 return result
             known |= _reduce_pending(pending, result, comm)
 
-    def _compute(
-        self, kind: str, keys: Sequence[Key], pending: dict[Key, CrossRankReduction], flats: Any, plain: Any, reduced: Any
+    def _run_jaxpr(
+        self,
+        kind: str,
+        keys: Sequence[EquationKey],
+        pending: dict[EquationKey, CrossRankReduction],
+        flats: Any,
+        plain: Any,
+        reduced: Any,
     ) -> Any:
-        traced, lifted = self.traced, LiftedRun(self._parts, dict(zip(keys, reduced, strict=True)))
-        out = lifted.run_jaxpr(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
+        traced, lifted = self.traced, ShardedJaxprRun(self._parts, dict(zip(keys, reduced, strict=True)))
+        out = lifted.run_jaxpr(traced.init if kind == "init" else traced.step, self._jaxpr_args(kind, flats, plain))
         out = traced.in_stored_form(lifted, out, [position and position[0] for position in traced.positions])
         pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
         if lifted.pending:
             return [value for _, value in lifted.pending.values()]
-        assert not any(value is UNKNOWN for value in out)
-        return self._results(kind, out, lifted)
+        assert not any(value is PENDING for value in out)
+        return self._split_results(kind, out, lifted)
 
-    def _args(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any]) -> list[Any]:
+    def _jaxpr_args(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any]) -> list[Any]:
         def part(leaf: int, tree: Sequence[Any]) -> ArrayShard:
             place = self._places[leaf]
             return ArrayShard(leaf, tree[place.buffer][place.start : place.stop], self._parts[leaf].shape)
@@ -260,7 +266,7 @@ class CompiledTransformation:
         state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=like.shape) for x, like in rows]
         return [*(part(leaf, grads) for leaf in everything), *state, *(part(leaf, params) for leaf in everything), *numbers]
 
-    def _results(self, kind: str, out: Sequence[Any], lifted: LiftedRun) -> Any:
+    def _split_results(self, kind: str, out: Sequence[Any], lifted: ShardedJaxprRun) -> Any:
         updates = [] if kind == "init" else [dict(enumerate(out[: len(self._parts)]))]
         state = out[len(updates) and len(self._parts) :]
         trees: list[dict[int, Any]] = [{} for _ in self.traced.tree_dtypes]
@@ -274,7 +280,7 @@ class CompiledTransformation:
         dtypes = [None] * len(updates) + list(self.traced.tree_dtypes)
         return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
-    def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: LiftedRun) -> list[Any]:
+    def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: ShardedJaxprRun) -> list[Any]:
         """Return flat buffers with the values of each leaf, and zeros elsewhere."""
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
@@ -290,13 +296,13 @@ class CompiledTransformation:
         return result
 
 
-class _ZeroResults(dict[Key, Any]):
+class _ZeroResults(dict[EquationKey, Any]):
     """A dict with the result zero for every reduction over ranks, for a trial run of a jaxpr without communication."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
-    def __missing__(self, key: Key) -> Any:
+    def __missing__(self, key: EquationKey) -> Any:
         return jnp.zeros(())
 
 
@@ -317,7 +323,7 @@ def _trace_to_jaxpr(remedy: str, fn: Any, *args: Any) -> Any:
         raise TreeError(problem("from_optax()", what, remedy=remedy)) from error
 
 
-_REMEDY = (
+_EXTRA_ARGUMENTS_REMEDY = (
     "fs.update(..., name=number) passes extra arguments on, and fs.train_step passes value, the mean loss. A function of whole "
     "parameters (value_fn, grad_fn, obj_fn) cannot be called on shards: use options that do not call one, as "
     "optax.lbfgs(linesearch=None) and optax.contrib.sam(opaque_mode=False) do."
@@ -348,7 +354,7 @@ def with_readable_bytes(x: Any) -> Any:
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _arrays(tree: Any) -> list[Any]:
+def _buffers_as_arrays(tree: Any) -> list[Any]:
     return [as_jax_array(buffer) for node in units_of(tree) for buffer in node.buffers]
 
 
@@ -357,12 +363,14 @@ def _tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
     return map_units(lambda node: node.replace([as_torch_tensor(next(rest)).to(b.device) for b in node.buffers]), tree)
 
 
-def _reduce_pending(pending: Mapping[Key, CrossRankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
+def _reduce_pending(
+    pending: Mapping[EquationKey, CrossRankReduction], values: Sequence[Any], comm: Comm
+) -> dict[EquationKey, Any]:
     """Return the results of pending reductions over ranks, by one collective for all reductions along the same axes."""
-    by_reduction: dict[CrossRankReduction, list[tuple[Key, Any]]] = {}
+    by_reduction: dict[CrossRankReduction, list[tuple[EquationKey, Any]]] = {}
     for (key, reduction), value in zip(pending.items(), values, strict=True):
         by_reduction.setdefault(reduction, []).append((key, value))
-    result: dict[Key, Any] = {}
+    result: dict[EquationKey, Any] = {}
     for reduction, rows in by_reduction.items():
         numbers = torch.tensor([float(value) for _, value in rows], dtype=torch.float64, device=comm.device)
         for axis in reduction.axes:

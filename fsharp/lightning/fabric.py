@@ -8,7 +8,14 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
 
-from fsharp.lightning.sharded import accumulating, check_module, check_optimizers, full_state_dict, load_state_dict, sharded_in
+from fsharp.lightning.sharded import (
+    accumulating,
+    check_module,
+    check_optimizers,
+    full_state_dict,
+    load_state_dict,
+    sharded_modules_in,
+)
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
 
@@ -48,12 +55,12 @@ class Strategy(DDPStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leave a sharded module where it is."""
-        if not sharded_in(module):
+        if not sharded_modules_in(module):
             super().module_to_device(module)
 
     def setup_module(self, module: nn.Module) -> Any:
         """Return a sharded module as it is. Other modules are wrapped by ``DistributedDataParallel``."""
-        if not sharded_in(module):
+        if not sharded_modules_in(module):
             return super().setup_module(module)
         check_module("Fabric.setup()", module, self.precision.precision)
         return module
@@ -65,11 +72,11 @@ class Strategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole tensors of a sharded module on rank 0, and an empty dict on other ranks."""
-        return full_state_dict(module) if sharded_in(module) else super().get_module_state_dict(module)
+        return full_state_dict(module) if sharded_modules_in(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load whole tensors, of which each rank keeps its part."""
-        if sharded_in(module):
+        if sharded_modules_in(module):
             load_state_dict(module, state_dict, strict=strict)
         else:
             super().load_module_state_dict(module, state_dict, strict)
@@ -89,6 +96,6 @@ class _Accumulation(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients stay on the rank, if ``enabled``."""
-        if not sharded_in(module):
+        if not sharded_modules_in(module):
             return self._other.no_backward_sync(module, enabled)
         return accumulating(module) if enabled else nullcontext()

@@ -13,7 +13,7 @@ from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
 
 
-def sharded_in(module: nn.Module) -> dict[str, ShardedModule]:
+def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
     """Return the sharded modules in ``module`` by path; the path of ``module`` itself is ``""``."""
     return {path: each for path, each in module.named_modules() if isinstance(each, ShardedModule)}
 
@@ -44,39 +44,39 @@ def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
 def accumulating(module: nn.Module) -> Iterator[None]:
     """Keep gradients of sharded modules on the rank, in this context."""
     with ExitStack() as stack:
-        for each in sharded_in(module).values():
+        for each in sharded_modules_in(module).values():
             stack.enter_context(each.accumulate())
         yield
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return the state dict of a module with whole tensors on rank 0. All ranks have to call this function."""
-    sharded = sharded_in(module)
-    found = {} if "" in sharded else _outside(module.state_dict(), sharded)
+    sharded = sharded_modules_in(module)
+    found = {} if "" in sharded else _entries_outside(module.state_dict(), sharded)
     for path, each in sharded.items():
-        found |= {_joined(path, name): value for name, value in each.full_state_dict().items()}
+        found |= {_join_path(path, name): value for name, value in each.full_state_dict().items()}
     return found
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
     """Load whole tensors into a module. All ranks pass the same tensors."""
-    sharded = sharded_in(module)
+    sharded = sharded_modules_in(module)
     if "" in sharded:
         module.load_state_dict(state_dict, strict=strict)
         return
     for path, each in sharded.items():
         inside = {name: value for name, value in state_dict.items() if name.startswith(f"{path}.")}
         each.load_state_dict({name.removeprefix(f"{path}."): value for name, value in inside.items()}, strict=strict)
-    missing, unexpected = module.load_state_dict(_outside(state_dict, sharded), strict=False)
-    wrong = [*_outside(dict.fromkeys(missing), sharded), *unexpected]
+    missing, unexpected = module.load_state_dict(_entries_outside(state_dict, sharded), strict=False)
+    wrong = [*_entries_outside(dict.fromkeys(missing), sharded), *unexpected]
     if strict and wrong:
         raise RuntimeError(f"load_state_dict(): keys are missing or unexpected: {', '.join(wrong)}.")
 
 
-def _outside(state_dict: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+def _entries_outside(state_dict: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
     prefixes = tuple(f"{path}." for path in paths)
     return {name: value for name, value in state_dict.items() if not name.startswith(prefixes)}
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name

@@ -11,7 +11,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
-from fsharp.lightning.sharded import accumulating, check_module, check_optimizers, full_state_dict, load_state_dict, sharded_in
+from fsharp.lightning.sharded import (
+    accumulating,
+    check_module,
+    check_optimizers,
+    full_state_dict,
+    load_state_dict,
+    sharded_modules_in,
+)
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
 
@@ -47,18 +54,18 @@ class Strategy(DDPStrategy):
     lr_scheduler_configs: Any
 
     @property
-    def _task(self) -> nn.Module:
+    def _module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Set up the accelerator and optimizers. Sharded modules stay as they are."""
-        if not sharded_in(self._task):
+        if not sharded_modules_in(self._module):
             super().setup(trainer)
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        check_module("Trainer", self._task, self.precision_plugin.precision)
+        check_module("Trainer", self._module, self.precision_plugin.precision)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             check_optimizers("Trainer", self.optimizers)
@@ -67,17 +74,17 @@ class Strategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep gradients on the rank, in this context."""
-        with accumulating(self._task) if sharded_in(self._task) else super().block_backward_sync():
+        with accumulating(self._module) if sharded_modules_in(self._module) else super().block_backward_sync():
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors of the module on rank 0."""
-        return full_state_dict(self._task) if sharded_in(self._task) else super().lightning_module_state_dict()
+        return full_state_dict(self._module) if sharded_modules_in(self._module) else super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole tensors, of which each rank keeps its part."""
-        if sharded_in(self._task):
-            load_state_dict(self._task, checkpoint["state_dict"], strict=strict)
+        if sharded_modules_in(self._module):
+            load_state_dict(self._module, checkpoint["state_dict"], strict=strict)
         else:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -88,7 +95,7 @@ class Strategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole tensors, of which each rank keeps its part."""
-        if not sharded_in(self._task):
+        if not sharded_modules_in(self._module):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -96,7 +103,7 @@ class Strategy(DDPStrategy):
 
     def teardown(self) -> None:
         """End the run. Sharded modules stay where they are."""
-        if self.lightning_module is None or not sharded_in(self._task):
+        if self.lightning_module is None or not sharded_modules_in(self._module):
             super().teardown()
             return
         assert self.cluster_environment is not None

@@ -17,7 +17,7 @@ from fsharp.stateful.timing.timeline import Timeline
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, short_repr
 
-LOG = "log.jsonl"
+LOG_FILE = "log.jsonl"
 """Name of the file that a run writes, in the folder of its checkpoints."""
 _LINE_NAMES = ("step", "time")
 RUN_NAMES = (*_LINE_NAMES, "start", "event", "saved", "own_s", "steps_per_s")
@@ -55,7 +55,7 @@ class JsonlLogger:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line. OptionError if JSON cannot hold a value, OSError if the file cannot be written."""
         check_names("log()", values, _LINE_NAMES)
-        plain = _with_texts(plain_values(values))
+        plain = _nonfinite_as_text(plain_values(values))
         line = json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
@@ -86,7 +86,7 @@ class TensorBoardLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add each number to the writer as a scalar, and each other value as text."""
-        for name, value in _flat(plain_values(_without_tables(values))):
+        for name, value in _flat_values(plain_values(_without_tables(values))):
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
             elif value is not None:
@@ -109,7 +109,7 @@ class WandbLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass the values to the run."""
-        if found := dict(_flat(plain_values(_without_tables(values)))):
+        if found := dict(_flat_values(plain_values(_without_tables(values)))):
             self._run.log(found, step=step)
 
 
@@ -123,11 +123,13 @@ def _without_tables(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, Timeline | Layout)}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested dicts and lists, with names such as ``own_s/0``."""
     for key, value in values.items():
         if isinstance(value, dict | list):
-            yield from _flat(value if isinstance(value, dict) else {str(i): x for i, x in enumerate(value)}, f"{prefix}{key}/")
+            yield from _flat_values(
+                value if isinstance(value, dict) else {str(i): x for i, x in enumerate(value)}, f"{prefix}{key}/"
+            )
         else:
             yield f"{prefix}{key}", value
 
@@ -153,27 +155,27 @@ def _plain_or_table(name: str, value: Any) -> Any:
         return timeline_rows(value)
     if isinstance(value, Layout):
         return layout_rows(value)
-    return _plain(name, value)
+    return _plain_value(name, value)
 
 
-def _with_texts(value: Any) -> Any:
+def _nonfinite_as_text(value: Any) -> Any:
     """Return plain values with texts in place of infinite numbers and NaN, which JSON cannot hold."""
     if isinstance(value, dict):
-        return {key: _with_texts(each) for key, each in value.items()}
+        return {key: _nonfinite_as_text(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_with_texts(each) for each in value]
+        return [_nonfinite_as_text(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain_value(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(f"{name}.{key}", each) for key, each in value.items()}
+        return {str(key): _plain_value(f"{name}.{key}", each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(f"{name}.{i}", each) for i, each in enumerate(value)]
+        return [_plain_value(f"{name}.{i}", each) for i, each in enumerate(value)]
     try:
         return float(value)  # also numbers of numpy and other libraries
     except (TypeError, ValueError):

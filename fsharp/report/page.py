@@ -43,11 +43,11 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
     folder = Path(run_dir)
     log = read_log(folder)
     target = folder / "report.html" if path is None else Path(path)
-    target.write_text(page_of(log, title=str(folder)), "utf-8")
+    target.write_text(log_page(log, title=str(folder)), "utf-8")
     return str(target)
 
 
-def page_of(log: RunLog, *, title: str) -> str:
+def log_page(log: RunLog, *, title: str) -> str:
     """Return the page of a log as HTML."""
     sections = "".join(f'<section id="{name}"></section>\n' for name in SECTIONS)
     return html_page(
@@ -59,11 +59,11 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
     """Return the values that the page draws."""
     marks = [(step, f"started again at step {step}", False) for step, _, _ in log.starts[1:]]
     marks += [(step, text, True) for step, _, text in log.events]
-    own_s, _ = _thinned(sorted(log.own_s.items()), max)
+    own_s, _ = _thin_rows(sorted(log.own_s.items()), max)
     return {
         "title": title,
-        "series": {name: _curve(values) for name, values in _in_order(log)},
-        "marks": _at_equal_distances(marks, MAX_MARKS),
+        "series": {name: _chart_data(values) for name, values in _sorted_series(log)},
+        "marks": _evenly_spaced_rows(marks, MAX_MARKS),
         "num_marks": len(marks),
         "events": log.events[-MAX_EVENTS:],
         "num_events": len(log.events),
@@ -74,14 +74,14 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
         "has_times": True,
         "streams": STREAMS,
         "waiting": WAITING,
-        "compared": compared(log.timelines),
+        "compared": comparison_rows(log.timelines),
         "layout": log.layout,
         "num_cut": log.num_cut,
         "last": [max(log.times), log.times[max(log.times)]] if log.times else None,
     }
 
 
-def _in_order(log: RunLog) -> list[tuple[str, dict[int, float]]]:
+def _sorted_series(log: RunLog) -> list[tuple[str, dict[int, float]]]:
     """Return the series: the losses first, then throughputs, then all others by name."""
 
     def key(item: tuple[str, Any]) -> tuple[int, str]:
@@ -91,22 +91,22 @@ def _in_order(log: RunLog) -> list[tuple[str, dict[int, float]]]:
     return sorted(((name, values) for name, values in log.series.items() if values), key=key)
 
 
-def _curve(values: dict[int, float]) -> dict[str, Any]:
+def _chart_data(values: dict[int, float]) -> dict[str, Any]:
     """Return the data of a chart: finite points, marks of values that are not finite, and the last value."""
     rows = sorted(values.items())
-    points, every = _thinned([row for row in rows if math.isfinite(row[1])], lambda value: value)
+    points, every = _thin_rows([row for row in rows if math.isfinite(row[1])], lambda value: value)
     bad = [(step, str(value)) for step, value in rows if not math.isfinite(value)]
     last = rows[-1][1]
     return {
         "points": points,
         "every": every,
-        "bad": _at_equal_distances(bad, MAX_MARKS),
+        "bad": _evenly_spaced_rows(bad, MAX_MARKS),
         "num_bad": len(bad),
         "last": last if math.isfinite(last) else str(last),
     }
 
 
-def _thinned(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
+def _thin_rows(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
     """Return some ``MAX_POINTS`` rows, and ``every``: of each run of ``every`` rows the least and the greatest are kept."""
     if len(rows) <= MAX_POINTS:
         return rows, 1
@@ -118,22 +118,22 @@ def _thinned(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tup
     return [rows[i] for i in sorted(kept)], every
 
 
-def _at_equal_distances(rows: list[Any], most: int) -> list[Any]:
+def _evenly_spaced_rows(rows: list[Any], most: int) -> list[Any]:
     return rows if len(rows) <= most else [rows[i * (len(rows) - 1) // (most - 1)] for i in range(most)]
 
 
-def compared(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
+def comparison_rows(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
     """Return rows ``[what, predicted, measured]`` in seconds, from the timelines of these names; ``[]`` if one is missing."""
     if not {"predicted", "measured"} <= timelines.keys():
         return []
     both = timelines["predicted"], timelines["measured"]
     rows: list[list[Any]] = [["step", *(each["step_s"] for each in both)], ["exposed", *(each["exposed_s"] for each in both)]]
-    seconds = [_by_kind(each) for each in both]
+    seconds = [_seconds_by_kind(each) for each in both]
     rows += [[kind, *(each.get(kind, 0.0) for each in seconds)] for kind in dict.fromkeys([*seconds[0], *seconds[1]])]
     return rows
 
 
-def _by_kind(timeline: dict[str, Any]) -> dict[str, float]:
+def _seconds_by_kind(timeline: dict[str, Any]) -> dict[str, float]:
     """Return the seconds of each kind of op. Ops that share a collective count once."""
     result: dict[str, float] = {}
     for kind, _, start, stop in dict.fromkeys((span[1], span[4], span[5], span[6]) for span in timeline["spans"]):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fsharp.errors import OptionError
-from fsharp.report.logs import LOG
-from fsharp.report.values import LAYOUT, SPAN, TIMELINE
+from fsharp.report.logs import LOG_FILE
+from fsharp.report.values import LAYOUT_KEYS, SPAN_FIELDS, TIMELINE_KEYS
 
-_NOT_FINITE = ("nan", "inf", "-inf")
+_NONFINITE_NAMES = ("nan", "inf", "-inf")
 _MOST_STEPS, _LAST_TIME = 2**53, 4e12  # the limits of a browser's exact integers and dates
 
 
@@ -65,12 +65,12 @@ class RunLog:
                 self.saved.append(value)  # recorded by a later step if the save took longer
             elif name == "own_s" and isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
                 self.own_s[step] = value
-            elif isinstance(value, dict) and value.keys() == TIMELINE and value["timeline"] == list(SPAN):
+            elif isinstance(value, dict) and value.keys() == TIMELINE_KEYS and value["timeline"] == list(SPAN_FIELDS):
                 self.timelines[name] = value
-            elif isinstance(value, dict) and value.keys() == LAYOUT:
+            elif isinstance(value, dict) and value.keys() == LAYOUT_KEYS:
                 self.layout = value
             else:
-                for label, number in _numbers(name, value):
+                for label, number in _named_numbers(name, value):
                     self.series.setdefault(label, {})[step] = number
                     self.times[step] = time
 
@@ -89,10 +89,10 @@ def read_log(folder: Path) -> RunLog:
     Raises:
         OptionError: there is no log, or it has no line that can be read.
     """
-    paths = [each / LOG for each in (folder, folder / "checkpoints")]
+    paths = [each / LOG_FILE for each in (folder, folder / "checkpoints")]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:
-        what = f"report: run_dir is {str(folder)!r}, expected the folder of a run, with a file {LOG}"
+        what = f"report: run_dir is {str(folder)!r}, expected the folder of a run, with a file {LOG_FILE}"
         raise OptionError(f"{what}: fs.resilience.Run writes the file into the folder of its checkpoints.")
     log = RunLog()
     with path.open("rb") as file:
@@ -103,12 +103,12 @@ def read_log(folder: Path) -> RunLog:
     return log
 
 
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers of nested values, with names such as ``norms/head``."""
     if isinstance(value, dict | list):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(f"{name}/{key}", each)
-    elif isinstance(value, int | float) or value in _NOT_FINITE:
+            yield from _named_numbers(f"{name}/{key}", each)
+    elif isinstance(value, int | float) or value in _NONFINITE_NAMES:
         yield name, float(value)
 
 

@@ -20,7 +20,7 @@ from fsharp.type_checks import options_checked, short_repr
 
 MAX_OPS = 2000
 """Ops of a schedule that a notebook draws. A picture of 2,000 ops has about 0.4 MB, which the notebook's file keeps."""
-_WORDS = "step_page()"
+_WHERE = "step_page()"
 
 
 @api_boundary
@@ -48,30 +48,30 @@ def step_page(
     for name, each in named.items():
         if not isinstance(name, str) or not isinstance(each, Schedule | Timeline):
             raise ScheduleError(
-                f"{_WORDS}: steps[{name!r}] is {short_repr(each)}, expected a name, with a Schedule or a Timeline."
+                f"{_WHERE}: steps[{name!r}] is {short_repr(each)}, expected a name, with a Schedule or a Timeline."
             )
     schedules = [name for name, each in named.items() if isinstance(each, Schedule)]
     if not named:
-        raise ScheduleError(f"{_WORDS}: steps is empty, expected at least one Schedule or Timeline.")
+        raise ScheduleError(f"{_WHERE}: steps is empty, expected at least one Schedule or Timeline.")
     if hardware and not schedules:
-        raise ScheduleError(f"{_WORDS}: hardware is for schedules; there are timelines alone, which have their times.")
+        raise ScheduleError(f"{_WHERE}: hardware is for schedules; there are timelines alone, which have their times.")
     has_times = hardware is not None or not schedules
     if not has_times and len(schedules) < len(named):
         facts = [
             ("without times", ", ".join(schedules)),
             ("with times", ", ".join(each for each in named if each not in schedules)),
         ]
-        raise ScheduleError(problem(_WORDS, "schedules without hardware have no times to compare.", facts, "Pass hardware=."))
-    return _page({name: _timeline(each, hardware) for name, each in named.items()}, title, has_times=has_times)
+        raise ScheduleError(problem(_WHERE, "schedules without hardware have no times to compare.", facts, "Pass hardware=."))
+    return _timelines_page({name: _as_timeline(each, hardware) for name, each in named.items()}, title, has_times=has_times)
 
 
-def _timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
+def _as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
     if isinstance(step, Timeline):
         return step
     return predict(step, hardware) if hardware else timeline_in_order(step)
 
 
-def _page(timelines: Mapping[str, Timeline], title: str, *, has_times: bool, is_small: bool = False) -> str:
+def _timelines_page(timelines: Mapping[str, Timeline], title: str, *, has_times: bool, is_small: bool = False) -> str:
     data = {
         "timelines": {name: timeline_rows(each) for name, each in timelines.items()},
         "has_times": has_times,
@@ -100,20 +100,20 @@ def _schedule_in_notebook(schedule: Schedule) -> str:
     about = (
         f"{len(schedule.ops)} ops, {calls.total()} collectives, {sent} sent by each rank, arena {nbytes_text(schedule.arena)}"
     )
-    return _in_notebook(f"A schedule: {about}", timeline_in_order(schedule), has_times=False)
+    return _notebook_html(f"A schedule: {about}", timeline_in_order(schedule), has_times=False)
 
 
 def _timeline_in_notebook(timeline: Timeline) -> str:
     about = f"{seconds_text(timeline.step_s)} a step, {seconds_text(timeline.exposed_s)} of it wait for communication"
-    return _in_notebook(f"A timeline: {about}", timeline, has_times=True)
+    return _notebook_html(f"A timeline: {about}", timeline, has_times=True)
 
 
-def _in_notebook(about: str, timeline: Timeline, *, has_times: bool) -> str:
+def _notebook_html(about: str, timeline: Timeline, *, has_times: bool) -> str:
     """Return a line of text and the picture, in a frame of its own: its names and styles meet none of the notebook's."""
     if len(timeline.schedule.ops) > MAX_OPS:
         remedy = "It has too many ops to be drawn here: write <code>fs.inspect.step_page()</code> to a file."
         return f"<p>{html.escape(about)}. {remedy}</p>"
-    page = html.escape(_page({"": timeline}, "A step", has_times=has_times, is_small=True))
+    page = html.escape(_timelines_page({"": timeline}, "A step", has_times=has_times, is_small=True))
     height = 195 + 24 * len({span.stream for span in timeline.spans})
     frame = f'sandbox="allow-scripts" style="width:100%;height:{height}px;border:0" title="A step"'
     return f'<p>{html.escape(about)}.</p><iframe {frame} srcdoc="{page}"></iframe>'

@@ -10,11 +10,11 @@ from fsharp.stateful.timing.timeline import Timeline
 
 _MAX_CELLS = 64
 
-SPAN = ("op", "kind", "unit", "phase", "stream", "start_s", "stop_s", "sent", "start", "nbytes")
+SPAN_FIELDS = ("op", "kind", "unit", "phase", "stream", "start_s", "stop_s", "sent", "start", "nbytes")
 """Fields of a row for a span. ``sent``: bytes of its collectives; ``start`` and ``nbytes``: its memory in the arena."""
 
-TIMELINE = frozenset(("timeline", "spans", "step_s", "exposed_s", "overlap", "peak_nbytes", "arena", "memory"))
-LAYOUT = frozenset(("layout", "ranks", "num_params", "nbytes", "rows"))
+TIMELINE_KEYS = frozenset(("timeline", "spans", "step_s", "exposed_s", "overlap", "peak_nbytes", "arena", "memory"))
+LAYOUT_KEYS = frozenset(("layout", "ranks", "num_params", "nbytes", "rows"))
 """Fields of a timeline and of a layout as plain values."""
 
 
@@ -30,7 +30,7 @@ def timeline_rows(timeline: Timeline) -> dict[str, Any]:
         times = round(span.start_s, 9), round(span.stop_s, 9)
         spans.append([span.op, span.kind, span.unit, span.phase, span.stream, *times, sent, *memory])
     return {
-        "timeline": list(SPAN),
+        "timeline": list(SPAN_FIELDS),
         "spans": spans,
         "step_s": timeline.step_s,
         "exposed_s": timeline.exposed_s,

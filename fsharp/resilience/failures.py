@@ -17,10 +17,10 @@ from fsharp.functional.comm.watch import RankStatuses, StatusBoard
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked
 
-_OTHERS_SPEAK_S = 2.0  # seconds for which the first rank that fails waits for the output of other ranks
-_FIRST_SPEAKS_S = 4.0
-_LOOK_EVERY_S = 0.05
-_SHOWN = 4000
+_WAIT_FOR_OTHERS_S = 2.0  # seconds for which the first rank that fails waits for the output of other ranks
+_WAIT_FOR_FIRST_S = 4.0
+_POLL_INTERVAL_S = 0.05
+_MAX_SHOWN_CHARS = 4000
 
 
 @options_checked
@@ -102,11 +102,11 @@ class _ReportingExcepthook:
         if error is not self.error:
             self.before(kind, error, trace)
             return
-        self._wait(["first failure"], _OTHERS_SPEAK_S)
+        self._wait_for_keys(["first failure"], _WAIT_FOR_OTHERS_S)
         if self._claim_first_failure(_error_text(error)):
             if self.is_own:
                 others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
-                self._wait([f"rank {rank} has spoken" for rank in others], _OTHERS_SPEAK_S)
+                self._wait_for_keys([f"rank {rank} has spoken" for rank in others], _WAIT_FOR_OTHERS_S)
             self.before(kind, error, trace)
             sys.stderr.flush()
             self.board.write("the first has spoken", "")
@@ -116,12 +116,12 @@ class _ReportingExcepthook:
         print(f"{me} ends because of another rank: {heading}", file=sys.stderr, flush=True)
         self.board.write(f"rank {self.ranks.rank} has spoken", "")
         # torchrun ends all processes when one has ended: wait until the rank that failed first has printed its traceback.
-        self._wait(["the first has spoken"], _FIRST_SPEAKS_S)
+        self._wait_for_keys(["the first has spoken"], _WAIT_FOR_FIRST_S)
 
-    def _wait(self, keys: list[str], limit_s: float) -> None:
+    def _wait_for_keys(self, keys: list[str], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and any(self.board.read(key) is None for key in keys):
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -138,7 +138,7 @@ def _error_text(error: BaseException) -> str:
         text = str(error)
     except Exception as other:
         text = f"(it cannot be printed: {type(other).__name__})"
-    return text[:_SHOWN]
+    return text[:_MAX_SHOWN_CHARS]
 
 
 def _add_note(error: BaseException, text: str) -> None:

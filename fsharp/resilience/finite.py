@@ -40,7 +40,7 @@ class NonFinite(NamedTuple):
         return ", and ".join(found)
 
 
-class LeftOutSteps:
+class SkippedSteps:
     """The steps that a run leaves out because of an infinity or NaN, and the limit of their number.
 
     Args:
@@ -64,15 +64,19 @@ class LeftOutSteps:
         """Go on from a checkpoint of a run that has left out these steps."""
         self.steps[:], self._in_row = steps, 0
 
-    def record_nonfinite_step(self, what: str) -> None:
-        """Record that a step was not finite, as ``what`` describes. Raise NonFiniteError unless the policy leaves it out."""
+    def record_nonfinite_step(self, description: str) -> None:
+        """Record that a step was not finite, with words for an error. Raise NonFiniteError unless the policy leaves it out."""
         self._in_row += 1
         if self.policy == "raise":
-            raise NonFiniteError(f'{what}. To leave the step out and continue, pass Run(on_nonfinite="skip") or "roll back".')
+            raise NonFiniteError(
+                f'{description}. To leave the step out and continue, pass Run(on_nonfinite="skip") or "roll back".'
+            )
         count = self._in_row if self.policy == "skip" else len(self.steps) + 1
         if count > self.most:
             kind = "in a row" if self.policy == "skip" else "of this run"
-            raise NonFiniteError(f"{what}. This is non-finite step number {count} {kind}, and max_nonfinite is {self.most}.")
+            raise NonFiniteError(
+                f"{description}. This is non-finite step number {count} {kind}, and max_nonfinite is {self.most}."
+            )
 
     def next_kept_step(self, step: int) -> int:
         """Return the first step from ``step`` on that is not left out."""
@@ -112,9 +116,9 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         sums = [
             _in_computable_dtype(x).sum() if isinstance(x, torch.Tensor) else x
             for _, held in pieces
-            for x in _tensors(held, comm.rank)
+            for x in _decoded_tensors(held, comm.rank)
         ]
-        bad = [torch.tensor(False), *[_is_bad(x) for x in [*losses, *sums]]]
+        bad = [torch.tensor(False), *[_is_nonfinite(x) for x in [*losses, *sums]]]
         flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1)
         named = LabelledComm(comm, "whether all is finite: ")
         if not max_over_ranks(flag, named).item():
@@ -122,7 +126,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         firsts = (
             (i, *found) for i, (path, held) in enumerate(pieces) if (found := _first_nonfinite_leaf(path, held, comm.rank))
         )
-        mine: list[Any] = [any(bool(_is_bad(x)) for x in losses), next(firsts, None)]
+        mine: list[Any] = [any(bool(_is_nonfinite(x)) for x in losses), next(firsts, None)]
         everyone = [json.loads(text) for text in all_gather_texts(json.dumps(mine), named)] if comm.mesh.size > 1 else [mine]
         losses_of = tuple(rank for rank, (is_bad, _) in enumerate(everyone) if is_bad)
         leaves = {rank: tuple(leaf) for rank, (_, leaf) in enumerate(everyone) if leaf is not None}
@@ -132,7 +136,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         return NonFinite(losses_of, first[2], tuple(rank for rank, leaf in leaves.items() if leaf == first))
 
 
-def _is_bad(x: Any) -> torch.Tensor:
+def _is_nonfinite(x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return ~torch.isfinite(_in_computable_dtype(x)).all()
     return torch.tensor(not isinstance(x, Integral) and not cmath.isfinite(x))
@@ -160,7 +164,7 @@ def _paths_and_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
                 )
 
 
-def _tensors(held: Any, rank: int) -> tuple[Any, ...]:
+def _decoded_tensors(held: Any, rank: int) -> tuple[Any, ...]:
     return held.decoded_buffers(rank) if isinstance(held, Sharded) else (held,)
 
 
@@ -170,10 +174,10 @@ def _first_nonfinite_leaf(path: tuple[str, ...], held: Any, rank: int) -> tuple[
     ``held`` is a Sharded node or a tensor at ``path``. Return None if all elements on ``rank`` are finite.
     """
     if not isinstance(held, Sharded):
-        return (0, join_path(path)) if bool(_is_bad(held)) else None
+        return (0, join_path(path)) if bool(_is_nonfinite(held)) else None
     local = held.local_leaves(rank)
     for i, leaf in enumerate(held.unit.leaves):
         x = local.get(held.unit.path_in_tree(leaf))
-        if x is not None and bool(_is_bad(x)):
+        if x is not None and bool(_is_nonfinite(x)):
             return i, join_path((*path, leaf.path) if leaf.path else path)
     return None

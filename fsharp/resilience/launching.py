@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_PROCESS = f"import sys; from {__name__} import run_rank; run_rank(sys.argv[1])"
+_RANK_CODE = f"import sys; from {__name__} import run_rank; run_rank(sys.argv[1])"
 """The program of each process. With ``-m`` Python would warn: the package has imported this file before the file is run."""
-_SPARE_PROCESS = f"import sys; from {__name__} import _become_rank_when_told; _become_rank_when_told(sys.argv[1])"
+_SPARE_RANK_CODE = f"import sys; from {__name__} import _become_rank_when_told; _become_rank_when_told(sys.argv[1])"
 """The program of a process that imports this library first, and then waits for its rank."""
 
 
@@ -76,8 +76,8 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     if restarts:
         with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
             _write_call(Path(folder), fn, args)
-            Restarter(Path(folder), _SPARE_PROCESS, nproc, restarts).run()
-            return _results(Path(folder), nproc)
+            Restarter(Path(folder), _SPARE_RANK_CODE, nproc, restarts).run()
+            return _read_results(Path(folder), nproc)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -86,20 +86,20 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
         _write_call(Path(folder), fn, args)
         try:
-            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _PROCESS, folder)
+            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _RANK_CODE, folder)
         except ChildFailedError as error:
             rank, account = _first_failure(Path(folder), error.failures)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}") from None
         finally:
             logging.disable(disabled)
-        return _results(Path(folder), nproc)
+        return _read_results(Path(folder), nproc)
 
 
 def _write_call(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
 
 
-def _results(folder: Path, nproc: int) -> list[Any]:
+def _read_results(folder: Path, nproc: int) -> list[Any]:
     missing = [rank for rank in range(nproc) if not Path(folder, f"result-{rank}").exists()]
     if missing:
         raise CommError(f"launch(): {ranks_text(missing)} ended with exit status 0, but not by a return from the function.")
@@ -175,12 +175,12 @@ def _become_rank_when_told(folder: str) -> None:
     """Read the environment of a rank from standard input, and run this rank in this process."""
     launcher = os.getppid()
     if environment := sys.stdin.read():
-        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+        threading.Thread(target=_exit_after_launcher, args=(launcher,), daemon=True).start()
         os.environ.update(json.loads(environment))
         run_rank(folder)
 
 
-def _end_with(launcher: int) -> None:
+def _exit_after_launcher(launcher: int) -> None:
     """End this process soon after the launcher has ended: without it no rank hears of other ranks, and none is restarted."""
     while os.getppid() == launcher:
         time.sleep(1.0)

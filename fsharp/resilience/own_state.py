@@ -11,7 +11,7 @@ from fsharp.errors import TreeError, problem
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-_HEAD = 8
+_LENGTH_NBYTES = 8
 """Bytes that hold the length of a state."""
 
 
@@ -53,11 +53,13 @@ class OwnState:
         state, file, where = self.owner.state_dict(), io.BytesIO(), f"OwnState({type(self.owner).__name__})"
         torch.save(state, file)
         data = file.getvalue()
-        if len(data) + _HEAD > self.nbytes:
+        if len(data) + _LENGTH_NBYTES > self.nbytes:
             what = f"the state has {len(data):,} bytes, and nbytes is {self.nbytes:,}."
-            raise TreeError(problem(where, what, remedy=f"Pass nbytes={2 * (len(data) + _HEAD)} or more, on all ranks."))
-        _loaded(where, data)
-        whole = len(data).to_bytes(_HEAD, "little") + data
+            raise TreeError(
+                problem(where, what, remedy=f"Pass nbytes={2 * (len(data) + _LENGTH_NBYTES)} or more, on all ranks.")
+            )
+        _load_state(where, data)
+        whole = len(data).to_bytes(_LENGTH_NBYTES, "little") + data
         return {"state": PerRank(torch.frombuffer(bytearray(whole.ljust(self.nbytes, b"\0")), dtype=torch.uint8))}
 
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
@@ -68,11 +70,13 @@ class OwnState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this rank into the object."""
         whole = bytes(state["state"].value.tolist())
-        length = int.from_bytes(whole[:_HEAD], "little")
-        self.owner.load_state_dict(_loaded(f"OwnState({type(self.owner).__name__})", whole[_HEAD : _HEAD + length]))
+        length = int.from_bytes(whole[:_LENGTH_NBYTES], "little")
+        self.owner.load_state_dict(
+            _load_state(f"OwnState({type(self.owner).__name__})", whole[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
+        )
 
 
-def _loaded(where: str, data: bytes) -> Any:
+def _load_state(where: str, data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:  # torch raises several classes

@@ -76,7 +76,7 @@ class Preemption:
         """Record a signal from another source, such as a cloud's metadata server."""
         self.received = signal.Signals(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self.notice(number)
             return
@@ -93,7 +93,7 @@ class Preemption:
             )
         self._pid = os.getpid()
         for each in self.signals:
-            self._before[each] = signal.signal(each, self._note)
+            self._before[each] = signal.signal(each, self._handle_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -88,7 +88,7 @@ class Rejoining:
         self._member.withdraw_can_rejoin()
 
 
-def without_values(tree: Any) -> Any:
+def meta_copy(tree: Any) -> Any:
     """Return a copy of a tree on the meta device, to load into. Objects with a state, such as modules, are not copied.
 
     Raises a RunError for an OwnState, as a loop over its object would not return to an earlier step.

@@ -30,12 +30,12 @@ from fsharp.functional.comm.generations import (
 )
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 
-_SIGNAL = "A signal has come: no process is restarted. Start the program again to continue."
+_SIGNAL_MESSAGE = "A signal has come: no process is restarted. Start the program again to continue."
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.02, 0.5
 """Seconds between two looks at the processes, and between two looks at what ranks have written to the store."""
-_END_WITHIN_S = 10.0
+_END_TIMEOUT_S = 10.0
 """Seconds in which processes may end by themselves after the Restarter has stopped to restart them."""
-_SPARE_AFTER_S = 2.0
+_SPARE_DELAY_S = 2.0
 """Seconds from a restart to the start of the next spare process: ranks that recover need the processors first."""
 
 
@@ -71,16 +71,16 @@ class Restarter:
         announce_generation(self._store, 0, "")
         deadline, asked_at = float("inf"), time.monotonic()
         try:
-            with self._signals_passed_on():
+            with self._forwarding_signals():
                 for rank in range(self._nproc):
-                    self._start(rank)
+                    self._start_process(rank)
                 while self._running and time.monotonic() < deadline:
-                    self._look()
+                    self._handle_ended_processes()
                     if time.monotonic() > asked_at + _ASK_EVERY_S:
                         asked_at = time.monotonic()
                         self._kill_hung()
                         if deadline == float("inf") and why_restarts_ended(self._store):
-                            deadline = asked_at + _END_WITHIN_S
+                            deadline = asked_at + _END_TIMEOUT_S
                     time.sleep(_LOOK_EVERY_S)
         finally:
             for process in [*self._running.values(), *([self._spare] if self._spare is not None else [])]:
@@ -88,7 +88,7 @@ class Restarter:
         if why := why_restarts_ended(self._store):
             raise CommError(f"launch(): {why}")
 
-    def _look(self) -> None:
+    def _handle_ended_processes(self) -> None:
         """Handle processes that have ended or hang, once."""
         codes = {rank: process.poll() for rank, process in self._running.items()}
         ended = {rank: code for rank, code in codes.items() if code is not None}
@@ -99,13 +99,15 @@ class Restarter:
         self._preempted += [rank for rank, code in ended.items() if code == EXIT_PREEMPTED]
         lost = {rank: code for rank, code in ended.items() if rank not in done and code != EXIT_PREEMPTED}
         if self._preempted and not self._running:  # not earlier, as the others still save for the job
-            end_restarts(self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL}")
+            end_restarts(
+                self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL_MESSAGE}"
+            )
         if lost and not why_restarts_ended(self._store):
             self._restart(lost)
         if self._spare is not None and self._spare.poll() is not None:
             _kill(self._spare)  # closes its pipe: it has ended by itself
             self._spare = None
-        if self._spare is None and time.monotonic() > self._started_at + _SPARE_AFTER_S:
+        if self._spare is None and time.monotonic() > self._started_at + _SPARE_DELAY_S:
             self._spare = self._new_process()
 
     def _restart(self, lost: Mapping[int, int]) -> None:
@@ -124,11 +126,11 @@ class Restarter:
             self._store, self._number, f"{why}. Generation {self._number} of the job begins with new {ranks_text(ranks)}."
         )
         for rank in ranks:
-            self._start(rank)
+            self._start_process(rank)
 
     def _why_no_restart(self, lost: Mapping[int, int]) -> str:
         if self._is_signalled or self._preempted:
-            return _SIGNAL
+            return _SIGNAL_MESSAGE
         if self._done:
             return f"No process is restarted, as {ranks_text(self._done)} had returned. Start the program again to continue."
         if self._number >= self._restarts:
@@ -159,7 +161,7 @@ class Restarter:
                     self._hung.add(rank)
                     process.kill()
 
-    def _start(self, rank: int) -> None:
+    def _start_process(self, rank: int) -> None:
         """Give a rank of this generation its process: the spare process, if there is one, else a new one."""
         for name in (f"own-error-{rank}", f"heard-error-{rank}"):
             (self._folder / name).unlink(missing_ok=True)
@@ -176,7 +178,7 @@ class Restarter:
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, text=True)
 
     @contextmanager
-    def _signals_passed_on(self) -> Iterator[None]:
+    def _forwarding_signals(self) -> Iterator[None]:
         """Return a context in which SIGTERM goes to all processes, whose runs save and exit."""
         if threading.current_thread() is not threading.main_thread():
             yield

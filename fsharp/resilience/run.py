@@ -23,9 +23,9 @@ from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
 from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
 from fsharp.resilience.failures import reported_failures
-from fsharp.resilience.finite import LeftOutSteps, NonFinite, find_nonfinite
+from fsharp.resilience.finite import NonFinite, SkippedSteps, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
-from fsharp.resilience.rejoining import Rejoining, membership_of, without_values
+from fsharp.resilience.rejoining import Rejoining, membership_of, meta_copy
 from fsharp.resilience.run_checkpoints import RunCheckpoints
 from fsharp.resilience.run_record import RunRecord
 from fsharp.resilience.start import agree_at_start
@@ -35,7 +35,7 @@ from fsharp.type_checks import options_explained
 
 _log = logging.getLogger("fsharp")
 OnNonFinite = Literal["raise", "skip", "roll back"]
-_POLICIES = ("raise", "skip", "roll back")
+_NONFINITE_POLICIES = ("raise", "skip", "roll back")
 
 
 @options_explained
@@ -129,13 +129,15 @@ class Run:
                 raise RunError(f"Run(): {name} is {value!r}, expected an integer of at least 1.")
         if isinstance(comm, Engine):
             raise RunError(f"Run(): comm is a {type(comm).__name__}; pass the Comm that it was made of: comm=scheduler.comm.")
-        if on_nonfinite not in _POLICIES:
-            raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
+        if on_nonfinite not in _NONFINITE_POLICIES:
+            raise RunError(
+                f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _NONFINITE_POLICIES))}."
+            )
         elastic = elastic and comm.mesh.size > 1
         if elastic:
             membership_of(comm)
         self.comm, self.total = comm, total
-        self._left_out, self._save_nonfinite = LeftOutSteps(on_nonfinite, max_nonfinite), save_nonfinite
+        self._skipped_steps, self._save_nonfinite = SkippedSteps(on_nonfinite, max_nonfinite), save_nonfinite
         try:
             self.config = json_round_trip(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
@@ -158,7 +160,7 @@ class Run:
     @property
     def skipped(self) -> list[int]:
         """Steps that ``"roll back"`` leaves out."""
-        return self._left_out.steps
+        return self._skipped_steps.steps
 
     @api_boundary
     def __enter__(self) -> Self:
@@ -171,7 +173,7 @@ class Run:
                 "total": self.total,
                 "save_every": kept.save_every,
                 "refresh_every": None if kept.replicas is None else kept.refresh_every,
-                "on_nonfinite": f"{self._left_out.policy}, at most {self._left_out.most}",
+                "on_nonfinite": f"{self._skipped_steps.policy}, at most {self._skipped_steps.most}",
                 "save_nonfinite": self._save_nonfinite,
                 "agree_every": self.preemption.every,
                 "elastic": kept.is_elastic,
@@ -193,7 +195,7 @@ class Run:
                     self._record.log(self.step, {"event": f"the run ends with {type(error).__name__}: {error}"})
             self._stack.__exit__(kind, error, trace)
             with self._record.failures_as_warnings():
-                self._record.log_save(self.step, self._checkpoints.complete)
+                self._record.log_save(self.step, self._checkpoints.complete_step)
             return
         with self._stack:
             self._agree_on_end()
@@ -228,15 +230,15 @@ class Run:
             raise RunError(
                 "Run.resume(): with elastic=True call train(step, tree), which resumes: a restart may come at any time."
             )
-        self._check_start(tree)
-        return self._resumed(tree, other)
+        self._agree_at_start(tree)
+        return self._resume_tree(tree, other)
 
-    def _check_start(self, tree: Any) -> None:
+    def _agree_at_start(self, tree: Any) -> None:
         agree_at_start(self.config, tree, comm=self.comm)
         self._phase = "between steps" if self._phase == "new" else self._phase
         self._checkpoints.record_leaves(tree)
 
-    def _resumed(self, tree: Any, other: str | os.PathLike[str] | None) -> Any:
+    def _resume_tree(self, tree: Any, other: str | os.PathLike[str] | None) -> Any:
         has_own = self._checkpoints.has_any()
         root = self._checkpoints.root if has_own or other is None else absolute_path(other)
         is_there = has_own or self._checkpoints.has_any_in(root)
@@ -245,12 +247,12 @@ class Run:
         if is_there:
             found, tree = self._load_newest(root, tree)
             _log.info("the run continues after step %d with %s", found.step, found.path)
-            for line in _changes(found.config, self.config):
+            for line in _config_changes(found.config, self.config):
                 self._record.warn(self.step, f"the run continues after step {found.step} with another config: {line}")
         self._record.start(self.step, tree, root=self._checkpoints.root, total=self.total, config=self.config)
         if self._checkpoints.is_elastic and not is_there:
-            self._checkpoints.wait_for_first(self._tree_to_save(tree))
-        if not has_own and (is_there or self._left_out.policy == "roll back"):
+            self._checkpoints.save_initial(self._tree_to_save(tree))
+        if not has_own and (is_there or self._skipped_steps.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
             self._save(tree)  # the last state may be in memory of hosts alone, and a run has to end on disk
@@ -298,14 +300,14 @@ class Run:
         """
         if not self._checkpoints.is_elastic:
             return self._train(step, self.resume(tree, other=other))
-        self._check_start(tree)
-        like, rejoining = without_values(tree), Rejoining(self.comm)
+        self._agree_at_start(tree)
+        like, rejoining = meta_copy(tree), Rejoining(self.comm)
         while True:
             try:
                 if why := rejoining.rejoin():
                     self._return_to_start(why)
-                given = without_values(like) if self._checkpoints.has_values else tree  # a load donates its tree
-                trained = self._train(step, self._resumed(given, other))
+                given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
+                trained = self._train(step, self._resume_tree(given, other))
                 self._agree_on_end()
                 rejoining.leave_steps()
                 return trained
@@ -321,7 +323,7 @@ class Run:
         """Return to the state of a new process, and record why. A load of the newest save follows."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self._phase = 0, "between steps"
-        self._left_out.continue_after([])
+        self._skipped_steps.continue_after([])
         self._checkpoints.begin_generation()
 
     def _steps(self) -> Iterator[int]:
@@ -354,26 +356,26 @@ class Run:
             raise RunError("Run.end_step(): no step is under way: call it once in each step of `for step in run.steps()`.")
         self._phase = "between steps"
         if nonfinite is None:
-            self._left_out.record_finite_step()
+            self._skipped_steps.record_finite_step()
         else:
             what = f"step {self.step}: {nonfinite}"
-            self._left_out.record_nonfinite_step(what)
-            self._record.warn(self.step, f"{what}; on_nonfinite is {self._left_out.policy!r}")
-        is_rolled_back = nonfinite is not None and self._left_out.policy == "roll back"
+            self._skipped_steps.record_nonfinite_step(what)
+            self._record.warn(self.step, f"{what}; on_nonfinite is {self._skipped_steps.policy!r}")
+        is_rolled_back = nonfinite is not None and self._skipped_steps.policy == "roll back"
         if is_rolled_back:
-            tree = self._rolled_back(tree)
+            tree = self._roll_back(tree)
         before = self.step
         self.step += not is_rolled_back
-        self.step = self._left_out.next_kept_step(self.step)
+        self.step = self._skipped_steps.next_kept_step(self.step)
         self._record.end_step(self.step, is_last=self.step >= self.total)
         kept = self._checkpoints
-        kept.raise_failed()
-        self._record.log_save(self.step, kept.complete)
+        kept.raise_if_failed()
+        self._record.log_save(self.step, kept.complete_step)
         is_preempted = self.preemption.agreed(self.step)
         if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
         if is_preempted:
-            self._exit()
+            self._exit_preempted()
         if kept.replicas is not None and _is_due(kept.refresh_every, before, self.step):
             kept.begin_refresh(self._tree_to_save(tree), step=self.step)
         return tree
@@ -410,28 +412,28 @@ class Run:
             raise RunError("Run.check(): call resume(tree) first: before it, the tree is not the newest state of the run.")
         if self.preemption.agreed():
             self._save(tree)
-            self._exit()
+            self._exit_preempted()
 
-    def _rolled_back(self, tree: Any) -> Any:
+    def _roll_back(self, tree: Any) -> Any:
         self._checkpoints.wait_for_save()
         root = self._checkpoints.root
         if not self._checkpoints.has_any():
             raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {root} to roll back to.")
         skipped = [*self.skipped, self.step]
         _, tree = self._load_newest(root, tree)
-        self._left_out.steps[:] = skipped
+        self._skipped_steps.steps[:] = skipped
         return tree
 
     def _load_newest(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
         found, loaded = self._checkpoints.load_newest_from(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
-        self._left_out.continue_after(json.loads(loaded["run"]["skipped"]))
+        self._skipped_steps.continue_after(json.loads(loaded["run"]["skipped"]))
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
             self._checkpoints.begin_save(self._tree_to_save(tree), step=self.step)
-            self._record.log_save(self.step, self._checkpoints.complete)
+            self._record.log_save(self.step, self._checkpoints.complete_step)
 
     def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
@@ -451,14 +453,14 @@ class Run:
         return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 
     def _record_end(self) -> None:
-        self._record.log_save(self.step, self._checkpoints.complete)
+        self._record.log_save(self.step, self._checkpoints.complete_step)
         if self._checkpoints.saved != self.step:
             newest = self._checkpoints.describe_newest()
             self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
 
-    def _exit(self) -> NoReturn:
+    def _exit_preempted(self) -> NoReturn:
         self._checkpoints.wait_for_save()
-        self._record.log_save(self.step, self._checkpoints.complete)
+        self._record.log_save(self.step, self._checkpoints.complete_step)
         done = f"{self.step} of {self.total} steps"
         self._record.warn(self.step, f"a signal has come: saved after {done}, exit code {EXIT_PREEMPTED}")
         raise SystemExit(EXIT_PREEMPTED)
@@ -468,7 +470,7 @@ def _is_due(every: int, before: int, step: int) -> bool:
     return step // every > before // every
 
 
-def _changes(before: Any, now: Mapping[str, Any]) -> list[str]:
+def _config_changes(before: Any, now: Mapping[str, Any]) -> list[str]:
     before = before or {}
     missing = "(absent)"
     texts = {name: [json.dumps(each.get(name, missing), sort_keys=True) for each in (before, now)] for name in before | now}

@@ -95,7 +95,7 @@ class RunCheckpoints:
         """Begin as in a new process, where there is no checkpoint yet."""
         self.saved = self.newest = self._loaded = -1
 
-    def wait_for_first(self, tree: Any) -> None:
+    def save_initial(self, tree: Any) -> None:
         """Keep a tree as that of step 0, in memory of hosts or else on disk, and wait until it is kept."""
         if self.replicas is None:
             self.begin_save(tree, step=0)
@@ -117,11 +117,11 @@ class RunCheckpoints:
         self.newest = step
 
     @property
-    def complete(self) -> int:
+    def complete_step(self) -> int:
         """Step of the newest complete checkpoint on disk that this run has written or loaded; -1 if there is none."""
         return self._saver.saved if self._saver.saved >= 0 else self._loaded
 
-    def raise_failed(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of a failed save or refresh."""
         self._saver.check()
         if self.replicas is not None:

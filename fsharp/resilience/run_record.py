@@ -17,12 +17,12 @@ from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
-from fsharp.report.logs import LOG, JsonlLogger, Logger
+from fsharp.report.logs import LOG_FILE, JsonlLogger, Logger
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.type_checks import short_repr
 
 _log = logging.getLogger("fsharp")
-_RATE_EVERY_S = 1.0
+_RATE_INTERVAL_S = 1.0
 """Least seconds between two records of the throughput."""
 
 
@@ -44,7 +44,7 @@ class RunRecord:
             if not callable(getattr(each, "log", None)):
                 raise RunError(f"Run(): a logger is {short_repr(each)}, expected an object with a method log(step, values).")
         if loggers is None:
-            loggers = () if "://" in root else (JsonlLogger(os.path.join(root, LOG)),)
+            loggers = () if "://" in root else (JsonlLogger(os.path.join(root, LOG_FILE)),)
         self._loggers = tuple(loggers) if comm.rank == 0 else ()
         self._comm, self._rate, self._saved = comm, (0, 0.0), -1
         found = innermost_comm(comm)
@@ -89,7 +89,7 @@ class RunRecord:
             "threads": torch.get_num_threads(),
             "versions": {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
-        layout = _layout(tree)
+        layout = _layout_of_tree(tree)
         self.log(step, {"start": about} if layout is None else {"start": about, "layout": layout})
 
     def start_measuring(self, step: int) -> None:
@@ -112,12 +112,12 @@ class RunRecord:
         (since, began), now = self._rate, time.perf_counter()
         if step < since:  # rolled back
             self._rate = step, now
-        elif step > since and (is_last or now - began >= _RATE_EVERY_S):
+        elif step > since and (is_last or now - began >= _RATE_INTERVAL_S):
             self.log(step - 1, {"steps_per_s": (step - since) / (now - began)})
             self._rate = step, now
 
 
-def _layout(tree: Any) -> Layout | None:
+def _layout_of_tree(tree: Any) -> Layout | None:
     """Return the layout of a tree's units; None without units, or if two units have the same name, as in two models."""
     units = tuple(dict.fromkeys(node.unit for node in units_of(tree)))
     if not units or len({unit.name for unit in units}) < len(units):

@@ -22,7 +22,9 @@ from fsharp.functional.layout.text import describe_units
 from fsharp.functional.tree.paths import join_path
 from fsharp.type_checks import options_checked
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # a function in a node, such as a defaultdict's factory; differs between processes
+_ADDRESS_PATTERN = re.compile(
+    r" at 0x[0-9a-f]+"
+)  # a function in a node, such as a defaultdict's factory; differs between processes
 
 
 @options_checked
@@ -48,7 +50,7 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         found = {f"config.{name}": text for name, text in _config_fields(config)}
         found |= {f"layout: {name}": text for name, text in (describe_units([n.unit for n in nodes]) if nodes else {}).items()}
         found |= {f"file {path}": hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
-        structure = _ADDRESS.sub("", str(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf)))
+        structure = _ADDRESS_PATTERN.sub("", str(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf)))
         found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaf_lines(tree)), "structure": structure}
         return found | {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()}
 

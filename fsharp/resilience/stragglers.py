@@ -16,7 +16,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
-_KEPT = 1000
+_MAX_STEPS_KEPT = 1000
 _MEDIAN_ERROR = 1.2533 * 1.4826  # of n normal samples: the median's standard error, over (median deviation / sqrt(n))
 
 
@@ -69,7 +69,7 @@ class StragglerDetector:
             raise CommError("StragglerDetector(): over NCCL devices wait for other ranks, and processes do not. Expected gloo.")
         self._waits_of = found if isinstance(found, ProcessGroupComm) else None
         self.comm, self.every, self.ratio = comm, every, ratio
-        self.times: deque[StepTimes] = deque(maxlen=_KEPT)
+        self.times: deque[StepTimes] = deque(maxlen=_MAX_STEPS_KEPT)
         self.stragglers: dict[int, float] = {}
         self._suspects: set[int] = set()
         self._own_s: list[float] = []
@@ -90,11 +90,11 @@ class StragglerDetector:
             own = statistics.median(self._own_s)
             error = _MEDIAN_ERROR * statistics.median(abs(x - own) for x in self._own_s) / math.sqrt(self.every)
             own_s, error_s = zip(*(struct.unpack("<dd", x) for x in all_gather_bytes(struct.pack("<dd", own, error), named)))
-            self._compare(StepTimes(step, own_s, error_s))
+            self._find_stragglers(StepTimes(step, own_s, error_s))
             self._own_s.clear()
         self._since = self._clock_without_waits()
 
-    def _compare(self, times: StepTimes) -> None:
+    def _find_stragglers(self, times: StepTimes) -> None:
         usual = statistics.median_low(times.own_s)  # of two ranks the faster one, as a mean of both would hide the slow one
         usual_error = times.error_s[times.own_s.index(usual)]
         slow = {

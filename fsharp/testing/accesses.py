@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsharp.testing.ordering import Access, ByteSpan, Entry, Free
+from fsharp.testing.ordering import Access, ByteSpan, Free, LogEntry
 
-_MOST_RUNS = 1024  # a strided tensor with more runs counts as one run, from its first byte to its last
-_NO_DATA = frozenset(
+_MAX_SPANS = 1024  # a strided tensor with more runs counts as one run, from its first byte to its last
+_OPS_WITHOUT_ACCESS = frozenset(
     ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::set_")
 )  # these ops allocate or exchange memory without reading or writing it
 
@@ -32,7 +32,7 @@ def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
         stride, size = dims.pop(0)
         run += stride * (size - 1)
     num_runs = torch.Size([size for _, size in dims]).numel()
-    if num_runs > _MOST_RUNS:
+    if num_runs > _MAX_SPANS:
         return (ByteSpan(start, start + run + sum(stride * (size - 1) for stride, size in dims), base),)
     offsets = (sum(steps) for steps in product(*(range(0, stride * size, stride) for stride, size in reversed(dims))))
     return tuple(ByteSpan(at, at + run, base) for at in sorted(start + offset for offset in offsets))
@@ -47,32 +47,34 @@ class _SchemaEffects(NamedTuple):
 
 
 @cache
-def _effects(func: Any) -> _SchemaEffects:
+def _schema_effects(func: Any) -> _SchemaEffects:
     schema = func._schema
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     is_view = bool(schema.returns) and not written and all(r.alias_info is not None for r in schema.returns)
-    return _SchemaEffects(not is_view and schema.name not in _NO_DATA, written, tuple(a.name for a in schema.arguments))
+    return _SchemaEffects(
+        not is_view and schema.name not in _OPS_WITHOUT_ACCESS, written, tuple(a.name for a in schema.arguments)
+    )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and value.device.type != "meta":
             yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from _strided_tensors(each)
 
 
-class Storages:
+class LiveStorages:
     """All living storages, each with the lane that allocated it. ``log`` gets a :class:`Free` when a storage is freed."""
 
-    def __init__(self, log: list[Entry]) -> None:
+    def __init__(self, log: list[LogEntry]) -> None:
         self._log = log
         self._live: dict[int, ByteSpan] = {}
         self._sorted: list[ByteSpan] = []  # without storages inside other storages: memory that was imported twice
         self._finalizers: dict[int, weakref.finalize] = {}
 
-    def knows(self, x: torch.Tensor) -> bool:
+    def has_storage_of(self, x: torch.Tensor) -> bool:
         """Return whether the storage of ``x`` has been added."""
         return x.untyped_storage()._cdata in self._live
 
@@ -86,11 +88,11 @@ class Storages:
         is_own = span.start != span.stop and not is_inside
         if is_own:
             insort(self._sorted, span)
-        finalizer = self._finalizers[key] = weakref.finalize(storage, self._gone, key, lane, is_own)
+        finalizer = self._finalizers[key] = weakref.finalize(storage, self._record_free, key, lane, is_own)
         finalizer.atexit = False
         return span
 
-    def _gone(self, key: int, lane: str | None, is_own: bool) -> None:
+    def _record_free(self, key: int, lane: str | None, is_own: bool) -> None:
         del self._finalizers[key]
         span = self._live.pop(key)
         if is_own:
@@ -110,32 +112,32 @@ class AccessLoggingMode(TorchDispatchMode):
     the current lane, and a description of the work on it.
     """
 
-    def __init__(self, log: list[Entry], where: Callable[[], tuple[str, object]]) -> None:
+    def __init__(self, log: list[LogEntry], where: Callable[[], tuple[str, object]]) -> None:
         super().__init__()
         self._log, self._where = log, where
-        self._storages = Storages(log)
+        self._storages = LiveStorages(log)
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and log the bytes that it reads and writes."""
         if any(getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl for kind in types):
             return NotImplemented  # the ops of the subclass's inner tensors come here next
         kwargs = kwargs or {}
-        effects = _effects(func)
+        effects = _schema_effects(func)
         reads: list[ByteSpan] = []
         writes: list[ByteSpan] = []
         for name, value in (*zip(effects.names, args, strict=False), *kwargs.items()):
-            for x in _tensors(value):
-                if not self._storages.knows(x):
+            for x in _strided_tensors(value):
+                if not self._storages.has_storage_of(x):
                     self._storages.add_storage(x)
                 if effects.touches:
                     (writes if name in effects.written else reads).extend(byte_spans(x))
         result = func(*args, **kwargs)
         lane, during = self._where()
         made: list[ByteSpan] = []
-        for x in _tensors(result):
-            if not self._storages.knows(x):
+        for x in _strided_tensors(result):
+            if not self._storages.has_storage_of(x):
                 made.append(self._storages.add_storage(x, lane))
-                # Also for an op of _NO_DATA, whose memory may have belonged to another tensor of this lane.
+                # Also for an op of _OPS_WITHOUT_ACCESS, whose memory may have belonged to another tensor of this lane.
                 writes.extend(byte_spans(x))
         if reads or writes or made:
             name = str(func).removesuffix(".default")

@@ -81,7 +81,7 @@ def assert_equivalent(
 
         results = run(mesh, rank_fn)
         for rank, other in enumerate(results):
-            _compare(f"rank 0 of {mesh}", results[0], f"rank {rank}", other, None)
+            _assert_equal_trees(f"rank 0 of {mesh}", results[0], f"rank {rank}", other, None)
         return results[0]
 
     one = next(iter(runs.values()))[1]
@@ -89,13 +89,13 @@ def assert_equivalent(
     results = {name: train(mesh, strategy) for name, (mesh, strategy) in runs.items()}
     first: dict[Any, str] = {}
     for name, (mesh, strategy) in runs.items():
-        _compare("unsharded", single, name, results[name], tolerance)
-        other = first.setdefault((mesh.axes, _order_of_sums(mesh, strategy, microbatches)), name)
-        _compare(other, results[other], name, results[name], None)
+        _assert_equal_trees("unsharded", single, name, results[name], tolerance)
+        other = first.setdefault((mesh.axes, _summation_order(mesh, strategy, microbatches)), name)
+        _assert_equal_trees(other, results[other], name, results[name], None)
     return results
 
 
-def _order_of_sums(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
+def _summation_order(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
     """Return a key that strategies share if they add gradients in the same order."""
     if microbatches == 1 and len(mesh.axes) == 1:
         return None
@@ -104,7 +104,7 @@ def _order_of_sums(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
     return strategy.order, strategy.optim.sharded_axes, tuple(strategy.grads[axis] is Partial for axis in strategy.order)
 
 
-def _compare(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | None) -> None:
+def _assert_equal_trees(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | None) -> None:
     paths, ours, _ = optree.tree_flatten_with_path(a)
     for path, x, y in zip(paths, ours, optree.tree_leaves(b), strict=True):
         if tolerance is None:

@@ -29,9 +29,9 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64)
 """Dtypes of leaves. Leaves of dtypes that are not in :data:`FLOATS` are frozen."""
 
-_LARGEST = 4
-_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 11, 13)
-_RULES = (
+_MAX_ABS_INTEGER = 4
+_DIM_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 11, 13)
+_AXIS_RULES = (
     AxisRule(Shard, Shard, Shard),
     AxisRule(Replicate, Partial, Replicate),
     AxisRule(Replicate, Partial, Shard),
@@ -58,7 +58,7 @@ def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
 def legal_strategies(mesh: Mesh) -> list[Strategy]:
     """Return every legal :class:`~fsharp.Strategy` on a mesh, such as ZeRO-3, and strategies without a name."""
     result = []
-    for rules in product(_RULES, repeat=len(mesh.axes)):
+    for rules in product(_AXIS_RULES, repeat=len(mesh.axes)):
         try:
             result.append(Strategy(dict(zip(mesh.names, rules, strict=True))))
         except StrategyError:  # the axes of parameters and gradients do not nest
@@ -90,7 +90,7 @@ def precisions() -> st.SearchStrategy[Precision]:
 @st.composite
 def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims: int = 3) -> torch.Tensor:
     """Return a strategy for small tensors of integers, with dims of size 0, 1 and primes, in any layout of memory."""
-    shape = draw(st.lists(st.sampled_from(_SIZES), max_size=max_dims))
+    shape = draw(st.lists(st.sampled_from(_DIM_SIZES), max_size=max_dims))
     while len(shape) > 1 and torch.Size(shape).numel() > 200:
         shape.pop()
     kind = draw(st.sampled_from(["contiguous", "transposed", "strided", "expanded"]))
@@ -108,8 +108,8 @@ def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims
 
 def integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Return random integers from -4 to 4 (from 0 if the dtype has no sign), in the shape and dtype of ``like``."""
-    low = -_LARGEST if like.dtype.is_signed else 0
-    drawn = torch.randint(low, _LARGEST + 1, like.shape, generator=torch.Generator().manual_seed(seed))
+    low = -_MAX_ABS_INTEGER if like.dtype.is_signed else 0
+    drawn = torch.randint(low, _MAX_ABS_INTEGER + 1, like.shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(like.dtype)
 
 

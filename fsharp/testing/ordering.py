@@ -82,8 +82,8 @@ class RecordStream:
     base: int
 
 
-Entry = Access | RecordEvent | Wait | Free | RecordStream
-Log = Sequence[Entry]
+LogEntry = Access | RecordEvent | Wait | Free | RecordStream
+Log = Sequence[LogEntry]
 
 
 class Race(NamedTuple):
@@ -98,34 +98,34 @@ class Race(NamedTuple):
     owner: str = ""
 
 
-class _Seen(NamedTuple):
+class _NumberedAccess(NamedTuple):
     """An access, and its number among the accesses of its lane."""
 
     access: Access
     tick: int
 
 
-class _Cell(NamedTuple):
+class _LastAccesses(NamedTuple):
     """The last accesses to a run of bytes."""
 
-    write: _Seen | None
-    reads: tuple[_Seen, ...]  # the last read of each lane since the write
+    write: _NumberedAccess | None
+    reads: tuple[_NumberedAccess, ...]  # the last read of each lane since the write
 
 
 class _ShadowMemory:
     """A map from bytes to their last write and the reads since then, as disjoint runs in order of address."""
 
     def __init__(self) -> None:
-        self._runs: list[tuple[int, int, _Cell]] = []
+        self._runs: list[tuple[int, int, _LastAccesses]] = []
 
-    def take_entries(self, start: int, stop: int) -> list[tuple[int, int, _Cell]]:
+    def take_entries(self, start: int, stop: int) -> list[tuple[int, int, _LastAccesses]]:
         """Remove the entries of a run of bytes, and return them, cut to this run."""
         runs, i = self._runs, bisect_right(self._runs, start, key=itemgetter(0)) - 1
         if i < 0 or runs[i][1] <= start:
             i += 1
         j = i
-        taken: list[tuple[int, int, _Cell]] = []
-        rest: list[tuple[int, int, _Cell]] = []
+        taken: list[tuple[int, int, _LastAccesses]] = []
+        rest: list[tuple[int, int, _LastAccesses]] = []
         while j < len(runs) and runs[j][0] < stop:
             a, b, cell = runs[j]
             if a < start:
@@ -137,21 +137,21 @@ class _ShadowMemory:
         runs[i:j] = rest
         return taken
 
-    def insert_entries(self, runs: Sequence[tuple[int, int, _Cell]]) -> None:
+    def insert_entries(self, runs: Sequence[tuple[int, int, _LastAccesses]]) -> None:
         """Insert entries, in order of address, for neighbouring runs of bytes that have no entry."""
         if runs:
             i = bisect_right(self._runs, runs[0][0], key=itemgetter(0))
             self._runs[i:i] = runs
 
 
-class _Replay:
+class _RaceDetector:
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {}
         self.marks: dict[object, Clock] = {}
         self.bytes = _ShadowMemory()
         self.kept: dict[tuple[int, str], int] = {}  # by storage and lane: number of the last op that the allocator waits for
         # By owner, accesses of other lanes to freed memory that the owner's clock had not counted.
-        self.freed: dict[str, list[tuple[_Seen, ByteSpan]]] = {}
+        self.freed: dict[str, list[tuple[_NumberedAccess, ByteSpan]]] = {}
         self.races: dict[tuple[Access, Access | None], Race] = {}
 
     def clock(self, lane: str) -> Clock:
@@ -169,7 +169,7 @@ class _Replay:
     def access(self, access: Access) -> None:
         clock = self.clock(access.lane)
         clock[access.lane] = clock.get(access.lane, 0) + 1
-        seen = _Seen(access, clock[access.lane])
+        seen = _NumberedAccess(access, clock[access.lane])
         for span in access.forgets:
             self.bytes.take_entries(span.start, span.stop)
             self.kept = {key: tick for key, tick in self.kept.items() if key[0] != span.base}
@@ -180,28 +180,28 @@ class _Replay:
         for span in access.writes:
             self.write(span, seen, clock)
 
-    def read(self, span: ByteSpan, seen: _Seen, clock: Clock) -> None:
-        runs: list[tuple[int, int, _Cell]] = []
+    def read(self, span: ByteSpan, seen: _NumberedAccess, clock: Clock) -> None:
+        runs: list[tuple[int, int, _LastAccesses]] = []
         at = span.start
         for a, b, (write, reads) in self.bytes.take_entries(span.start, span.stop):
             if write is not None:
                 self.check_order(write, seen, clock, ByteSpan(a, b, span.base))
             if at < a:
-                runs.append((at, a, _Cell(None, (seen,))))
+                runs.append((at, a, _LastAccesses(None, (seen,))))
             others = tuple(each for each in reads if each.access.lane != seen.access.lane)
-            runs.append((a, b, _Cell(write, (*others, seen))))
+            runs.append((a, b, _LastAccesses(write, (*others, seen))))
             at = b
         if at < span.stop:
-            runs.append((at, span.stop, _Cell(None, (seen,))))
+            runs.append((at, span.stop, _LastAccesses(None, (seen,))))
         self.bytes.insert_entries(runs)
 
-    def write(self, span: ByteSpan, seen: _Seen, clock: Clock) -> None:
+    def write(self, span: ByteSpan, seen: _NumberedAccess, clock: Clock) -> None:
         for a, b, (write, reads) in self.bytes.take_entries(span.start, span.stop):
             for each in (*reads, *([write] if write is not None else ())):
                 self.check_order(each, seen, clock, ByteSpan(a, b, span.base))
-        self.bytes.insert_entries([(span.start, span.stop, _Cell(seen, ()))])
+        self.bytes.insert_entries([(span.start, span.stop, _LastAccesses(seen, ()))])
 
-    def check_order(self, earlier: _Seen, later: _Seen, clock: Clock, span: ByteSpan) -> None:
+    def check_order(self, earlier: _NumberedAccess, later: _NumberedAccess, clock: Clock, span: ByteSpan) -> None:
         if clock.get(earlier.access.lane, 0) < earlier.tick:
             self.record_race(Race(earlier.access, later.access, span))
 
@@ -243,7 +243,7 @@ class ReplayResult(NamedTuple):
 
 def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
     """Return the races in a log, which is in the order of issue, without the entries at the positions ``without``."""
-    state, learned = _Replay(), set()
+    state, learned = _RaceDetector(), set()
     for i, entry in enumerate(log):
         if i in without:
             continue

@@ -31,8 +31,8 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
-_SHOWN = 4000
-_GRACE = 10.0  # seconds for other ranks to end after one has failed: the first rank to end need not be the first to fail
+_MAX_LOG_CHARS = 4000
+_GRACE_S = 10.0  # seconds for other ranks to end after one has failed: the first rank to end need not be the first to fail
 
 
 @options_checked
@@ -91,7 +91,7 @@ class _Launcher:
         """Run the ranks in processes that the launcher forks. Return text about failed ranks; empty if all have returned."""
         with self._lock:
             if self._server is None:
-                program = f"{self._first}\nfrom fsharp.testing.processes import _serve\n_serve()"
+                program = f"{self._first}\nfrom fsharp.testing.processes import _serve_requests\n_serve_requests()"
                 command = [sys.executable, "-c", program]
                 pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
                 self._server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
@@ -105,16 +105,16 @@ class _Launcher:
                     self._server = None
                     with suppress(ProcessLookupError):
                         os.killpg(server.pid, signal.SIGKILL)
-                    _end(server)
+                    _end_launcher(server)
             return str(json.loads(answer)) if answer else "the process that starts the ranks has ended."
 
     def close(self) -> None:
         """End the launcher's process."""
         if self._server is not None:
-            _end(self._server)
+            _end_launcher(self._server)
 
 
-def _end(server: "subprocess.Popen[str]") -> None:
+def _end_launcher(server: "subprocess.Popen[str]") -> None:
     with suppress(BrokenPipeError), server:
         pass
 
@@ -122,20 +122,20 @@ def _end(server: "subprocess.Popen[str]") -> None:
 _launcher = _Launcher()
 
 
-def _serve() -> None:
+def _serve_requests() -> None:
     """Serve requests to run ranks, one in each line of standard input, until standard input ends."""
     for line in sys.stdin:
         folder, size, timeout = json.loads(line)
-        print(json.dumps(_launch(Path(folder), size, timeout)), flush=True)
+        print(json.dumps(_fork_ranks(Path(folder), size, timeout)), flush=True)
 
 
-def _launch(folder: Path, size: int, timeout: float) -> str:
+def _fork_ranks(folder: Path, size: int, timeout: float) -> str:
     running: list[BaseProcess] = []
     try:
         for rank in range(size):
             running.append(multiprocessing.get_context("fork").Process(target=_run_rank, args=(folder, rank)))
             running[-1].start()
-        return _wait(running, [folder / f"log-{rank}" for rank in range(size)], timeout)
+        return _wait_for_ranks(running, [folder / f"log-{rank}" for rank in range(size)], timeout)
     finally:
         for process in running:
             if process.pid is not None:
@@ -143,23 +143,23 @@ def _launch(folder: Path, size: int, timeout: float) -> str:
                 process.join()
 
 
-def _wait(running: Sequence[BaseProcess], logs: list[Path], timeout: float) -> str:
+def _wait_for_ranks(running: Sequence[BaseProcess], logs: list[Path], timeout: float) -> str:
     deadline, parent = time.monotonic() + timeout, os.getppid()
     while any(process.exitcode is None for process in running):
         if any(process.exitcode for process in running):
-            deadline = min(deadline, time.monotonic() + _GRACE)
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
         if time.monotonic() > deadline or os.getppid() != parent:
             break
         time.sleep(0.005)
     if failed := [rank for rank, process in enumerate(running) if process.exitcode]:
-        return f"ranks {failed} failed.\n" + _tails(failed, logs)
+        return f"ranks {failed} failed.\n" + _log_tails(failed, logs)
     if alive := [rank for rank, process in enumerate(running) if process.exitcode is None]:
-        return f"ranks {alive} did not end within {timeout:g} s.\n" + _tails(alive, logs)
+        return f"ranks {alive} did not end within {timeout:g} s.\n" + _log_tails(alive, logs)
     return ""
 
 
-def _tails(ranks: list[int], logs: list[Path]) -> str:
-    shown = {rank: logs[rank].read_text(errors="replace")[-_SHOWN:] if logs[rank].exists() else "" for rank in ranks}
+def _log_tails(ranks: list[int], logs: list[Path]) -> str:
+    shown = {rank: logs[rank].read_text(errors="replace")[-_MAX_LOG_CHARS:] if logs[rank].exists() else "" for rank in ranks}
     return "\n".join(f"--- rank {rank}\n{text}" for rank, text in shown.items())
 
 

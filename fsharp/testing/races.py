@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 
 from fsharp.errors import FsharpError, ScheduleError, problem
-from fsharp.stateful.modules.module import ShardedModule, _session
+from fsharp.stateful.modules.module import ShardedModule, _session_of
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.testing.accesses import AccessLoggingMode
-from fsharp.testing.ordering import Access, ByteSpan, Entry, Race, RecordEvent, RecordStream, ReplayResult, Wait, replay
+from fsharp.testing.ordering import Access, ByteSpan, LogEntry, Race, RecordEvent, RecordStream, ReplayResult, Wait, replay
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
 
-COMPUTE = "compute"
-_SHOWN = 5  # races that an error describes
+COMPUTE_LANE = "compute"
+_MAX_SHOWN_RACES = 5  # races that an error describes
 
 
 class RaceError(FsharpError, AssertionError):
@@ -53,8 +53,8 @@ class VirtualLanes(Lanes):
         here: Callable[[], str] = lambda: "outside of a step",
     ) -> None:
         self.describe, self.here = describe, here
-        self.log: list[Entry] = []
-        self.lane, self._during = COMPUTE, ""
+        self.log: list[LogEntry] = []
+        self.lane, self._during = COMPUTE_LANE, ""
         self._marks: set[OpKey] = set()
         self._given: set[str] = set()
 
@@ -143,7 +143,7 @@ class RaceReport:
         return self._verdict.races
 
     @property
-    def log(self) -> Sequence[Entry]:
+    def log(self) -> Sequence[LogEntry]:
         """All ops, waits and events, in the order of issue."""
         return self._lanes.log
 
@@ -194,10 +194,10 @@ class RaceReport:
             return f"no race in {self.num_ops:,} ops and {sum(self.waits.values()):,} waits"
         kinds = Counter(tuple((name, str(value)) for name, value in self.describe(race)) for race in self.races)
         details: list[tuple[str, object]] = []
-        for rows, times in list(kinds.items())[:_SHOWN]:
+        for rows, times in list(kinds.items())[:_MAX_SHOWN_RACES]:
             details += [*rows, ("times", times), ("", "")]
-        if len(kinds) > _SHOWN:
-            details.append(("also", f"{len(kinds) - _SHOWN} others"))
+        if len(kinds) > _MAX_SHOWN_RACES:
+            details.append(("also", f"{len(kinds) - _MAX_SHOWN_RACES} others"))
         what = f"two streams use the same memory without an order, {len(self.races)} times in {self.num_ops:,} ops."
         lines = problem("checking_races()", what, details).splitlines()
         return "\n".join(line.rstrip() for line in lines).rstrip()
@@ -244,8 +244,8 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
 
     Cost: about 50 microseconds, and some memory, for each op of torch: check a few steps, not an epoch.
     """
-    scheduler = _session(engine).scheduler if isinstance(engine, ShardedModule) else engine
-    _check(scheduler)
+    scheduler = _session_of(engine).scheduler if isinstance(engine, ShardedModule) else engine
+    _check_can_simulate(scheduler)
     lanes = VirtualLanes(describe=lambda key: _op_text(scheduler, key), here=lambda: _point_of_step_text(scheduler))
     report = RaceReport(lanes, lambda span: _place_text(scheduler, span))
     before = scheduler.lanes
@@ -258,7 +258,7 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     report.raise_if_races()
 
 
-def _check(scheduler: Scheduler) -> None:
+def _check_can_simulate(scheduler: Scheduler) -> None:
     if scheduler.device.type != "cpu":
         raise ScheduleError(
             f"checking_races(): the scheduler is on {scheduler.device}, expected a CPU, where streams are virtual."

@@ -33,7 +33,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
-_SHOWN = 16  # most ranks that an error describes
+_MAX_SHOWN_RANKS = 16  # most ranks that an error describes
 
 
 @overload
@@ -160,9 +160,9 @@ class ThreadComm:
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
         """Send the next ``send[r]`` elements of ``x`` to each rank ``r``, and return ``receive[r]`` elements from each."""
-        words = CallFacts("all_to_all", axis or "", (), x.dtype, label)
+        facts = CollectiveFacts("all_to_all", axis or "", (), x.dtype, label)
         group = tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank)
-        sent = self._world.meet(self.rank, group, words, x.detach().clone().split(list(send)))
+        sent = self._world.meet(self.rank, group, facts, x.detach().clone().split(list(send)))
         parts = [each[group.index(self.rank)] for each in sent]
         if [len(part) for part in parts] != list(receive):
             raise CommError(f"all_to_all(): rank {self.rank} gets {[len(part) for part in parts]}, expected {list(receive)}.")
@@ -183,13 +183,13 @@ class ThreadComm:
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:
         group = self.mesh.group(axis, self.rank)
         # A copy, as this rank may overwrite x after its call while other ranks still read x.
-        return self._world.meet(self.rank, group, CallFacts(op, axis, tuple(x.shape), x.dtype, label), x.detach().clone())
+        return self._world.meet(self.rank, group, CollectiveFacts(op, axis, tuple(x.shape), x.dtype, label), x.detach().clone())
 
     def __repr__(self) -> str:
         return f"ThreadComm({self.mesh}, rank={self.rank})"
 
 
-class CallFacts(NamedTuple):
+class CollectiveFacts(NamedTuple):
     """The facts of one rank's call of a collective. All ranks of a group have to make calls with equal facts."""
 
     op: str
@@ -204,12 +204,12 @@ class CallFacts(NamedTuple):
         return f"{text} for {self.label!r}" if self.label else text
 
 
-class _Call(Future[list[Any]]):
+class _CollectiveCall(Future[list[Any]]):
     """A rank's call of a collective, under way until it has the tensors of all ranks or an error."""
 
-    def __init__(self, group: tuple[int, ...], words: CallFacts, number: int, x: Any) -> None:
+    def __init__(self, group: tuple[int, ...], facts: CollectiveFacts, number: int, x: Any) -> None:
         super().__init__()
-        self.group, self.words, self.number, self.x = group, words, number, x
+        self.group, self.facts, self.number, self.x = group, facts, number, x
 
 
 class _World:
@@ -220,8 +220,8 @@ class _World:
         self.results: list[Any] = [None] * mesh.size
         self.errors: list[BaseException] = []
         self._random = None if seed is None else random.Random(seed)
-        self._calls: list[_Call | None] = [None] * mesh.size  # the call in which each rank waits
-        self._last: list[CallFacts | None] = [None] * mesh.size  # the last call of each rank that has returned
+        self._calls: list[_CollectiveCall | None] = [None] * mesh.size  # the call in which each rank waits
+        self._last: list[CollectiveFacts | None] = [None] * mesh.size  # the last call of each rank that has returned
         self._num_calls = [0] * mesh.size
         self._ended: list[str | None] = [None] * mesh.size  # how each rank has ended; None while it lives
         self._has_result = [False] * mesh.size  # whether a rank's thread has ended, or is about to end
@@ -245,29 +245,29 @@ class _World:
                 self._pass_turn()
                 self._await_turn(rank)
 
-    def meet(self, rank: int, group: tuple[int, ...], words: CallFacts, x: Any) -> list[Any]:
+    def meet(self, rank: int, group: tuple[int, ...], facts: CollectiveFacts, x: Any) -> list[Any]:
         with self._lock:
             self._refuse_ended(rank)
-            call = self._calls[rank] = _Call(group, words, self._num_calls[rank], x)
+            call = self._calls[rank] = _CollectiveCall(group, facts, self._num_calls[rank], x)
             self._num_calls[rank] += 1
-            self._settle()
+            self._settle_calls()
             if self._turn == rank and (self._random is not None or not call.done()):
                 self._pass_turn()
             self._await_turn(rank)
-            self._calls[rank], self._last[rank] = None, words
+            self._calls[rank], self._last[rank] = None, facts
             return call.result(timeout=0)
 
     def kill(self, rank: int, how: str) -> NoReturn:
         with self._lock:
             self._refuse_ended(rank)
-            self._leave(rank, how)
+            self._mark_ended(rank, how)
             self._has_ended.wait_for(lambda: self._is_over)
             raise Killed(f"simulate(): rank {rank} {how}")
 
     def end(self, rank: int, how: str, result: Any) -> None:
         with self._lock:
             if self._ended[rank] is None:
-                self._leave(rank, how)
+                self._mark_ended(rank, how)
             if isinstance(result, BaseException):
                 self.errors.append(result)
             self.results[rank] = result
@@ -293,7 +293,7 @@ class _World:
             self._has_ended.wait_for(lambda: all(is_done or how is None for is_done, how in zip(*both)), self.timeout)
             for rank, has_result in enumerate(self._has_result):
                 if not has_result:
-                    text = self._text(rank, f"rank {rank} has not come to an end in {2 * self.timeout:g} s.")
+                    text = self._state_text(rank, f"rank {rank} has not come to an end in {2 * self.timeout:g} s.")
                     self.results[rank] = CommError(text)
                     self.errors.append(self.results[rank])
 
@@ -307,9 +307,9 @@ class _World:
         if self._ended[rank] is not None:  # called in a finally block of a killed rank, or in another thread of the rank
             raise Killed(f"simulate(): rank {rank} {self._ended[rank]}, and takes part in nothing more")
 
-    def _leave(self, rank: int, how: str) -> None:
+    def _mark_ended(self, rank: int, how: str) -> None:
         self._ended[rank] = how
-        self._settle()
+        self._settle_calls()
         if self._turn == rank:
             self._pass_turn()
 
@@ -337,11 +337,15 @@ class _World:
     def _late_text(self, rank: int, waited_s: float) -> str:
         call = self._calls[rank]
         if call is None or call.done():
-            return self._text(rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it.")
+            return self._state_text(
+                rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it."
+            )
         late = [r for r in call.group if (other := self._calls[r]) is None or other.group != call.group]
-        return self._text(rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {_names(late)}.")
+        return self._state_text(
+            rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {_ranks_text(late)}."
+        )
 
-    def _settle(self) -> None:
+    def _settle_calls(self) -> None:
         """Complete or fail every call whose outcome is known."""
         self._last_change = time.monotonic()
         for rank, call in enumerate(self._calls):
@@ -350,8 +354,8 @@ class _World:
         living = [r for r, how in enumerate(self._ended) if how is None]
         if living and all(map(self._is_waiting, living)):
             stalled = [r for r, how in enumerate(self._ended) if how == "has stalled"]
-            what = f"{_names(stalled)} did not come" if stalled else "every rank waits, and no call can end"
-            text = self._text(None, f"{what}.")
+            what = f"{_ranks_text(stalled)} did not come" if stalled else "every rank waits, and no call can end"
+            text = self._state_text(None, f"{what}.")
             for call in filter(None, [self._calls[r] for r in living]):
                 call.set_exception(CommError(text))
 
@@ -359,18 +363,19 @@ class _World:
         call = self._calls[rank]
         return call is not None and not call.done()
 
-    def _settle_group(self, rank: int, call: _Call) -> None:
+    def _settle_group(self, rank: int, call: _CollectiveCall) -> None:
         gone = [r for r in call.group if self._ended[r] not in (None, "has stalled")]
         if gone:
-            what = f"{_names(gone)} {'are' if len(gone) > 1 else 'is'} gone; {call.words}, number {call.number} of rank {rank}"
-            call.set_exception(CommError(self._text(rank, f"{what}, cannot end.")))
+            are = "are" if len(gone) > 1 else "is"
+            what = f"{_ranks_text(gone)} {are} gone; {call.facts}, number {call.number} of rank {rank}"
+            call.set_exception(CommError(self._state_text(rank, f"{what}, cannot end.")))
             return
         here = [each for r in call.group if (each := self._calls[r]) is not None and not each.done()]
         calls = [each for each in here if each.group == call.group]
         if len(calls) < len(call.group):
             return
-        if len({each.words for each in calls}) > 1:
-            labels = {r: str(each.words) for r, each in zip(call.group, calls, strict=True)}
+        if len({each.facts for each in calls}) > 1:
+            labels = {r: str(each.facts) for r, each in zip(call.group, calls, strict=True)}
             rows = [(f"rank {r}", label) for r, label in labels.items()]
             rows += differing_settings(labels, settings_by_digest(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
@@ -381,12 +386,12 @@ class _World:
         for each in calls:
             each.set_result(parts)
 
-    def _text(self, rank: int | None, what: str) -> str:
+    def _state_text(self, rank: int | None, what: str) -> str:
         """Return an error text with the state of every rank; of many ranks, only of ranks in the collective of ``rank``."""
         shown: Sequence[int] = range(self.mesh.size)
-        if self.mesh.size > _SHOWN:
+        if self.mesh.size > _MAX_SHOWN_RANKS:
             call = None if rank is None else self._calls[rank]
-            shown = list(shown if call is None else call.group)[:_SHOWN]
+            shown = list(shown if call is None else call.group)[:_MAX_SHOWN_RANKS]
         return problem("simulate()", what, [(f"rank {r}", self._waits_text(r)) for r in shown])
 
     def _waits_text(self, rank: int) -> str:
@@ -394,8 +399,8 @@ class _World:
         after = f", after {last}" if last is not None else ""
         if ended is not None:
             return f"nothing, it {ended}{after}"
-        return str(call.words) if call is not None else f"nothing yet, it computes{after}"
+        return str(call.facts) if call is not None else f"nothing yet, it computes{after}"
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

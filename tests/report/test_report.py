@@ -9,7 +9,7 @@ import torch
 
 import fsharp as fs
 from fsharp.cli import main
-from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, page_of
+from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, log_page
 from fsharp.report.reading import read_log
 from tests.report.pages import BROWSER, fire, html_of, opened, shown_by
 
@@ -79,7 +79,7 @@ def test_the_page_shows_a_run(run_dir):
 
 
 def test_the_timeline_has_every_span_and_zooms(run_dir):
-    context, _ = opened(page_of(read_log(run_dir), title="a run"))
+    context, _ = opened(log_page(read_log(run_dir), title="a run"))
     _, both = timelines()
     shown = html_of(context, "timeline").count('class="span"')
     bars = {(name, s.kind, s.stream, s.start_s) for name, each in both.items() for s in each.spans if s.seconds > 2e-9}
@@ -101,14 +101,14 @@ def test_the_timeline_has_every_span_and_zooms(run_dir):
 
 
 def test_charts_show_the_nearest_step(run_dir):
-    context, _ = opened(page_of(read_log(run_dir), title="a run"))
+    context, _ = opened(log_page(read_log(run_dir), title="a run"))
     fire(context, "value-0", "mousemove", clientX=990, clientY=10)
     assert context.eval("element('tip').textContent") == "step 5\nloss: 6"
 
 
 def test_a_run_that_logged_nothing_has_a_page(tmp_path):
     fs.resilience.JsonlLogger(tmp_path / "checkpoints" / "log.jsonl").log(0, {"start": {"total": 3}})
-    context, _ = opened(page_of(read_log(tmp_path), title="@DATA@ <x>"))
+    context, _ = opened(log_page(read_log(tmp_path), title="@DATA@ <x>"))
     assert "has logged no numbers" in html_of(context, "values")
     assert "has logged no timeline" in html_of(context, "step")
 
@@ -117,7 +117,7 @@ def page_of_rows(tmp_path, rows):
     """The opened page of a log with these lines: dicts, or texts as they are."""
     rows = [row if isinstance(row, str) else json.dumps({"time": 0} | row) for row in rows]
     (tmp_path / "log.jsonl").write_text("\n".join(rows) + "\n")
-    return opened(page_of(read_log(tmp_path), title="a run"))[0]
+    return opened(log_page(read_log(tmp_path), title="a run"))[0]
 
 
 def test_long_runs_are_thinned_and_keep_spikes(tmp_path):
@@ -176,11 +176,11 @@ def test_a_section_that_cannot_be_drawn_leaves_the_others(run_dir):
     log = read_log(run_dir)
     log.layout["rows"] = "<b>none"
     log.layout["num_params"] = "<img>"
-    context, _ = opened(page_of(log, title="a run"))
+    context, _ = opened(log_page(log, title="a run"))
     assert 'The section "layout" could not be drawn' in html_of(context, "layout")
     assert "straggler" in html_of(context, "events")
     log.layout["rows"] = []
-    assert "<img>" not in html_of(opened(page_of(log, title="a run"))[0], "layout")
+    assert "<img>" not in html_of(opened(log_page(log, title="a run"))[0], "layout")
 
 
 def test_of_many_events_the_newest_are_listed(tmp_path):

@@ -22,7 +22,7 @@ from fsharp.functional.comm import generations
 from fsharp.functional.comm.generations import GENERATION_VARIABLE
 from fsharp.functional.comm.setup_calls import SetupCalls
 from fsharp.resilience import OwnState, Run
-from fsharp.resilience.rejoining import without_values
+from fsharp.resilience.rejoining import meta_copy
 from fsharp.testing import simulate
 from tests.elastic_programs import AFTERWARDS, IN_FIRST_SETUP, IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
 
@@ -207,7 +207,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(OptionError, match="restarts is -1, expected 0 or more"):
         fs.launch(int, 2, restarts=-1)
     with pytest.raises(RunError, match=r"the tree holds an OwnState\(PosixPath\)"):
-        without_values({"loader": OwnState(Path("a"))})
+        meta_copy({"loader": OwnState(Path("a"))})
 
 
 class Keys(dict):

@@ -20,7 +20,7 @@ def detector_of(own_s, every=5, error_s=0.0, **options):
     """A detector that is told of three ranks' times, without ranks."""
     detector = StragglerDetector(fs.SingleComm(), every=every, **options)
     for i, times in enumerate(own_s):
-        detector._compare(fs.resilience.StepTimes(every * (i + 1), times, (error_s,) * len(times)))
+        detector._find_stragglers(fs.resilience.StepTimes(every * (i + 1), times, (error_s,) * len(times)))
     return detector
 
 

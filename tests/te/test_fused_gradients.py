@@ -121,7 +121,7 @@ def take_the_last_alone(patch):
 
 def lending(patch, change):
     """Change weights once they have TransformerEngine's attributes."""
-    lend = calls.lending_memory
+    lend = calls.lending_gradient_memory
 
     @contextmanager
     def changed(weights):
@@ -130,7 +130,7 @@ def lending(patch, change):
                 change(weight)
             yield
 
-    patch.setattr(calls, "lending_memory", changed)
+    patch.setattr(calls, "lending_gradient_memory", changed)
 
 
 def let_it_add(patch):

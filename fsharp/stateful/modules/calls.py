@@ -23,12 +23,12 @@ from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
-from fsharp.stateful.modules.te_gradients import is_fused, lending_memory
+from fsharp.stateful.modules.te_gradients import has_fused_gradient, lending_gradient_memory
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import compiled_by_caller, uncompiled
 
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_PYTREE_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Types that are leaves of torch's pytrees."""
 
 
@@ -52,7 +52,7 @@ class ParameterEntries:
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             entries.setdefault((id(owner), name), (i, owner._parameters, name))
-            if is_fused(owner, name):
+            if has_fused_gradient(owner, name):
                 self.fused.append(i)
             if hasattr(owner, "_flat_weights_names"):
                 packed[id(owner)] = weakref.ref(owner)
@@ -70,8 +70,8 @@ class ParameterEntries:
                     "`fn, params = model.functional()`."
                 )
 
-    def replaced_values(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by path the values that a caller has put in place of full parameters."""
+    def replacements_by_path(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by path the tensors that a caller has put in place of full parameters."""
         found = {}
         for i, places, name in self._entries:
             path, mine = self.stored[i], local_tensor(places[name])
@@ -154,9 +154,9 @@ class PureCalls:
     def __init__(self) -> None:
         self._calls: list[tuple[int, int, weakref.ref[ParameterSource]]] = []
 
-    def add(self, source: ParameterSource, first: int, out: Any) -> None:
-        """Add a call that has returned ``out``. ``first``: autograd's sequence number when the call began."""
-        numbers = range(first, torch._C._autograd._get_sequence_nr())
+    def add(self, source: ParameterSource, first_sequence_nr: int, out: Any) -> None:
+        """Add a call that has returned ``out``. ``first_sequence_nr``: autograd's sequence number when the call began."""
+        numbers = range(first_sequence_nr, torch._C._autograd._get_sequence_nr())
         nodes: list[Any] = [x.grad_fn for x in tensors_in(out) if x.grad_fn is not None]
         made = [node for node in nodes if node._sequence_nr() in numbers]
         for node in made:
@@ -164,8 +164,8 @@ class PureCalls:
         alive = [each for each in self._calls if each[2]() is not None]
         self._calls = [*alive, (numbers.start, numbers.stop, weakref.ref(source))] if made else alive
 
-    def find_source(self) -> ParameterSource | None:
-        """Return the parameters of the call that made the autograd node under way; None if no call made the node."""
+    def source_of_running_node(self) -> ParameterSource | None:
+        """Return the parameters of the call that made the running autograd node; None if no call made it."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         found = [source() for first, end, source in self._calls if first <= number < end]
@@ -181,17 +181,17 @@ class PureCalls:
 class GatheredModule(NamedTuple):
     """The root module, or a module that is gathered by itself, with its units and their entries.
 
-    ``ties``: other units that store leaves to which leaves of this module's units are tied. ``has_inner``: whether inner
-    modules are gathered by themselves. ``varies``: whether a unit varies along an axis. Then a rank that uses no parameter,
-    such as an expert without tokens, runs a backward all the same, as other ranks wait for it.
+    ``ties``: other units that store leaves to which leaves of this module's units are tied. ``has_inner_modules``: whether
+    inner modules are gathered by themselves. ``has_varying_units``: whether a unit varies along an axis. Then a rank that uses
+    no parameter, such as an expert without tokens, runs a backward all the same, as other ranks wait for it.
     """
 
     units: Sequence[str]
     entries: Sequence[ParameterEntries]
     ties: Sequence[str]
     side_outputs: SideOutputs
-    has_inner: bool
-    varies: bool
+    has_inner_modules: bool
+    has_varying_units: bool
 
 
 class ModuleCallState:
@@ -212,15 +212,15 @@ class ModuleCallState:
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
-        has_inner = set(parent_by_prefix(by_path).values())
+        has_inner_modules = set(parent_by_prefix(by_path).values())
         self.owners = {
             path: GatheredModule(
                 units=names,
                 entries=[self.entries[name] for name in names],
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
                 side_outputs=SideOutputs(members[path]),
-                has_inner=path in has_inner,
-                varies=any(layout[name].strategy.full.varying_axes for name in names),
+                has_inner_modules=path in has_inner_modules,
+                has_varying_units=any(layout[name].strategy.full.varying_axes for name in names),
             )
             for path, names in by_path.items()
         }
@@ -289,7 +289,7 @@ class ModuleCall:
         if calls.specs:
             shown = [as_dtensors(each.stored, leaves, calls.specs) for each, leaves in zip(owner.entries, full, strict=True)]
         fused = [(each.stored[i], row[i]) for each, row in zip(owner.entries, shown, strict=True) for i in each.fused]
-        with lending_memory(fused), calls.reading_from(source, owner.entries, shown, module=self.module):
+        with lending_gradient_memory(fused), calls.reading_from(source, owner.entries, shown, module=self.module):
             out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
@@ -300,20 +300,20 @@ class ModuleCall:
         side = owner.side_outputs.new_side_outputs(before, passed, parameters, path)
         found += [x for x in side if not any(x is y for y in found)]
         self._given_away = found
-        return connect_to_inputs(found, [*self.flat, *parameters]) if owner.varies else found
+        return connect_to_inputs(found, [*self.flat, *parameters]) if owner.has_varying_units else found
 
-    def result_with(self, found: Sequence[torch.Tensor]) -> Any:
-        """Return the result of the code, with the tensors ``found`` in place of the tensors that :meth:`compute` returned."""
-        if all(map(is_, found, self._given_away)):
+    def result_with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the result of the code, with ``tensors`` in place of the tensors that :meth:`compute` returned."""
+        if all(map(is_, tensors, self._given_away)):
             return self.out
-        self.owner.side_outputs.replace_stored(self._comm_and_label, self._given_away, found, self.path)
-        return replace_tensors(self.out, self._given_away, found, self.path)
+        self.owner.side_outputs.replace_stored(self._comm_and_label, self._given_away, tensors, self.path)
+        return replace_tensors(self.out, self._given_away, tensors, self.path)
 
 
 def flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the leaves of the arguments of a call, as torch's pytrees count them."""
     flat = [*args, *kwargs.values()]
     for x in flat:
-        if not isinstance(x, torch.Tensor) and type(x) not in _LEAVES:
+        if not isinstance(x, torch.Tensor) and type(x) not in _PYTREE_LEAF_TYPES:
             return torch_pytree.tree_leaves((args, kwargs))
     return flat

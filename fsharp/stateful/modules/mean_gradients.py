@@ -12,7 +12,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec
-from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, held_leaves
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
 from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 
@@ -50,10 +50,10 @@ class MeanGradients:
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         for node in units_of(sums) if missing else ():
             if node.unit.has_codecs:  # a format may decode other numbers where all ranks sent zeros
-                for path, _, data in held_leaves(node, self._comm.rank):
+                for path, _, data in iter_local_leaves(node, self._comm.rank):
                     if path in missing:
                         data.zero_()
-        self._versions = self._seen()
+        self._versions = self._version_counters()
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[ShardedParameter], Any]) -> RemovableHandle:
         """Register ``hook(parameter)``, to be called when the parameter has its gradient. Return a handle to remove it."""
@@ -80,18 +80,18 @@ class MeanGradients:
     @property
     def are_changed(self) -> bool:
         """Whether the user has changed the gradients since they were set."""
-        return self._seen() != self._versions
+        return self._version_counters() != self._versions
 
-    def _seen(self) -> list[int]:
+    def _version_counters(self) -> list[int]:
         return [buffer._version for buffer in self.buffers]
 
     def changes_text(self) -> str:
-        """Return the changes of the gradients since they were set, which have to be equal on all ranks."""
+        """Return text about the user's changes of gradients since they were set, for ranks to compare."""
         # Writes count only to buffers that every rank holds in full: of a leaf that is cut, some ranks may hold no element.
         is_whole = [
             not (node.place.sharded_axes or node.place.varying_axes) for node in units_of(self.tree) for _ in node.buffers
         ]
-        rows = zip(self._seen(), self._versions, is_whole, strict=True)
+        rows = zip(self._version_counters(), self._versions, is_whole, strict=True)
         return f"gradients since they were set={self.edits} {[now - before for now, before, whole in rows if whole]}"
 
     @property
@@ -105,8 +105,8 @@ class MeanGradients:
             return None
         if not self._parts:
             for node in units_of(self.tree):
-                held = held_leaves(node, self._comm.rank)
-                self._parts |= {name: ShardedTensor.cut_like(data, self._parameters[name]) for name, _, data in held}
+                held = iter_local_leaves(node, self._comm.rank)
+                self._parts |= {name: ShardedTensor.from_local(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
     def drop_gradient(self, part: ShardedTensor) -> None:

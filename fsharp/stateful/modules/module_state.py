@@ -44,7 +44,7 @@ class ModuleState:
         trees = ("params", self.train_state.params), ("main", self.train_state.main)
         nodes = [(kind, node) for kind, tree in trees for node in units_of(tree)]
         self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
-        self._recorded = self._versions()
+        self._recorded = self._version_counters()
 
     def fill_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Copy values into ``targets``, which are buffers of this state. All ranks have to call this method."""
@@ -69,14 +69,14 @@ class ModuleState:
                         buffer.copy_(value)
         self.record_version_counters()
 
-    def clear_residuals(self) -> None:
-        """Set residuals, the encoding errors of gradients, to zero in place: their gradients were of other values or scaled."""
+    def zero_residuals(self) -> None:
+        """Set residuals, the encoding errors of earlier gradients, to zero in place: they do not fit later gradients."""
         if self.train_state.residuals is not None:
             for tensors in self.train_state.residuals.value.values():
                 torch._foreach_zero_(tensors)
 
-    def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
-        """Call ``add_settings`` if parameters were written since the last step, with text in which ranks have to agree."""
+    def report_writes(self, add_settings: Callable[[str], None]) -> None:
+        """If parameters were written since the last step, call ``add_settings`` with a text, which ranks compare."""
         if self.is_written:
             add_settings("parameters written in place=True")
             self.is_written = False
@@ -87,7 +87,7 @@ class ModuleState:
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):
-                facts = [None if node is None else _about(node) for node in (new, old)]
+                facts = [None if node is None else _layout_key(node) for node in (new, old)]
                 if facts[0] != facts[1]:
                     names = [repr(node.name) if node is not None else "none" for node in (new, old)]
                     raise TreeError(
@@ -115,7 +115,7 @@ class ModuleState:
 
     def were_copies_written(self) -> bool:
         """Return whether the optimizer's copies were written to since the last record. Raise an error for any other write."""
-        now = self._versions()
+        now = self._version_counters()
         if now == self._recorded:
             return False
         mains = {(unit, group) for kind, unit, group, _ in self._buffers if kind == "main"}
@@ -131,9 +131,9 @@ class ModuleState:
         self.record_version_counters()
         return True
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _version_counters(self) -> list[tuple[int, int]]:
         return [(buffer.data_ptr(), buffer._version) for *_, buffer in self._buffers]
 
 
-def _about(node: Sharded) -> tuple[Any, ...]:
+def _layout_key(node: Sharded) -> tuple[Any, ...]:
     return node.unit, node.place, node.groups, [(b.dtype, b.device, b.shape) for b in node.raw_buffers]

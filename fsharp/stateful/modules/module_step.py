@@ -47,18 +47,18 @@ class ModuleStep:
         self.updated_by: int | None = None
         self.used: set[str] = set()
         self.params: Any = None
-        self.on_backward = partial(_begin, weakref.ref(self))
+        self.on_backward = partial(_begin_backward_of, weakref.ref(self))
         self.run: Step | None = None
         self._units: list[UnitState] = []
         self._carried: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
         self._pass = -1  # id of the backward pass that is under way
-        self._is_apart = False
+        self._is_discarding = False
         self._lost = False  # whether gradients were lost by an error that was not reported yet
         setup_calls.record_without_call(self._begin_generation)
 
     def _begin_generation(self) -> None:
         """Begin as a new step does, in a new generation of the job. All ranks load the module afterwards."""
-        self.is_accumulating = self._is_apart = self._lost = False
+        self.is_accumulating = self._is_discarding = self._lost = False
         self.updated_by, self.used, self._pass = None, set(), -1
         self.params, self.run, self._units, self._carried = None, None, [], {}
         self.means.release_all()
@@ -66,19 +66,19 @@ class ModuleStep:
 
     @contextmanager
     def forward_context(self) -> Iterator[Any]:
-        """Make a forward in this context part of the step under way, or of a new step. Yield the step's parameters."""
+        """Count forwards in this context to the step under way, or to a new step. Yield the step's parameters."""
         self.reopen_scheduler()
         self.propagate_writes()
         if self.run is None:
-            self.state.add_writes_to_settings(self.scheduler.add_settings)
+            self.state.report_writes(self.scheduler.add_settings)
             self.means.release_all()
             self.updated_by = None
             self.run = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
             self.run.set_backward_hook(self.on_backward)
-            with self._guarded():
+            with self._abandoning_on_error():
                 self._start_gradients()
                 self.params = with_sinks(self.state.train_state.params, SinkLedger(self._carried))
-        with self._guarded():
+        with self._abandoning_on_error():
             yield self.params
 
     def _start_gradients(self) -> None:
@@ -100,13 +100,13 @@ class ModuleStep:
         If a backward pass failed, its step is abandoned first: autograd calls nothing of this module after a failure.
         """
         if self._pass not in (-1, torch._C._current_graph_task_id()) and self.run is not None:
-            with suppress(ScheduleError), self._guarded():
+            with suppress(ScheduleError), self._abandoning_on_error():
                 raise ScheduleError("a backward pass of a module ended in an error")
         if self.run is None:
             self.scheduler.reopen()
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _abandoning_on_error(self) -> Iterator[None]:
         """If an error leaves this context, close the scheduler and abandon the step under way."""
         run = self.run
         assert run is not None
@@ -120,8 +120,8 @@ class ModuleStep:
                 self.means.release_all()
             raise
 
-    def _close(self, run: Step) -> None:
-        with self._guarded():
+    def _close_step(self, run: Step) -> None:
+        with self._abandoning_on_error():
             self.scheduler.close_step(run)
         self.run = self.params = None
 
@@ -130,9 +130,9 @@ class ModuleStep:
         if self._pass != -1 or self.run is None:
             return
         self._pass, run = torch._C._current_graph_task_id(), self.run
-        with self._guarded():
+        with self._abandoning_on_error():
             if self.used:
-                raise self._used_up_error("backward()", "add to", "or before the backward")
+                raise self._gradients_used_up_error("backward()", "add to", "or before the backward")
             if self.means.tree is not None:
                 if self.has_feedback:
                     raise ScheduleError(
@@ -158,14 +158,14 @@ class ModuleStep:
         run, self._pass = self.run, -1
         if run is None or run.uses.forward:  # a forward has called this backward, so the microbatch is not over
             return
-        with self._guarded():
+        with self._abandoning_on_error():
             self.scheduler.end_microbatch(self._units, self.params)
             if self.is_accumulating or not self.has_gradients:
                 return
             missing = unused_parameters(self._units, self.scheduler, self._paused)
             grads = self.scheduler.hand_out_gradients(self._units, self.state.train_state.params)
             self.means.set_from_sums(self.scheduler.run_reduce_scatter(grads, "optim", {}), missing)
-            if not self._is_apart:
+            if not self._is_discarding:
                 self.means.call_hooks()
 
     @property
@@ -173,10 +173,10 @@ class ModuleStep:
         """Whether backward passes of this step have left gradients."""
         return any(unit.gradient is not None and unit.gradient.has_received for unit in self._units)
 
-    def update(self, tx: Any, settings: str, *, by: int) -> None:
+    def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
         """Update parameters by a transformation of the gradients, if there are gradients.
 
-        ``settings``: settings that have to be equal on all ranks, such as learning rates. ``by``: the identity of the
+        ``settings``: settings that have to be equal on all ranks, such as learning rates. ``optimizer_id``: the ``id()`` of the
         optimizer.
         """
         if self.finish_gradients("step()") is None:
@@ -184,14 +184,14 @@ class ModuleStep:
         run = self.run
         assert run is not None
         self.state.were_copies_written()
-        self.state.add_writes_to_settings(self.scheduler.add_settings)
+        self.state.report_writes(self.scheduler.add_settings)
         self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
-        with self._guarded():
+        with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used = set(self.means.paths_with_gradient)
             self.means.release_all()
-        self._close(run)
-        self.updated_by = by
+        self._close_step(run)
+        self.updated_by = optimizer_id
         self.state.record_version_counters()
         self.state.loaded.clear()
 
@@ -209,23 +209,23 @@ class ModuleStep:
                 "`with model.accumulate():`."
             )
         if self.used:
-            raise self._used_up_error(where, "use", f"and then a backward before {where}")
+            raise self._gradients_used_up_error(where, "use", f"and then a backward before {where}")
         return self.means.tree
 
     def refuse_scaled_gradients(self, where: str) -> None:
         """Raise an error for a loss scaler if the module has feedback. Residuals, which are scaled by now, become zero."""
         if self.has_feedback:
-            self.state.clear_residuals()
+            self.state.zero_residuals()
             raise ScheduleError(
                 f"{where}: the module has Precision(feedback=True), which adds encoding errors of earlier gradients to later "
                 "gradients, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
             )
 
-    def _used_up_error(self, where: str, does: str, remedy: str) -> ScheduleError:
+    def _gradients_used_up_error(self, where: str, torch_verb: str, remedy: str) -> ScheduleError:
         return ScheduleError(
             f"{where}: optimizer.step() has used up the gradients of the previous step, such as the gradient of "
-            f"{min(self.used)!r}. Plain torch would {does} these gradients, and a sharded module does not keep them. Call "
-            f"optimizer.zero_grad() after optimizer.step(), {remedy}."
+            f"{min(self.used)!r}. Plain torch would {torch_verb} these gradients, and a sharded module does not keep them. "
+            f"Call optimizer.zero_grad() after optimizer.step(), {remedy}."
         )
 
     def drop_gradients(self, *, set_to_none: bool = True) -> None:
@@ -244,23 +244,23 @@ class ModuleStep:
         if run is None or not self.has_gradients:
             return
         if not run.uses.awaited:
-            self._close(run)
+            self._close_step(run)
             return
-        with self._guarded():
+        with self._abandoning_on_error():
             self._start_gradients()
 
     @contextmanager
-    def isolated_backwards(self) -> Iterator[None]:
-        """Let backward passes in this context call no hooks, and drop their gradients at its end."""
-        used, self.used, self._is_apart = self.used, set(), True
+    def discarding_gradients(self) -> Iterator[None]:
+        """Drop the gradients of backward passes in this context at its end. The passes call no hooks."""
+        used, self.used, self._is_discarding = self.used, set(), True
         try:
             yield
             self.drop_gradients()
         finally:
-            self.used, self._is_apart = used, False
+            self.used, self._is_discarding = used, False
 
     def consume_gradients(self) -> None:
-        """Drop the gradients, as a step of an optimizer does."""
+        """Drop the gradients and record them as used, as a step of an optimizer does."""
         used = set(self.means.paths_with_gradient)
         self.drop_gradients()
         self.used = used
@@ -295,18 +295,18 @@ class ModuleStep:
                 f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
                 "or zero_grad(), or before the first backward."
             )
-        self._close(run)
-        run.set_backward_hook(partial(_refuse_backward, where))
+        self._close_step(run)
+        run.set_backward_hook(partial(_refuse_discarded_backward, where))
 
 
-def _refuse_backward(where: str) -> None:
+def _refuse_discarded_backward(where: str) -> None:
     raise ScheduleError(
         f"backward() was called for a forward that {where} had discarded, as its backward had not run. Call backward() before "
         f"{where}, or call the model again after {where}."
     )
 
 
-def _begin(step: "weakref.ref[ModuleStep]", grads: object = None) -> None:
+def _begin_backward_of(step: "weakref.ref[ModuleStep]", grads: object = None) -> None:
     alive = step()
     if alive is not None:
         alive._begin_backward()

@@ -1,4 +1,4 @@
-"""own_formats: the formats of parameters with a tensor class that defines its own gather, such as torchao's."""
+"""The formats of parameters with a tensor class that defines its own gather, such as torchao's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from fsharp.functional.layout.precision import Precision
 from fsharp.functional.tree.paths import matches_or_contains
 
 
-def formats_of_tensor_classes(
+def add_tensor_class_formats(
     module: nn.Module, precisions: Mapping[str, Precision], atoms: Any, comm: Comm
 ) -> tuple[dict[str, Precision], Any]:
     """Return precisions and atoms by pattern, completed for parameters whose tensor class defines its own gather.

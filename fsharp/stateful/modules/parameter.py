@@ -10,10 +10,10 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.stateful.modules.parts.part import ShardedTensor
-from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
+from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
 from fsharp.tracebacks import api_boundary
 
-__all__ = ["ShardedTensor", "ShardedParameter", "held_leaves"]
+__all__ = ["ShardedTensor", "ShardedParameter", "iter_local_leaves"]
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
@@ -89,7 +89,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TreeError(f"parameter {self.path!r} is a part of a ShardedModule. {NO_COPIES}")
+        raise TreeError(f"parameter {self.path!r} is a part of a ShardedModule. {NO_COPIES_MESSAGE}")
 
     @property
     @api_boundary
@@ -109,8 +109,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             owner.step.drop_gradient(self.path)
 
 
-def held_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
-    """Yield path and leaf of each leaf of a node, with this rank's elements: a view of a buffer, which may be empty."""
+def iter_local_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
+    """Yield each leaf of a node with its path and this rank's elements: a view of a buffer, which may be empty."""
     here = node.local_leaves(rank)
     for group, buffer in zip(node.groups, node.buffers, strict=True):
         for leaf in node.unit.leaves_of_group(group):

@@ -11,9 +11,9 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import innermost_prefix, matches
 from fsharp.type_checks import short_repr
 
-Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+ModuleRule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
-Units = Rule | tuple[Rule, ...] | list[Rule]
+Units = ModuleRule | tuple[ModuleRule, ...] | list[ModuleRule]
 """A rule; or a tuple or list of rules, whose modules share one gather."""
 
 
@@ -22,7 +22,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 
     A rule that selects nothing is an error, and so is a selected module without parameters.
     """
-    rules = [rule for each in _listed(units) for rule in _listed(each)]
+    rules = [rule for each in _as_list(units) for rule in _as_list(each)]
     for rule in rules:
         if not isinstance(rule, str) and (isinstance(rule, nn.Module) or not callable(rule)):
             raise OptionError(
@@ -60,7 +60,7 @@ def module_groups(module: nn.Module, units: Units | Sequence[Units]) -> list[lis
 
     The modules of a group share one gather. A module in two groups, or inside of another module of its group, is an error.
     """
-    groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
+    groups = [chosen_modules(module, each) for each in _as_list(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
     for group in groups:
         for path in group:
@@ -75,7 +75,7 @@ def module_groups(module: nn.Module, units: Units | Sequence[Units]) -> list[lis
     return [list(group) for group in groups]
 
 
-def _listed(units: Any) -> list[Any]:
+def _as_list(units: Any) -> list[Any]:
     return list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
 
 
@@ -110,12 +110,12 @@ def methods_by_module(
                 f"method {name!r}.{hint}"
             )
         for path in owners:
-            _check(modules[path], path, name)
+            _check_is_method(modules[path], path, name)
             found[path] += (name,)
     return found
 
 
-def _check(module: nn.Module, path: str, name: str) -> None:
+def _check_is_method(module: nn.Module, path: str, name: str) -> None:
     value = inspect.getattr_static(module, name, None) or getattr(module, name)
     where = f"shard_module(methods=...): {name!r} of {path or 'the root'}, a {type(module).__name__},"
     if isinstance(value, nn.Module) or not callable(value) or isinstance(value, staticmethod | classmethod | type):

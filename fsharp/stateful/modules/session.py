@@ -31,8 +31,8 @@ from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
-from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, held_leaves
-from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
+from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import call_before_backward, in_backward
@@ -41,11 +41,11 @@ from fsharp.torch_compile import skip_frame, uncompiled
 from fsharp.tracebacks import api_boundary, hide_frames
 
 T = TypeVar("T")
-_GRAD = "torch.autograd.grad() with respect to parameters of a ShardedModule"
+_GRAD_CALL = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 class Session:
-    """The state of a sharded module.
+    """What a sharded module needs between calls: its layout, state, step and scheduler. It runs calls with units gathered.
 
     Attributes:
         casts: casts of inputs and outputs, by path, for modules with casts.
@@ -90,11 +90,11 @@ class Session:
         if dtypes is not None:
             args, kwargs = cast_tensors((args, kwargs), dtypes.inputs)
         call = ModuleCall(self.calls, module, path, fn, args, kwargs)
-        run = partial(self._run, call)
+        run = partial(self._run_call, call)
         source, step = self.calls.source, self.step
         buffers: AbstractContextManager[Any] = nullcontext()
         if source is None and in_backward():  # a checkpointed module computes again
-            source = self.calls.pure_calls.find_source()
+            source = self.calls.pure_calls.source_of_running_node()
             if source is not None:
                 buffers = copied_buffers(module)
             elif step.params is not None:
@@ -129,7 +129,7 @@ class Session:
                 "`fn, params = model.functional()`, and transform fn(params, ..., comm=model.comm); or use torch.no_grad()."
             )
 
-    def _run(self, call: ModuleCall, source: ParameterSource) -> Any:
+    def _run_call(self, call: ModuleCall, source: ParameterSource) -> Any:
         """Run a call with the units of its module gathered from ``source``."""
         owner = call.owner
         for entries in owner.entries:
@@ -142,20 +142,20 @@ class Session:
         units = nodes[0] if len(nodes) == 1 else nodes
         if source.comm is self.scheduler and self.scheduler.can_run_forward((units, ties)):
             compute = partial(call.compute, source)
-            return call.result_with(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
+            return call.result_with_tensors(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
         compute = partial(call.compute_with_param_trees, source)
-        release = not owner.has_inner
-        return call.result_with(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
+        release = not owner.has_inner_modules
+        return call.result_with_tensors(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
-    def record_full_load(self, what: Literal["parameters", "optimizer"]) -> None:
+    def record_full_load(self, kind: Literal["parameters", "optimizer"]) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or all ``"optimizer"`` state.
 
         After both, values do not depend on earlier steps. Then the recorded history of steps, in which ranks have to agree, is
         reset, so that ranks whose steps differed before an error can continue together.
         """
-        self.state.loaded.add(what)
-        if what == "parameters":
-            self.state.clear_residuals()
+        self.state.loaded.add(kind)
+        if kind == "parameters":
+            self.state.zero_residuals()
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
             self.scheduler.reset_history()
@@ -194,7 +194,7 @@ class Session:
             return None
         leaf = full.leaves()[full.index.position[part.leaf.path]]
         if part.requires_grad and torch.is_grad_enabled():
-            leaf.requires_grad_().register_hook(partial(_refuse_reentrant, part.path))
+            leaf.requires_grad_().register_hook(partial(_refuse_reentrant_checkpoint, part.path))
         whole: torch.Tensor = as_dtensors([part.path], [leaf], self.calls.specs)[0]
         return whole
 
@@ -216,28 +216,28 @@ class Session:
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
-                f"{_GRAD}: create_graph and is_grads_batched need a graph of the backward, which is not kept. Take "
+                f"{_GRAD_CALL}: create_graph and is_grads_batched need a graph of the backward, which is not kept. Take "
                 "`fn, params = model.functional()`: torch.func works on fn."
             )
         for x in inputs:
             if isinstance(x, ShardedParameter) and x.owner() is not self:
-                raise ScheduleError(f"{_GRAD}: {x.path!r} is a parameter of another module. Call it once for each module.")
+                raise ScheduleError(f"{_GRAD_CALL}: {x.path!r} is a parameter of another module. Call it once for each module.")
         step = self.step
         step.reopen_scheduler()
         if step.has_feedback:
             raise ScheduleError(
-                f"{_GRAD}: its gradients would use up the encoding errors of earlier gradients, Precision(feedback=True). Take "
-                "`fn, params = model.functional()`: fs.value_and_grad takes residuals of your own."
+                f"{_GRAD_CALL}: its gradients would use up the encoding errors of earlier gradients, Precision(feedback=True). "
+                "Take `fn, params = model.functional()`: fs.value_and_grad takes residuals of your own."
             )
         if step.is_accumulating or step.means.tree is not None or step.has_gradients:
             raise ScheduleError(
-                f"{_GRAD}: this step has gradients of other backward passes, or is inside of accumulate(). Call it before the "
-                "other passes, or after optimizer.step() or zero_grad()."
+                f"{_GRAD_CALL}: this step has gradients of other backward passes, or is inside of accumulate(). Call it before "
+                "the other passes, or after optimizer.step() or zero_grad()."
             )
         sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.run is not None else []
         others = [x for x in inputs if not isinstance(x, ShardedParameter)]
         found: tuple[torch.Tensor | None, ...] = ()
-        with step.isolated_backwards():
+        with step.discarding_gradients():
             if sinks or others:
                 found = torch.autograd.grad(
                     outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True
@@ -247,18 +247,18 @@ class Session:
         for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
             if grad is None and materialize_grads:
                 result[i] = (
-                    ShardedTensor.cut_like(torch.zeros_like(x.local), x)
+                    ShardedTensor.from_local(torch.zeros_like(x.local), x)
                     if isinstance(x, ShardedTensor)
                     else torch.zeros_like(x)
                 )
             elif grad is None and not allow_unused:
                 name = repr(x.path) if isinstance(x, ShardedTensor) else str(i)
-                raise RuntimeError(f"{_GRAD}: input {name} was not used. Set allow_unused=True if this is what you want.")
+                raise RuntimeError(f"{_GRAD_CALL}: input {name} was not used. Set allow_unused=True if this is what you want.")
         return tuple(result)
 
     def replacing_parameters(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context in which the tensors ``by_path`` replace all parameters."""
-        return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_of(by_path))
+        return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
 
     def adopt_state(self, state: TrainState) -> None:
         """Train ``state`` from now on, which has the same layout. Raise an error while a step is under way."""
@@ -266,7 +266,7 @@ class Session:
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")
         self.state.adopt_state(state)
-        self.show_parts()
+        self.install_parts()
 
     def write_parameters(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements, by path, into parameters, and update parameters at rest. A collective."""
@@ -275,57 +275,57 @@ class Session:
                 self.parameters[path].local.view(-1).copy_(value.view(-1))
         self.state.copy_to_resting_parameters()
 
-    def show_parts(self) -> None:
+    def install_parts(self) -> None:
         """Put this rank's parts in place of the module's parameters."""
         self.parameters.clear()
         rank, trained = self.scheduler.rank, units_by_name(self.state.optimizer_copies())
         for node in units_of(self.state.train_state.params):
             frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
-                for path, leaf, data in held_leaves(each, rank):
+                for path, leaf, data in iter_local_leaves(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
                     about |= {"spec": self.calls.specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
                     self.parameters[path] = ShardedParameter.from_attributes(
                         data.detach(), about, requires_grad=each is not frozen
                     )
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}
-        for entries, owned in zip(self.calls.entries.values(), self._leaf_values_of(self.parameters), strict=True):
+        for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
             entries.swap_in(owned)
 
-    def _leaf_values_of(self, by_path: Mapping[str, T]) -> list[list[T]]:
-        """Return for each unit the values of its leaves, given by path. Tied leaves share a value."""
+    def _leaf_values_by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
+        """Return for each unit the values of its leaves, from values by path. Tied leaves share a value."""
         return [[by_path[path] for path in entries.stored] for entries in self.calls.entries.values()]
 
 
 @api_boundary
-def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
+def _refuse_reentrant_checkpoint(path: str, grad: torch.Tensor) -> None:
     raise LayoutError(
         f"parameter {path!r} is used in a reentrant checkpoint of a part of its unit: its gradient would be lost. Call "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint modules that are units."
     )
 
 
-def subclass_to_gather(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
+def install_gathering_subclass(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
     """Give a module a subclass whose calls, hooks, forward and methods in ``names`` run with the module's units gathered."""
     entries = ("forward", *names)
     own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
     module.__dict__.update(_fsharp=(session, path), _fsharp_own=own, _fsharp_computes=False)
-    module.__class__ = _subclass(type(module), ("__call__", *entries), mixins)  # type: ignore[arg-type]
+    module.__class__ = _gathering_subclass(type(module), ("__call__", *entries), mixins)  # type: ignore[arg-type]
 
 
 @cache
-def _subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
+def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
     about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    entries = {name: _entry(base, name) for name in names} | {"__reduce_ex__": _refuse_copy}
+    entries = {name: _gathering_method(base, name) for name in names} | {"__reduce_ex__": _refuse_copy}
     return type(base.__name__, (*mixins, base), {**entries, **about})
 
 
 @api_boundary
 def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
-    raise TreeError(f"{type(self).__name__}: {NO_COPIES}")
+    raise TreeError(f"{type(self).__name__}: {NO_COPIES_MESSAGE}")
 
 
-def _entry(base: type[nn.Module], name: str) -> Any:
+def _gathering_method(base: type[nn.Module], name: str) -> Any:
     function = getattr(base, name, None)  # None: the instance alone has the attribute
 
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:

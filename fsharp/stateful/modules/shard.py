@@ -27,20 +27,20 @@ from fsharp.functional.tree.paths import Patterns, parent_by_prefix
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.initial.initial import initial_parameters
 from fsharp.stateful.modules.module import ShardedModule
-from fsharp.stateful.modules.own_formats import formats_of_tensor_classes
+from fsharp.stateful.modules.own_formats import add_tensor_class_formats
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
-from fsharp.stateful.modules.session import Session, subclass_to_gather
-from fsharp.stateful.modules.te_gradients import check_gradients
-from fsharp.stateful.modules.te_scales import keep_scales_as_text, keeping_histories
+from fsharp.stateful.modules.session import Session, install_gathering_subclass
+from fsharp.stateful.modules.te_gradients import check_te_gradients
+from fsharp.stateful.modules.te_scales import preserving_amax_histories, use_text_extra_state
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, patch_torch_wrappers
-from fsharp.stateful.modules.values.casts import casts_of
-from fsharp.stateful.modules.values.side_outputs import refuse_kept_parameters
+from fsharp.stateful.modules.values.casts import casts_by_path
+from fsharp.stateful.modules.values.side_outputs import refuse_stored_parameters
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
 
-_NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
+_NO_UPDATE = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
 
 
 @options_checked
@@ -119,22 +119,22 @@ def shard_module(
     Cost: memory of this rank's parts; from the meta device also one whole submodule. Ranks compare parameters in one pass, and
     send 8 bytes. ``sync_from`` sends all parameters, and holds one full unit.
     """
-    comm = _comm(mesh)
+    comm = _comm_of_mesh(mesh)
 
     def planned() -> tuple[Any, ...]:
         check_shardable(module, ShardedParameter)
-        check_gradients(module)
+        check_te_gradients(module)
         added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
         if hidden := [name for name in added if hasattr(module, name)]:
             raise TreeError(
                 f"shard_module(): methods of ShardedModule would hide {', '.join(hidden)} of {type(module).__name__}. Rename "
                 "these attributes."
             )
-        refuse_kept_parameters(module)
+        refuse_stored_parameters(module)
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}
-        dtypes, own_atoms = formats_of_tensor_classes(module, dtypes, atoms, comm)
+        dtypes, own_atoms = add_tensor_class_formats(module, dtypes, atoms, comm)
         cut = Element() if own_atoms is None else own_atoms
         specs = dtensor_specs(module, comm)
         whole: Any = parameter_tree("shard_module()", module)
@@ -147,14 +147,16 @@ def shard_module(
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
-        casts = casts_of(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
+        casts = casts_by_path(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
         return tree, layout, specs, chosen, groups, entries, casts
 
     tree, layout, specs, chosen, groups, entries, casts = check_on_all_ranks("shard_module()", comm, planned)
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
     start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
-    with keeping_histories(layout) if sync_from is None else nullcontext():  # histories already contain the module's own values
-        state = init_state(_NOTHING, start, comm=comm, donate=True)
+    with (
+        preserving_amax_histories(layout) if sync_from is None else nullcontext()
+    ):  # histories already contain the module's own values
+        state = init_state(_NO_UPDATE, start, comm=comm, donate=True)
     del tree, start
     policy = policy or SchedulePolicy()
     if groups:
@@ -166,15 +168,17 @@ def shard_module(
     patch_torch_wrappers(ShardedParameter)
     for parameter in module.parameters():
         parameter.__dict__["_fsharp_replaced"] = True
-    session.show_parts()
-    keep_scales_as_text(module)
+    session.install_parts()
+    use_text_extra_state(module)
     for path in session.calls.owners:
-        subclass_to_gather(module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else []))
+        install_gathering_subclass(
+            module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else [])
+        )
     assert isinstance(module, ShardedModule)
     return module
 
 
-def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
+def _comm_of_mesh(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
     if isinstance(mesh, DeviceMesh):
         return ProcessGroupComm(mesh)
     if mesh is None:

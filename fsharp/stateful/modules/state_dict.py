@@ -23,7 +23,7 @@ from fsharp.stateful.modules.initial.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.session import Session
 
-SAME_VALUES = "Load the same values on all ranks."
+SAME_VALUES_REMEDY = "Load the same values on all ranks."
 
 
 class _LoadPlaceholder(ShardedTensor):
@@ -53,7 +53,7 @@ def refuse_dtensors(where: str, session: Session) -> None:
             )
 
 
-def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
+def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
     """Run :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` calls torch's method with the user's arguments."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
@@ -84,7 +84,7 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
                     f"{where}: {path!r} is tied, and its names have different values. Give all names the same value."
                 )
             given[path], parameter = each.given[0], session.parameters[path]
-            parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
+            parts[path] = local_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
         written.extend((buffer, copy) for buffer, copy in buffers if copy._version)
         return result
 
@@ -98,7 +98,7 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
         values[path] = parts[path].local if is_part else value
         varying[path] = place.varying_axes + (place.sharded_axes if is_part else ())
-    check_same_on_ranks(where, values, comm, remedy=SAME_VALUES, varying=varying)
+    check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
     with torch.no_grad():
         for buffer, value in written:
             buffer.copy_(value)
@@ -108,7 +108,7 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
     return result
 
 
-def own_part(
+def local_part(
     where: str, name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Sequence[torch.dtype]
 ) -> ShardedTensor:
     """Return this rank's part of ``value``: a parameter, or optimizer state with the parameter's shape.
@@ -116,7 +116,7 @@ def own_part(
     ``value`` is a part of this rank and layout, or a whole tensor, in one of ``dtypes``. Any other value is a TreeError that
     names ``name``. ``like``: this rank's part of the parameter.
     """
-    first, last = like.run
+    first, last = like.flat_range
     what, got = "", tensor_text(value)
     if isinstance(value, ShardedTensor):
         is_same = (value.unit, value.leaf, value.place) == (like.unit, like.leaf, like.place)
@@ -126,7 +126,7 @@ def own_part(
             or value.local.numel() != last - first
         ):
             what = "is a part of another rank or layout"
-        got = f"elements {list(value.run)} of {got}"
+        got = f"elements {list(value.flat_range)} of {got}"
         got += f" in unit {value.unit.display_name}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
     elif isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided:
         kind = "DTensor" if isinstance(value, DTensor) else f"tensor on the {value.device} device, {value.layout}"
@@ -142,7 +142,7 @@ def own_part(
         remedy = "Load what state_dict() gave on the same mesh, strategy and units, or whole tensors, such as those of an "
         remedy += "unsharded module; fs.checkpoint.load() reads what any mesh has saved."
         raise TreeError(problem(where, f"{name!r} {what}.", facts, remedy))
-    return value if isinstance(value, ShardedTensor) else ShardedTensor.cut_like(value.detach().reshape(-1)[first:last], like)
+    return value if isinstance(value, ShardedTensor) else ShardedTensor.from_local(value.detach().reshape(-1)[first:last], like)
 
 
 def replace_parts_by_whole(
@@ -232,7 +232,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
     mine = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     if data:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    outline, metadata = _unpacked(bytes(broadcast_from_rank(mine, rank, comm).cpu().numpy()))
+    outline, metadata = _unpack_state_dict(bytes(broadcast_from_rank(mine, rank, comm).cpu().numpy()))
 
     def fill(path: Any, x: Any, own: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -241,7 +241,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
         part = like.get(keys[:2])
         if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value
-        return ShardedTensor.cut_like(value.reshape(-1)[slice(*part.run)].clone(), part)
+        return ShardedTensor.from_local(value.reshape(-1)[slice(*part.flat_range)].clone(), part)
 
     found = torch_pytree.tree_map_with_path(fill, outline, dict(given) if comm.rank == rank else outline)
     if metadata is not None:
@@ -266,7 +266,7 @@ def _pack_state_dict(where: str, given: Mapping[str, Any]) -> bytes:
     stream = io.BytesIO()
     torch.save((torch_pytree.tree_map_with_path(outline, dict(given)), getattr(given, "_metadata", None)), stream)
     try:
-        _unpacked(stream.getvalue())
+        _unpack_state_dict(stream.getvalue())
     except Exception as error:  # of any class, so that all ranks raise
         raise TreeError(
             f"{where}: the state dict has objects other than tensors, numbers, texts, lists and dicts: {error}"
@@ -274,5 +274,5 @@ def _pack_state_dict(where: str, given: Mapping[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpack_state_dict(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)

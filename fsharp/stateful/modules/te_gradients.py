@@ -15,7 +15,7 @@ from fsharp.errors import OptionError, TreeError
 from fsharp.stateful.runtime.boundary import find_unit_use
 
 
-def check_gradients(module: nn.Module) -> None:
+def check_te_gradients(module: nn.Module) -> None:
     """Raise an error that names a submodule if its gradients of weights cannot be taken."""
     for path, each in module.named_modules():
         store = getattr(each, "wgrad_store", None)
@@ -25,7 +25,9 @@ def check_gradients(module: nn.Module) -> None:
                 "which they are reduced. Make it with False."
             )
         if getattr(each, "fuse_wgrad_accumulation", False):
-            places = [about.fp8_meta_index for about in _init_meta(each).values() if about.fp8_meta_index is not None]
+            places = [
+                about.fp8_meta_index for about in _te_parameter_records(each).values() if about.fp8_meta_index is not None
+            ]
             if not places or len(places) > len(set(places)):
                 raise OptionError(
                     f"module {path!r} has fuse_wgrad_accumulation=True, and no weight of its own, or a weight made of several "
@@ -33,20 +35,20 @@ def check_gradients(module: nn.Module) -> None:
                 )
 
 
-def is_fused(module: nn.Module, name: str) -> bool:
+def has_fused_gradient(module: nn.Module, name: str) -> bool:
     """Return whether a module writes the gradient of its parameter ``name`` by itself."""
-    about = _init_meta(module).get(name) if getattr(module, "fuse_wgrad_accumulation", False) else None
+    about = _te_parameter_records(module).get(name) if getattr(module, "fuse_wgrad_accumulation", False) else None
     return about is not None and about.fp8_meta_index is not None
 
 
-def _init_meta(module: Any) -> dict[str, Any]:
+def _te_parameter_records(module: Any) -> dict[str, Any]:
     """Return TransformerEngine's records of a module's parameters, by name. The record of a weight has its scale's index."""
     found: dict[str, Any] = getattr(module, "param_init_meta", {})
     return found
 
 
 @contextmanager
-def lending_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Give ``weights``, pairs of path and weight, the attributes by which TransformerEngine finds memory, in this context.
 
     ``grad_added_to_main_grad`` is left out: with it TransformerEngine would also return a gradient that was never written.

@@ -46,7 +46,7 @@ def assembled(parts):
     whole = torch.empty(first.full_shape, dtype=first.dtype)
     flat, seen = whole.view(-1), torch.zeros(whole.numel(), dtype=torch.bool)
     for each in parts:
-        low, high = each.run
+        low, high = each.flat_range
         assert first.unit.run_of_leaf(first.leaf, first.place, each.rank) == (low, high)
         assert each.local.numel() == high - low
         assert torch.equal(flat[low:high][seen[low:high]], each.local.view(-1)[seen[low:high]])
@@ -171,7 +171,7 @@ def test_parts_are_in_the_memory_of_the_module():
             assert state[name].shape == parameter.shape
             assert state[name].dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
         assert state["calls"].data_ptr() == model.calls.data_ptr()
-        return [part.run for name, part in state.items() if name == "layers.0.gain"]
+        return [part.flat_range for name, part in state.items() if name == "layers.0.gain"]
 
     assert sorted(run for [run] in simulate(fs.Mesh({"dp": 3}), rank_fn)) == [(0, 0), (0, 0), (0, 1)]
 
@@ -182,7 +182,7 @@ def test_copies_of_parts_are_parts_and_files_have_whole_ones():
         train(model, optimizer, modules.batches(comm, 1))
         part = model.state_dict()["head.weight"]
         for copied in (part.clone(), part.cpu(), part.to(torch.float64), copy.deepcopy(part)):
-            assert (type(copied), copied.run, copied.place) == (fs.modules.ShardedTensor, part.run, part.place)
+            assert (type(copied), copied.flat_range, copied.place) == (fs.modules.ShardedTensor, part.flat_range, part.place)
             assert copied.local.tolist() == part.local.tolist()
         assert copy.deepcopy(part).data_ptr() != part.data_ptr()
         for state in (model.state_dict(), optimizer.state_dict()):

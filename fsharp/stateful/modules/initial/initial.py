@@ -25,12 +25,12 @@ from fsharp.functional.materialize import mesh_independent_seed
 from fsharp.functional.tree.paths import self_and_ancestors
 from fsharp.stateful.modules.initial.dtensors import local_tensor
 
-SEED_ALIKE = (
+SAME_SEED_REMEDY = (
     "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0, to take rank 0's values."
 )
-Initialize = Callable[[nn.Module], None]
-_MARK = 0x55  # the value of integers that were not written
-_drawing = threading.Lock()  # ranks that are threads share the generator
+Initializer = Callable[[nn.Module], None]
+_UNWRITTEN_BYTE = 0x55  # the value of integers that were not written
+_generator_lock = threading.Lock()  # ranks that are threads share the generator
 
 
 def initial_parameters(
@@ -40,7 +40,7 @@ def initial_parameters(
     comm: Comm,
     *,
     key: int,
-    initialize: Initialize | None = None,
+    initialize: Initializer | None = None,
     sync_from: int | None = None,
     settings: Mapping[str, str] = {},
 ) -> Any:
@@ -61,15 +61,18 @@ def initial_parameters(
         **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": "\n".join(buffers)}),
     }
     check_on_all_ranks(
-        "shard_module()", comm, lambda: _check_source(sync_from, comm, meta), lambda _: {**describe_units(layout.units), **how}
+        "shard_module()",
+        comm,
+        lambda: _check_sync_from(sync_from, comm, meta),
+        lambda _: {**describe_units(layout.units), **how},
     )
     if sync_from is not None:
         return _synced_shards(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
-    own = {unit.path_in_tree(leaf): _parameter(module, unit, leaf) for unit, leaf in leaves}
+    own = {unit.path_in_tree(leaf): _local_parameter(module, unit, leaf) for unit, leaf in leaves}
     varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
-    check_same_on_ranks("shard_module()", present, comm, remedy=SEED_ALIKE, varying=varying)
+    check_same_on_ranks("shard_module()", present, comm, remedy=SAME_SEED_REMEDY, varying=varying)
     if not meta:
         return shard_for(tree, layout, comm.rank, place="optim")
     makers = Initializers(module, layout, comm, key, initialize)
@@ -96,7 +99,7 @@ def check_rank(where: str, rank: Any, comm: Comm) -> None:
         raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
 
 
-def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
+def _check_sync_from(source: int | None, comm: Comm, meta: list[str]) -> None:
     if source is None:
         return
     check_rank("shard_module(sync_from=...)", source, comm)
@@ -112,7 +115,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
-        whole = {leaf: broadcast_from_rank(_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
+        whole = {leaf: broadcast_from_rank(_local_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
         nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
@@ -126,7 +129,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
     return optree.tree_unflatten(layout.spec, nodes)
 
 
-def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
+def _local_parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
     return local_tensor(plain_value(module.get_parameter(unit.path_in_tree(leaf))))  # type: ignore[no-any-return]
 
 
@@ -141,7 +144,7 @@ class Initializers:
         unfilled: paths of tensors that no initializer has filled so far.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initialize | None) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initializer | None) -> None:
         self._module, self._layout, self._comm, self._key, self._initialize = module, layout, comm, key, initialize
         self.unfilled: set[str] = set()
         self._made: tuple[str | None, dict[int, torch.Tensor]] = None, {}
@@ -153,7 +156,7 @@ class Initializers:
         given = self._module.get_parameter(path)
         if not given.is_meta:
             return local_tensor(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
-        root = self._initialized_with(path.rpartition(".")[0])
+        root = self._path_of_initializer(path.rpartition(".")[0])
         if root != self._made[0]:
             self._made = root, self._run_initializer(root)
         return self._made[1][id(given)]
@@ -165,15 +168,17 @@ class Initializers:
             for name, buffer in each._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     if id(buffer) not in self._buffers:
-                        self._run_initializer(self._initialized_with(path))
+                        self._run_initializer(self._path_of_initializer(path))
                     found.append((each._buffers, name, self._buffers[id(buffer)]))
         return found
 
-    def _initialized_with(self, path: str) -> str:
+    def _path_of_initializer(self, path: str) -> str:
         """Return the path of the module whose initializer fills the module at ``path``: itself, or a module around it."""
-        return next((above for above in reversed(list(self_and_ancestors(path))) if self._is_initialized_whole(above)), path)
+        return next(
+            (above for above in reversed(list(self_and_ancestors(path))) if self._is_initialized_with_submodules(above)), path
+        )
 
-    def _is_initialized_whole(self, path: str) -> bool:
+    def _is_initialized_with_submodules(self, path: str) -> bool:
         """Return whether a module is initialized together with all of its submodules."""
         module = self._module.get_submodule(path)
         public, private = (hasattr(module, name) for name in ("reset_parameters", "_reset_parameters"))
@@ -183,7 +188,7 @@ class Initializers:
     def _run_initializer(self, path: str) -> dict[int, torch.Tensor]:
         """Run the initializer of the module at ``path``. Return the filled tensors, by id of the meta tensor."""
         root = self._module.get_submodule(path)
-        members = dict(root.named_modules(prefix=path)) if self._is_initialized_whole(path) else {path: root}
+        members = dict(root.named_modules(prefix=path)) if self._is_initialized_with_submodules(path) else {path: root}
         before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (name, places, dict(places)) for name, each in members.items() for places in (each._parameters, each._buffers)
         ]
@@ -192,7 +197,7 @@ class Initializers:
         try:
             for *_, places, key, old in rows:
                 places[key] = rooms[id(old)]
-            with _drawing, torch.random.fork_rng([]), torch.no_grad():
+            with _generator_lock, torch.random.fork_rng([]), torch.no_grad():
                 for name, each in reversed(members.items()):  # submodules come first
                     mine = [full for full, owner, *_, old in rows if owner == name and old.is_meta]
                     if mine:
@@ -205,7 +210,7 @@ class Initializers:
                             fill()
             for full, _, places, key, old in rows:
                 if old.is_meta:
-                    made[id(old)] = self._checked_value(full, old, rooms[id(old)], places.get(key))
+                    made[id(old)] = self._value_after_initializer(full, old, rooms[id(old)], places.get(key))
                     if not isinstance(old, nn.Parameter):
                         self._buffers[id(old)] = made[id(old)]
         finally:
@@ -214,14 +219,16 @@ class Initializers:
                 places.update(given)
         return made
 
-    def _checked_value(self, path: str, old: torch.Tensor, room: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-        """Return the value of a meta tensor after its initializer, which has filled ``room`` or made the tensor ``new``."""
-        if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+    def _value_after_initializer(
+        self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what an initializer has made of the tensor ``meta``: ``filled`` in place, or another tensor ``new``."""
+        if new is None or (new.shape, new.dtype) != (meta.shape, meta.dtype):
             raise TreeError(
-                f"shard_module(): {path!r} is {tensor_text(old)}, and its initializer has replaced it by "
+                f"shard_module(): {path!r} is {tensor_text(meta)}, and its initializer has replaced it by "
                 f"{'None' if new is None else tensor_text(new)}. Fill it in place."
             )
-        if new is room and _is_unfilled(new):
+        if new is filled and _is_unfilled(new):
             self.unfilled.add(path)
         return new.detach().to(self._comm.device)
 
@@ -241,8 +248,8 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory on the CPU for an initializer to fill. It has the tensor's values; for a meta tensor NaN, or ``_MARK``."""
-    mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _MARK
+    """Return memory on the CPU for an initializer to fill. It has the tensor's values; of a meta tensor NaN, or marks."""
+    mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
     else:
@@ -254,5 +261,5 @@ def _is_unfilled(x: torch.Tensor) -> bool:
     """Return whether an initializer has left elements unwritten. Of integers only a wholly unwritten tensor is noticed."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
-    marked = x == torch.tensor(_MARK, dtype=x.dtype)
+    marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)
     return x.numel() > 0 and x._version == 0 and bool(marked.all())  # versions do not see a write to .data

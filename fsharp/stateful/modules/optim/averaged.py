@@ -11,28 +11,28 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.ema import WithEmaState
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.te_scales import keeping_histories
+from fsharp.stateful.modules.te_scales import preserving_amax_histories
 
-Buffers = dict[tuple[str, int], torch.Tensor]
+BufferByUnitAndGroup = dict[tuple[str, int], torch.Tensor]
 """Buffers by unit and group."""
 
 
 @contextmanager
-def averaged_parameters(session: Session, opt: Any) -> Iterator[None]:
+def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
     """Copy the averages in an optimizer's state into the module's parameters; restore the parameters at the context's end."""
-    averages, state = _averages(opt), session.state
+    averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
     session.step.abandon_forwards("averaged()")
     state.propagate_writes()
-    shown = _buffers_by_key(state.optimizer_copies())
-    trees = [_buffers_by_key(tree) for tree in (state.train_state.params, state.train_state.main)]
+    shown = _buffer_by_unit_and_group(state.optimizer_copies())
+    trees = [_buffer_by_unit_and_group(tree) for tree in (state.train_state.params, state.train_state.main)]
     targets = [buffers[key] for buffers in trees for key in buffers if key in shown]
     own = [target.detach().clone() for target in targets]
     session.is_averaged = True
     try:
         state.fill_buffers([shown[key] for key in averages], list(averages.values()))
-        with keeping_histories(session.layout):
+        with preserving_amax_histories(session.layout):
             state.copy_to_resting_parameters()
         yield
     finally:
@@ -40,19 +40,19 @@ def averaged_parameters(session: Session, opt: Any) -> Iterator[None]:
         session.is_averaged = False
 
 
-def _buffers_by_key(tree: Any) -> Buffers:
+def _buffer_by_unit_and_group(tree: Any) -> BufferByUnitAndGroup:
     return {(node.name, g): b for node in units_of(tree) for g, b in zip(node.groups, node.buffers, strict=True)}
 
 
-def _averages(opt: Any) -> Buffers:
+def _average_buffers(opt_state: Any) -> BufferByUnitAndGroup:
     is_average = lambda x: isinstance(x, WithEmaState)  # noqa: E731
-    states = [x for x in optree.tree_leaves(opt, is_leaf=is_average) if is_average(x)]
+    states = [x for x in optree.tree_leaves(opt_state, is_leaf=is_average) if is_average(x)]
     if not states:
         raise TreeError(
             "averaged(): the optimizer keeps no average. Make it of fs.optim.with_ema(fs.optim.adamw(...), decay=...). With a "
             "class of torch.optim, average `params` of `fn, params = model.functional()`, and call fn with the averages."
         )
-    found: Buffers = {}
+    found: BufferByUnitAndGroup = {}
     for state in states:
         for node in units_of(state.ema):
             for group, buffer in zip(node.groups, node.buffers, strict=True):

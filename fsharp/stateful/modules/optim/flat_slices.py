@@ -28,16 +28,16 @@ class FlatSlice(NamedTuple):
     leaves: tuple[tuple[str, int, int], ...]
     shape: tuple[int, ...] | None = None
 
-    def slice_of(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
-        """Return a view of this range in the unit's buffer. ``nodes``: units by name."""
+    def view_in(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
+        """Return a view of the unit's buffer in ``nodes``, which are by name of the unit."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
         return found if self.shape is None else found.view(self.shape)
 
 
-def slices_of_one_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
-    """Yield the ranges of neighbouring leaves with equal labels, with padding. Leaves without a label are left out.
+def slices_by_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
+    """Yield a slice for each run of neighbouring leaves with equal labels, with padding. Leaves without a label are left out.
 
     With ``by_leaf`` yield each leaf by itself, in its shape; buffers then have to hold whole leaves.
     """
@@ -61,32 +61,36 @@ def slices_of_one_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int,
                     yield FlatSlice(node.name, group, start, stop, leaves)
 
 
-def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, ShardedTensor]) -> dict[str, dict[str, Any]]:
-    """Split an optimizer's state of a range into states of its leaves. State for each element stays in the same memory."""
-    shape = (run.stop - run.start,) if run.shape is None else run.shape
+def split_state(
+    flat_slice: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, ShardedTensor]
+) -> dict[str, dict[str, Any]]:
+    """Split an optimizer's state of a slice into states of its leaves. State for each element stays in the same memory."""
+    shape = (flat_slice.stop - flat_slice.start,) if flat_slice.shape is None else flat_slice.shape
 
     def cut(value: Any, like: ShardedTensor, first: int, last: int) -> Any:
         is_elementwise = isinstance(value, torch.Tensor) and value.shape == shape
-        return ShardedTensor.cut_like(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
+        return ShardedTensor.from_local(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
 
-    return {path: {key: cut(value, parameters[path], *span) for key, value in state.items()} for path, *span in run.leaves}
+    return {
+        path: {key: cut(value, parameters[path], *span) for key, value in state.items()} for path, *span in flat_slice.leaves
+    }
 
 
-def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
-    """Join the states of leaves into the state of their range, in new memory. Padding is zero."""
-    parts = [states.get(path, {}) for path, _, _ in run.leaves]
+def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
+    """Join the states of leaves into the state of their slice, in new memory. Padding is zero."""
+    parts = [states.get(path, {}) for path, _, _ in flat_slice.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
         if not isinstance(value, ShardedTensor):
             joined[key] = copy.deepcopy(value)
             continue
         joined[key] = torch.zeros(like.shape, dtype=value.dtype, device=like.device)
-        for part, (_, first, last) in zip(parts, run.leaves, strict=True):
+        for part, (_, first, last) in zip(parts, flat_slice.leaves, strict=True):
             joined[key].view(-1)[first:last] = part[key].local.view(-1)
     return joined
 
 
-def join_key(state: Mapping[str, Any]) -> Hashable:
+def state_join_key(state: Mapping[str, Any]) -> Hashable:
     """Return a key of a leaf's state. :func:`join_state` can join states with equal keys.
 
     The key has the dtype of each state with one value for each element, and the values of all other states, by name.

@@ -25,19 +25,19 @@ from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import averaged_parameters
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_key, join_state, slices_of_one_label, split_state
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_state, slices_by_label, split_state, state_join_key
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
-    States,
-    check_groups,
+    StatesByPath,
+    check_param_groups,
     fill_in_missing_states,
-    read_pair_state,
-    read_states,
+    pair_state_from_state_dict,
+    states_from_state_dict,
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import SAME_VALUES, refuse_dtensors, replace_parts_by_whole, scatter_from_rank
+from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, refuse_dtensors, replace_parts_by_whole, scatter_from_rank
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner: Any = None
         self._tx: Transform | None = None
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
-        self._runs: list[list[FlatSlice]] = []
+        self._slices: list[list[FlatSlice]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             self._make_inner_from_class(optimizer, defaults, check_steps)
         else:
@@ -126,11 +126,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._defaults = defaults
         self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
-        fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
-        fields |= _text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
+        fields = {"class": optimizer.__qualname__, "defaults": _options_text(defaults)}
+        fields |= _options_text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._probe_update_scopes, optimizer, check_steps)
         self._scopes = check_on_all_ranks("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
-        rows = zip(self.param_groups, self._cut_into_runs(), strict=True)
+        rows = zip(self.param_groups, self._cut_into_slices(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
         self.defaults = self.inner.defaults
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -163,26 +163,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
         return scopes
 
-    def _cut_into_runs(self) -> list[list[nn.Parameter]]:
-        """Cut flat buffers into runs. Return the runs as parameters, a list for each group of the inner optimizer."""
+    def _cut_into_slices(self) -> list[list[nn.Parameter]]:
+        """Cut flat buffers into slices. Return the slices as parameters, a list for each group of the inner optimizer."""
         tree, self._generation = self.session.state.optimizer_copies(), self.session.state.generation
         rank = self.session.scheduler.rank
-        self._runs = [
-            list(slices_of_one_label(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT))
+        self._slices = [
+            list(slices_by_label(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT))
             for scope, labels in zip(self._scopes, self._labels, strict=True)
         ]
         nodes = units_by_name(tree)
-        return [[nn.Parameter(run.slice_of(nodes)) for run in runs] for runs in self._runs]
+        return [[nn.Parameter(flat_slice.view_in(nodes)) for flat_slice in slices] for slices in self._slices]
 
-    def _recut_runs(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut buffers into new runs by the labels of leaves, and join the states of the leaves of each run."""
+    def _recut_slices(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Cut buffers into new slices by the labels of leaves, and join the states of the leaves of each slice."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
-        for group, parameters in zip(self.inner.param_groups, self._cut_into_runs(), strict=True):
+        for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
             group["params"] = parameters
         self.inner.state.clear()
-        for run, parameter in self._each_run():
-            if joined := join_state(run, states, parameter):
+        for flat_slice, parameter in self._slices_and_parameters():
+            if joined := join_state(flat_slice, states, parameter):
                 self.inner.state[parameter] = joined
 
     @uncompiled
@@ -202,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tx = self._tx or Transform(lambda params: None, self._apply, {}, self._apply)  # not kept: a cycle
+        tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
             tx = without_updates(tx, paused)
         if self.session.step.updated_by not in (None, id(self)):
@@ -216,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, x in sorted(group.items())
             if key != "params" and all(t.device.type == "cpu" for t in optree.tree_leaves(x) if isinstance(t, torch.Tensor))
         }
-        self.session.step.update(tx, _text(hosted), by=id(self))
+        self.session.step.update(tx, _options_text(hosted), optimizer_id=id(self))
         return loss
 
     @api_boundary
@@ -226,20 +226,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)
 
-    def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+    def _update_by_inner(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         if self._generation != self.session.state.generation:
-            self._recut_runs(self._labels, self._states())
+            self._recut_slices(self._labels, self._states_by_path())
         missing = self.session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
-        if missing and any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
-            self._recut_runs(
-                [{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states()
+        if missing and any(
+            len({path in missing for path, _, _ in flat_slice.leaves}) > 1 for flat_slice, _ in self._slices_and_parameters()
+        ):
+            self._recut_slices(
+                [{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states_by_path()
             )
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
         nodes = units_by_name(grads)
-        for run, parameter in self._each_run():
-            parameter.grad = None if run.leaves[0][0] in missing else run.slice_of(nodes).to(parameter.dtype)
+        for flat_slice, parameter in self._slices_and_parameters():
+            parameter.grad = None if flat_slice.leaves[0][0] in missing else flat_slice.view_in(nodes).to(parameter.dtype)
         self.inner.step()
         self.inner.zero_grad()
         return params, state
@@ -299,15 +301,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _state_of(self, path: str) -> dict[str, Any]:
         """Return the state of one parameter by name, such as ``"exp_avg"``, as parts of this rank."""
         like = self.session.parameters
-        for run, parameter in self._each_run():
-            if leaf := next((leaf for leaf in run.leaves if leaf[0] == path), None):
-                return split_state(run._replace(leaves=(leaf,)), self.inner.state.get(parameter, {}), like)[path]
+        for flat_slice, parameter in self._slices_and_parameters():
+            if leaf := next((leaf for leaf in flat_slice.leaves if leaf[0] == path), None):
+                return split_state(flat_slice._replace(leaves=(leaf,)), self.inner.state.get(parameter, {}), like)[path]
         if path not in self._has_state:
             return {}
         labels = next(each for each in self._labels if path in each)
-        for run, parameter in self._each_run():  # leaves with one label have had the same steps
-            if run.shape is None and labels.get(run.leaves[0][0]) == labels[path]:
-                return split_state(run._replace(leaves=((path, 0, 0),)), self.inner.state[parameter], like)[path]
+        for flat_slice, parameter in self._slices_and_parameters():  # leaves with one label have had the same steps
+            if flat_slice.shape is None and labels.get(flat_slice.leaves[0][0]) == labels[path]:
+                return split_state(flat_slice._replace(leaves=((path, 0, 0),)), self.inner.state[parameter], like)[path]
         return {
             key: value for key, value in self._fresh_state(path, self.param_groups).items() if isinstance(value, ShardedTensor)
         }
@@ -329,8 +331,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         refuse_dtensors("state_dict()", self.session)
         if self.inner is not None:
-            # Copied for each leaf: leaves of a run share the tensor "step", which torch would increment once for each leaf.
-            mine = {path: copy.deepcopy(state) for path, state in self._states().items()}
+            # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
+            mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
             states = fill_in_missing_states("state_dict()", mine, self._parameters_with_state(), self.session.scheduler)
             return {"state": states, "param_groups": self._groups_with_paths()}
         for node in units_of(self.session.state.train_state.opt):
@@ -372,13 +374,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shape = (held or 1,) if is_flat else parameter.leaf.shape
         values = mine.view(shape) if held else mine.new_zeros(shape)
         state = fresh_state(type(self.inner), groups[index], self._defaults, values)
-        run = FlatSlice("", 0, 0, values.numel(), ((path, 0, held),), None if is_flat else shape)
-        return split_state(run, state, {path: parameter})[path]
+        flat_slice = FlatSlice("", 0, 0, values.numel(), ((path, 0, held),), None if is_flat else shape)
+        return split_state(flat_slice, state, {path: parameter})[path]
 
-    def _states(self) -> States:
-        found: States = {}
-        for run, parameter in self._each_run():
-            found |= split_state(run, self.inner.state.get(parameter, {}), self.session.parameters)
+    def _states_by_path(self) -> StatesByPath:
+        found: StatesByPath = {}
+        for flat_slice, parameter in self._slices_and_parameters():
+            found |= split_state(flat_slice, self.inner.state.get(parameter, {}), self.session.parameters)
         return found
 
     @api_boundary
@@ -402,22 +404,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_dtensors(where, self.session)
             mine = {p.path for group in self.param_groups for p in group["params"] if p.is_trained}
             trained = None if self.inner is None else mine
-            check_groups(where, state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
+            check_param_groups(where, state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self.inner is None:
-                return read_pair_state(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
+                return pair_state_from_state_dict(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
-            return read_states(where, state_dict["state"], self._parameters_with_state(), fresh)
+            return states_from_state_dict(where, state_dict["state"], self._parameters_with_state(), fresh)
 
-        states, replicas = check_on_all_ranks(where, comm, check, lambda _: _text_by_group(state_dict["param_groups"]))
-        values, varying = ({name: each[i] for name, each in replicas.items()} for i in (0, 1))
-        check_same_on_ranks(where, values, comm, remedy=SAME_VALUES, varying=varying)
+        states, compared = check_on_all_ranks(where, comm, check, lambda _: _options_text_by_group(state_dict["param_groups"]))
+        values, varying = ({name: each[i] for name, each in compared.items()} for i in (0, 1))
+        check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
         if self.inner is None:
             self.session.state.train_state = self.session.state.train_state._replace(opt=states)
         else:
             self._has_state = set(states)
-            self._recut_runs([{path: join_key(states.get(path, {})) for path in labels} for labels in self._labels], states)
+            self._recut_slices(
+                [{path: state_join_key(states.get(path, {})) for path in labels} for labels in self._labels], states
+            )
         self.session.record_full_load("optimizer")
 
     @api_boundary
@@ -430,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
         where, comm = "full_state_dict()", self.session.scheduler.comm_with_history_labels
-        self._refuse_pair(where)
+        self._refuse_init_update_pair(where)
         found = self.state_dict()
         return found if replace_parts_by_whole(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
 
@@ -444,12 +448,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and one whole tensor.
         """
         where = "load_full_state_dict()"
-        self._refuse_pair(where)
+        self._refuse_init_update_pair(where)
         # Every rank keeps a tensor without dims whole.
         like = {("state", path): part for path, part in self._parameters_with_state().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.scheduler, like))
 
-    def _refuse_pair(self, where: str) -> None:
+    def _refuse_init_update_pair(self, where: str) -> None:
         if self.inner is None:
             raise TreeError(
                 f"{where}: the state of an (init, update) pair is a tree, and has no names of parameters. Save by "
@@ -457,9 +461,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm)."
             )
 
-    def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
-        for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
-            yield from zip(runs, group["params"], strict=True)
+    def _slices_and_parameters(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
+        for group, slices in zip(self.inner.param_groups, self._slices, strict=True):
+            yield from zip(slices, group["params"], strict=True)
 
 
 def _session_of(params: list[Any]) -> Session:
@@ -478,9 +482,9 @@ def _session_of(params: list[Any]) -> Session:
     return first
 
 
-def _text(options: Mapping[str, Any]) -> str:
+def _options_text(options: Mapping[str, Any]) -> str:
     return "\n".join(f"{name}={exact_text(value)}" for name, value in options.items())
 
 
-def _text_by_group(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    return {f"group {i}": _text(group) for i, group in enumerate(groups)}
+def _options_text_by_group(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    return {f"group {i}": _options_text(group) for i, group in enumerate(groups)}

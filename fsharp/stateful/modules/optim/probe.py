@@ -15,11 +15,11 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import TreeError
 from fsharp.functional.optim.probe import are_close
 
-_SHAPES = ((4, 6), (5,), (3, 2, 4), (6, 3))
-_MATRICES = ((4, 6), (6, 3), (5, 5))
-_STEPS = 8  # some optimizers update differently in every fifth step
-_LR = 1e-2
-_drawing = threading.RLock()  # ranks that are threads share the generator
+_TRIAL_SHAPES = ((4, 6), (5,), (3, 2, 4), (6, 3))
+_TRIAL_MATRICES = ((4, 6), (6, 3), (5, 5))
+_NUM_TRIAL_STEPS = 8  # some optimizers update differently in every fifth step
+_TRIAL_LR = 1e-2
+_generator_lock = threading.RLock()  # ranks that are threads share the generator
 
 
 class UpdateScope(IntEnum):
@@ -38,8 +38,8 @@ def probe_update_scope(
     options: Mapping[str, Any],
     defaults: Mapping[str, Any],
     device: torch.device,
-    choices: Sequence[Sequence[Sequence[int]]] = (_SHAPES, _MATRICES),  # some take matrices alone
-    num_steps: int = _STEPS,
+    choices: Sequence[Sequence[Sequence[int]]] = (_TRIAL_SHAPES, _TRIAL_MATRICES),  # some take matrices alone
+    num_steps: int = _NUM_TRIAL_STEPS,
 ) -> UpdateScope:
     """Return the scope of an optimizer's update, with these options of a parameter group, found by a trial.
 
@@ -55,9 +55,9 @@ def probe_update_scope(
             "of a sharded module serve one update. Use an optimizer whose step() needs no closure."
         )
     make = partial(_new_optimizer, optimizer, options, defaults)
-    with _random_state_kept(device):
+    with _preserving_generator_state(device):
         for shapes in choices:
-            trial = _random_trial(shapes, num_steps, device)
+            trial = _random_parameters_and_gradients(shapes, num_steps, device)
             try:
                 together, has_other_shapes = _run_trial(make, trial)
                 break
@@ -90,7 +90,7 @@ def fresh_state(
     """
     parameter = torch.nn.Parameter(like.detach().clone())
     parameter.grad = torch.zeros_like(parameter)
-    with _random_state_kept(like.device):
+    with _preserving_generator_state(like.device):
         made = _new_optimizer(optimizer, options, defaults, [parameter])
         made.step()
     state = dict(made.state.get(parameter, {}))
@@ -100,8 +100,8 @@ def fresh_state(
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    with _drawing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+def _preserving_generator_state(device: torch.device) -> Iterator[None]:
+    with _generator_lock, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 
 
@@ -115,7 +115,9 @@ def _new_optimizer(
     return optimizer([{**own, "params": parameters}], **shared)
 
 
-def _random_trial(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
+def _random_parameters_and_gradients(
+    shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device
+) -> list[torch.Tensor]:
     """Return for each shape a parameter and its gradients, stacked: ``[1 + num_steps, *shape]``."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large gradients
@@ -136,14 +138,14 @@ class _TrialResult(NamedTuple):
 
 
 @torch.no_grad()
-def _run_trial(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> _TrialResult:
-    """Run the steps of a trial with a new optimizer. ``trial``: see :func:`_random_trial`."""
+def _run_trial(make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> _TrialResult:
+    """Run the steps of a trial with a new optimizer. ``trial``: see :func:`_random_parameters_and_gradients`."""
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
-    made = make(list(parameters))
+    made = make_optimizer(list(parameters))
     for group in made.param_groups:  # with a learning rate of zero all updates would be equal
         rate = group.get("lr")
         if rate is not None:
-            group["lr"] = torch.full_like(rate, _LR) if isinstance(rate, torch.Tensor) else _LR
+            group["lr"] = torch.full_like(rate, _TRIAL_LR) if isinstance(rate, torch.Tensor) else _TRIAL_LR
     for grads in zip(*(x[1:] for x in trial), strict=True):
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad.clone()

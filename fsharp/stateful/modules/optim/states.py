@@ -17,9 +17,9 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.sharded import check_not_donated, is_sharded, units_of
 from fsharp.stateful.modules.parameter import ShardedTensor
-from fsharp.stateful.modules.state_dict import own_part
+from fsharp.stateful.modules.state_dict import local_part
 
-States = dict[str, dict[str, Any]]
+StatesByPath = dict[str, dict[str, Any]]
 """State by path of the parameter and name: a :class:`~fsharp.modules.ShardedTensor` if it has a value for each element."""
 
 
@@ -50,7 +50,9 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
         return sum(1 for _ in self)
 
 
-def fill_in_missing_states(where: str, states: States, parameters: Mapping[str, ShardedTensor], comm: Comm) -> States:
+def fill_in_missing_states(
+    where: str, states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm
+) -> StatesByPath:
     """Return states with equal names on all ranks, for state dicts.
 
     A rank that holds no element of a parameter gets empty parts, and another rank's values of state that is not elementwise.
@@ -60,13 +62,13 @@ def fill_in_missing_states(where: str, states: States, parameters: Mapping[str, 
 
     def described() -> str:
         mine = [(path, states.get(path, {}).items()) for path in parameters]
-        rows = [json.dumps([[key, _kind(where, path, key, x)] for key, x in items]) for path, items in mine]
+        rows = [json.dumps([[key, _kind_of_state(where, path, key, x)] for key, x in items]) for path, items in mine]
         known = list(dict.fromkeys(rows))  # many parameters have equal rows
         return json.dumps([known, list(map(known.index, rows))])
 
     texts = all_gather_texts(check_on_all_ranks(where, comm, described), comm)
     everyone = [[json.loads(known[i]) for i in which] for known, which in map(json.loads, texts)]
-    found: States = {}
+    found: StatesByPath = {}
     for i, (path, like) in enumerate(parameters.items()):
         mine, kinds = states.get(path, {}), {rank: each[i] for rank, each in enumerate(everyone) if each[i]}
         mesh, axes = like.unit.mesh, like.place.varying_axes  # along these axes ranks have states of their own
@@ -85,7 +87,7 @@ def fill_in_missing_states(where: str, states: States, parameters: Mapping[str, 
     return found
 
 
-def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
+def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
     if isinstance(value, ShardedTensor):
         return ["part", dtype_name(value.dtype)]
     if isinstance(value, torch.Tensor):
@@ -106,7 +108,7 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
         return rest[0]
     dtype = getattr(torch, rest[0])
     if what == "part":
-        return ShardedTensor.cut_like(torch.empty(0, dtype=dtype, device=comm.device), like) if value is None else value
+        return ShardedTensor.from_local(torch.empty(0, dtype=dtype, device=comm.device), like) if value is None else value
     shape, device, single = rest[1:]
     device = comm.device if device == comm.device.type else torch.device(device)
     if single is not None:
@@ -120,7 +122,7 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
     return sent.to(device) if value is None else value
 
 
-def check_groups(
+def check_param_groups(
     where: str, state_dict: Any, own: list[dict[str, Any]], *, options: Iterable[str], trained: Container[str] | None
 ) -> None:
     """Raise an error if the parameter groups of a state dict differ from an optimizer's parameter groups.
@@ -133,7 +135,7 @@ def check_groups(
     groups = state_dict["param_groups"]
     got, expected = ([list(group["params"]) for group in each] for each in (groups, own))
     if got != expected:
-        facts = [("got", _counts(got)), ("expected", _counts(expected))]
+        facts = [("got", _group_sizes_text(got)), ("expected", _group_sizes_text(expected))]
         remedy = "Make the same groups in the same order, by names of parameters; torch's own optimizers number parameters."
         raise TreeError(problem(where, "the parameter groups are not those of this optimizer.", facts, remedy))
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
@@ -148,39 +150,39 @@ def check_groups(
         )
 
 
-def _counts(groups: list[list[Any]]) -> str:
+def _group_sizes_text(groups: list[list[Any]]) -> str:
     return ", ".join(f"{len(each)} parameters" + f" from {each[0]!r} on" * bool(each) for each in groups)
 
 
-Replicas = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
+ComparedTensors = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
 """Tensors that ranks compare, by name, each with the axes along which ranks have values of their own."""
 
 
-def read_states(
+def states_from_state_dict(
     where: str,
     given: Mapping[str, Mapping[str, Any]],
     parameters: Mapping[str, ShardedTensor],
     fresh: Callable[[str], Mapping[str, Any]],
-) -> tuple[States, Replicas]:
+) -> tuple[StatesByPath, ComparedTensors]:
     """Return the states in a state dict, with whole tensors cut to this rank's parts; and tensors that ranks compare.
 
     ``fresh`` returns the fresh state of a parameter. A state that differs from it in names, dtypes or shapes is an error.
     """
-    states: States = {}
-    replicas: Replicas = {}
+    states: StatesByPath = {}
+    compared: ComparedTensors = {}
     for path, like in parameters.items():
         state = given.get(path) or {}
         states[path] = _checked_state(where, path, state, fresh(path), like) if state else {}
         # The same entries for each parameter, as ranks with parameters of their own may keep different states.
         parts = [tensor_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [tensor_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
-        kinds = repr([(key, _kind(where, path, key, value)) for key, value in state.items()]).encode()
-        replicas[path] = _hashed(kinds, *rest), like.place.varying_axes
-        replicas[f"{path}, its part"] = _hashed(*parts), like.place.varying_axes + like.place.sharded_axes
-    return {path: state for path, state in states.items() if state}, replicas
+        kinds = repr([(key, _kind_of_state(where, path, key, value)) for key, value in state.items()]).encode()
+        compared[path] = _sha256_tensor(kinds, *rest), like.place.varying_axes
+        compared[f"{path}, its part"] = _sha256_tensor(*parts), like.place.varying_axes + like.place.sharded_axes
+    return {path: state for path, state in states.items() if state}, compared
 
 
-def _hashed(*data: bytes) -> torch.Tensor:
+def _sha256_tensor(*data: bytes) -> torch.Tensor:
     return torch.tensor(list(hashlib.sha256(b"".join(data)).digest()), dtype=torch.uint8)
 
 
@@ -202,7 +204,7 @@ def _checked_state(
             key not in wanted and is_tensor and like.leaf.shape and value.shape == like.leaf.shape
         )  # state that exists only from a later step on
         if is_elementwise:
-            found[key] = own_part(where, name, value, like, dtypes=[value.dtype if want is None else want.dtype])
+            found[key] = local_part(where, name, value, like, dtypes=[value.dtype if want is None else want.dtype])
         elif isinstance(want, torch.Tensor):
             if (value.dtype, value.shape) != (want.dtype, want.shape) or isinstance(value, ShardedTensor) or value.is_meta:
                 got, expected = (f"{type(x).__name__} {tensor_text(x)} on {x.device}" for x in (value, want))
@@ -213,7 +215,7 @@ def _checked_state(
     return found
 
 
-def read_pair_state(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replicas]:
+def pair_state_from_state_dict(where: str, given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
     """Return a copy of ``given``, the state of an ``(init, update)`` pair; and tensors that ranks compare.
 
     A state that differs from the current state ``own`` in structure, layout, shapes or dtypes, or was donated, is an error.
@@ -226,26 +228,26 @@ def read_pair_state(where: str, given: Any, own: Any, rank: int) -> tuple[Any, R
         what = "the state is of another transformation."
         raise TreeError(problem(where, what, [("got", spec), ("expected", own_spec)], remedy))
     for path, x, y in zip(paths, new, old, strict=True):
-        if _about(x) != _about(y):
-            got, expected = (each if is_sharded(each) else _about(each) for each in (x, y))
+        if _layout_or_shape(x) != _layout_or_shape(y):
+            got, expected = (each if is_sharded(each) else _layout_or_shape(each) for each in (x, y))
             facts = [("at", ".".join(map(str, path))), ("got", got), ("expected", expected)]
             raise TreeError(problem(where, "the state has another layout, shape or dtype.", facts, remedy))
         if is_sharded(x) and x.rank is not None and not x.unit.hold_same_part(x.place, x.rank, rank):
             what = f"the state is of rank {x.rank} of {x.unit.mesh}, and this is rank {rank}, which has another part."
             raise TreeError(problem(where, what, [("unit", repr(x.name))], "Load what this rank has saved."))
-    replicas: Replicas = {}
+    compared: ComparedTensors = {}
     for i, node in enumerate(new):
         if is_sharded(node):
             axes = node.place.sharded_axes + node.place.varying_axes
             for g, buffer in zip(node.groups, node.buffers, strict=True):
-                replicas[f"state {i}, unit {node.unit.display_name}, group {g}"] = buffer, axes
+                compared[f"state {i}, unit {node.unit.display_name}, group {g}"] = buffer, axes
         else:
-            replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(exact_text(node).encode())), ()
+            compared[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _sha256_tensor(exact_text(node).encode())), ()
     copied = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
-    return copied, replicas
+    return copied, compared
 
 
-def _about(x: Any) -> Any:
+def _layout_or_shape(x: Any) -> Any:
     if is_sharded(x):
-        return x.unit, x.place, x.groups, list(map(_about, x.buffers))
+        return x.unit, x.place, x.groups, list(map(_layout_or_shape, x.buffers))
     return tensor_text(x) if isinstance(x, torch.Tensor) else type(x)

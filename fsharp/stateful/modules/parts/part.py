@@ -14,22 +14,27 @@ from fsharp.functional.layout.slicing import boxes_covering_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.parts.part_functions import (
-    COPIES,
-    ELEMENTWISE,
+    COPYING_FUNCTIONS,
+    ELEMENTWISE_FUNCTIONS,
     Reduction,
-    arguments_by_computation,
+    argument_rows,
     is_in_place,
     reduction_of,
 )
-from fsharp.stateful.modules.torch_tools.refusals import not_whole_message, running_torch_tool, unseen_by_autograd_message
+from fsharp.stateful.modules.torch_tools.refusals import (
+    not_whole_message,
+    running_torch_tool_and_remedy,
+    unseen_by_autograd_message,
+)
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
 # Functions that neither compute nor copy: metadata, and functions that autograd and printing call.
-_HARMLESS = {"data_ptr", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference"}
-_HARMLESS |= {"is_pinned", "is_shared", "requires_grad_", "storage_offset", "untyped_storage", "__dir__", "__hash__"}
-_COMPUTING = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
-_SHAPES = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}  # of the whole tensor
+_METADATA_FUNCTIONS = {"data_ptr", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"}
+_METADATA_FUNCTIONS |= {"is_inference", "is_pinned", "is_shared", "requires_grad_", "storage_offset", "untyped_storage"}
+_METADATA_FUNCTIONS |= {"__dir__", "__hash__"}
+_COMPUTED_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
+_SHAPE_FUNCTIONS = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}  # of the whole tensor
 
 
 class ShardedTensor(torch.Tensor):
@@ -52,7 +57,7 @@ class ShardedTensor(torch.Tensor):
         path: name of the parameter in its module.
         unit: layout of the unit that stores the tensor; ``unit.run_of_leaf(leaf, place, rank)`` is the range of elements on any
             rank.
-        leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and ``run`` are those of the local tensor.
+        leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and ``flat_range`` are those of the local tensor.
         place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.
@@ -68,17 +73,17 @@ class ShardedTensor(torch.Tensor):
     owner: "weakref.ref[Any]"
 
     @classmethod
-    def from_attributes(cls, data: torch.Tensor, about: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
-        """Return a part with the elements ``data``, 1-D and without a copy, and the attributes ``about``."""
-        if _is_whole_on_every_rank(about["unit"], about["place"], about["spec"]):
-            data = data.view(about["leaf"].shape)
+    def from_attributes(cls, data: torch.Tensor, attributes: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
+        """Return a part with the elements ``data``, 1-D and without a copy, and the attributes ``attributes``."""
+        if _is_whole_on_every_rank(attributes["unit"], attributes["place"], attributes["spec"]):
+            data = data.view(attributes["leaf"].shape)
         part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # no view, which would keep its base alive
-        part.__dict__.update(about)
+        part.__dict__.update(attributes)
         return part
 
     @staticmethod
-    def cut_like(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
-        """Return a part with the elements ``data``, cut in the same way as ``like``."""
+    def from_local(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
+        """Return the part of which this rank has the elements ``data``, sharded as ``like`` is."""
         return ShardedTensor.from_attributes(data, like.attributes)
 
     @property
@@ -108,7 +113,7 @@ class ShardedTensor(torch.Tensor):
         return self._dtensor is not None or (self.leaf.numel > 0 and first // size != (first + self.leaf.numel - 1) // size)
 
     @property
-    def run(self) -> tuple[int, int]:
+    def flat_range(self) -> tuple[int, int]:
         """Range ``(first, last)``: this rank holds ``whole.flatten()[first:last]``; ``(0, 0)`` if it holds no element."""
         return self.unit.run_of_leaf(self.leaf, self.place, self.rank)
 
@@ -144,13 +149,13 @@ class ShardedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        shape, own = self.full_shape, [a for a in self._axes if a in self.place.varying_axes]
+        shape, own = self.full_shape, [a for a in self._dividing_axes if a in self.place.varying_axes]
         if own or shape != self.leaf.shape:
             what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
                 f"torch.distributed.checkpoint cannot describe {self.path!r}, which {what}. Save by fs.checkpoint.save()."
             )
-        found = boxes_covering_run(shape, *self.run) if shape.numel() else [((0,) * len(shape), tuple(shape))]
+        found = boxes_covering_run(shape, *self.flat_range) if shape.numel() else [((0,) * len(shape), tuple(shape))]
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in found]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
@@ -165,14 +170,14 @@ class ShardedTensor(torch.Tensor):
     @api_boundary
     def data(self) -> "ShardedTensor":
         """This part, detached, in the same memory. The module notices writes to it."""
-        return ShardedTensor.cut_like(self.local, self)
+        return ShardedTensor.from_local(self.local, self)
 
     @data.setter
     @api_boundary
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, ShardedTensor) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
             return  # a module was moved to where it is
-        _, remedy = running_torch_tool(
+        _, remedy = running_torch_tool_and_remedy(
             "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
         )
         raise TreeError(
@@ -181,13 +186,13 @@ class ShardedTensor(torch.Tensor):
         )
 
     @property
-    def _axes(self) -> tuple[str, ...]:
+    def _dividing_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have different elements."""
         return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
     @property
-    def _cut_key(self) -> tuple[Any, ...]:
-        """A key that two parts share if each rank holds the same range of elements of both."""
+    def _sharding_key(self) -> tuple[Any, ...]:
+        """A key that is equal for two parts if each rank holds the same range of elements of both."""
         if self.is_whole:
             return self.full_shape, None
         size = self.unit.local_size(self.leaf.group, self.place)
@@ -203,28 +208,32 @@ class ShardedTensor(torch.Tensor):
         is_attribute = name == "__get__"
         if is_attribute:
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
-        if name in _SHAPES and isinstance(args[0], ShardedTensor):
+        if name in _SHAPE_FUNCTIONS and isinstance(args[0], ShardedTensor):
             return func(torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
-        is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
+        is_harmless = name not in _COMPUTED_ATTRIBUTES if is_attribute else name in _METADATA_FUNCTIONS
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint has to see the dtype of its forward
-            args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
+            args, kwargs = _with_full_parameters(args), {key: _with_full_parameters(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
             return _is_unchanged_by_to(*args)
-        if (name == "detach" and isinstance(args[0], ShardedTensor)) or (name in COPIES and type(args[0]) is ShardedTensor):
-            return ShardedTensor.cut_like(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
+        if (name == "detach" and isinstance(args[0], ShardedTensor)) or (
+            name in COPYING_FUNCTIONS and type(args[0]) is ShardedTensor
+        ):
+            return ShardedTensor.from_local(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rows = arguments_by_computation(name, args, kwargs)
+        rows = argument_rows(name, args, kwargs)
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
             owner.step.refuse_scaled_gradients("unscale_()")  # torch's own GradScaler calls this function
-        reduction = reduction_of(name, args, kwargs) if any(part._axes for part in parts) or cut else None
-        if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
+        reduction = reduction_of(name, args, kwargs) if any(part._dividing_axes for part in parts) or cut else None
+        if cut and reduction is None and (name not in ELEMENTWISE_FUNCTIONS or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
             # A TypeError would mean to Python that an operator is missing.
-            raise LayoutError(not_whole_message(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held(cut[0])}", name))
+            raise LayoutError(
+                not_whole_message(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held_text(cut[0])}", name)
+            )
         if torch.is_grad_enabled():
             _refuse_autograd(name, rows, cut)
         if reduction is not None:
@@ -251,19 +260,20 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def __deepcopy__(self, memo: Any) -> Any:
-        memo[id(self)] = copied = ShardedTensor.cut_like(self.local.clone(), self)
+        memo[id(self)] = copied = ShardedTensor.from_local(self.local.clone(), self)
         return copied
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self._axes if axis in self.place.varying_axes]
+        varying = [axis for axis in self._dividing_axes if axis in self.place.varying_axes]
         if self.is_whole and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
         raise TreeError(
-            f"{self.path!r} cannot be pickled: rank {self.rank} holds elements {list(self.run)} of {list(self.full_shape)}{own}"
-            ", and a reader of the file would take this part for the whole tensor. Save by fs.checkpoint.save() or dcp.save(), "
-            "or save whole tensors: torch.save(model.full_state_dict(), path), where every rank calls full_state_dict()."
+            f"{self.path!r} cannot be pickled: rank {self.rank} holds elements {list(self.flat_range)} of "
+            f"{list(self.full_shape)}{own}, and a reader of the file would take this part for the whole tensor. Save by "
+            "fs.checkpoint.save() or dcp.save(), or save whole tensors: torch.save(model.full_state_dict(), path), where every "
+            "rank calls full_state_dict()."
         )
 
 
@@ -294,7 +304,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
             )
 
 
-def _full_in_backward(x: Any) -> Any:
+def _with_full_parameters(x: Any) -> Any:
     """Return an argument with whole parameters in place of parts whose unit is in its backward, where checkpoints recompute."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
@@ -305,7 +315,7 @@ def _full_in_backward(x: Any) -> Any:
                 "checkpoint, torch.compile(checkpoint_wrapper(module)), or choose the compiled module as the unit."
             )
         return x if whole is None else whole
-    return type(x)(map(_full_in_backward, x)) if type(x) in (list, tuple) else x
+    return type(x)(map(_with_full_parameters, x)) if type(x) in (list, tuple) else x
 
 
 def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
@@ -314,7 +324,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            alike.setdefault((x._axes, x._dtensor), []).append(i)
+            alike.setdefault((x._dividing_axes, x._dtensor), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():
@@ -350,19 +360,19 @@ def _elementwise(
         if like is None:
             continue
         if is_in_place(name) and not isinstance(row[0], ShardedTensor):
-            raise LayoutError(_mismatch(like, row[0], name))
+            raise LayoutError(_mismatch_message(like, row[0], name))
         for x in row:
             if x is like or not isinstance(x, torch.Tensor):
                 continue
             is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor is None)
-            if x._cut_key != like._cut_key if isinstance(x, ShardedTensor) else not is_plain_whole:
-                raise LayoutError(_mismatch(like, x, name))
+            if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else not is_plain_whole:
+                raise LayoutError(_mismatch_message(like, x, name))
     out = func(*[_own_elements(x, likes) for x in args], **{key: _own_elements(x, likes) for key, x in kwargs.items()})
     if is_in_place(name):
         return None if out is None else args[0]
     if isinstance(out, torch.Tensor):
-        return out if likes[0] is None else ShardedTensor.cut_like(out, likes[0])
-    return type(out)(x if like is None else ShardedTensor.cut_like(x, like) for x, like in zip(out, likes, strict=True))
+        return out if likes[0] is None else ShardedTensor.from_local(out, likes[0])
+    return type(out)(x if like is None else ShardedTensor.from_local(x, like) for x, like in zip(out, likes, strict=True))
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
@@ -372,19 +382,20 @@ def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
     if isinstance(x, ShardedTensor):
         return x.local
-    return x.reshape(-1)[slice(*like.run)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
+    return x.reshape(-1)[slice(*like.flat_range)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
 
 
-def _held(part: ShardedTensor) -> str:
+def _held_text(part: ShardedTensor) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         return f"{part.numel():,} of the {part.full_shape.numel():,} elements of {list(part.full_shape)}"
 
 
-def _mismatch(part: ShardedTensor, other: Any, name: str) -> str:
+def _mismatch_message(part: ShardedTensor, other: Any, name: str) -> str:
     what = f"a tensor of shape {list(other.shape)}" if isinstance(other, torch.Tensor) else f"a {type(other).__name__}"
-    remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.run)]`, and compute with `part.local`."
+    remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.flat_range)]`, and compute with "
+    remedy += "`part.local`."
     if isinstance(other, ShardedTensor):
-        what = f"{other.path!r}, of which this rank holds {_held(other)}: the two are cut differently"
+        what = f"{other.path!r}, of which this rank holds {_held_text(other)}: the two are cut differently"
         remedy = "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher "
         remedy += "by requires_grad_(False) after shard_module(), not before."
-    return f"{name}(): {part.path!r}, of which this rank holds {_held(part)}, and {what}. {remedy}"
+    return f"{name}(): {part.path!r}, of which this rank holds {_held_text(part)}, and {what}. {remedy}"

@@ -8,23 +8,23 @@ import torch
 
 from fsharp.functional.comm.protocol import ReduceOp
 
-_NAMES = """
+_ELEMENTWISE_NAMES = """
     abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copy copysign div
     divide eq erf exp expm1 fill float_power floor floor_divide fmod frac ge gt isfinite isinf isnan le lerp log log10 log1p
     log2 logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
     positive pow reciprocal relu remainder round rsqrt sgn sigmoid sign sqrt square sub subtract tanh true_divide trunc where
     xlogy zero
 """
-_OPERATORS = """
+_ELEMENTWISE_OPERATORS = """
     __and__ __eq__ __floordiv__ __iand__ __ifloordiv__ __invert__ __ior__ __ipow__ __ixor__ __mod__ __or__ __rand__ __rdiv__
     __rfloordiv__ __rmod__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __xor__
 """
-COPIES = frozenset(("bfloat16", "clone", "contiguous", "cpu", "cuda", "double", "float", "half", "to"))
+COPYING_FUNCTIONS = frozenset(("bfloat16", "clone", "contiguous", "cpu", "cuda", "double", "float", "half", "to"))
 """Functions that return the same elements as a part: copied, on another device, or in another dtype."""
 
-ELEMENTWISE = frozenset(
-    [form for name in _NAMES.split() for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")]
-    + [*_OPERATORS.split(), *COPIES, "empty_like", "full_like", "ones_like", "zeros_like"]
+ELEMENTWISE_FUNCTIONS = frozenset(
+    [form for name in _ELEMENTWISE_NAMES.split() for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")]
+    + [*_ELEMENTWISE_OPERATORS.split(), *COPYING_FUNCTIONS, "empty_like", "full_like", "ones_like", "zeros_like"]
 )
 """Functions of which each element of the result depends only on the same element of the operands."""
 
@@ -52,19 +52,19 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.int64
 
 
-def _sum(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
+def _sum_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
     of = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
     return Reduction(lambda x: x.sum(dtype=_wide_dtype(of)), "sum", lambda total, _: total.to(of))
 
 
-def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
+def _mean_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
     of = dtype or x.dtype
     if not of.is_floating_point:
         raise TypeError(f"mean(): of {of}")
     return Reduction(lambda x: x.sum(dtype=torch.float64), "sum", lambda total, count: (total / count).to(of))
 
 
-def _extreme(of: torch.dtype, op: ReduceOp) -> Reduction:
+def _max_or_min_reduction(of: torch.dtype, op: ReduceOp) -> Reduction:
     wide = _wide_dtype(of)
     info = torch.finfo(wide) if wide.is_floating_point else torch.iinfo(wide)
     none = {"max": -math.inf, "min": math.inf}[op] if wide.is_floating_point else {"max": info.min, "min": info.max}[op]
@@ -77,14 +77,14 @@ def _extreme(of: torch.dtype, op: ReduceOp) -> Reduction:
     return Reduction(local, op, lambda value, _: value.to(of))
 
 
-def _vector_norm(
+def _norm_reduction(
     x: torch.Tensor, ord: float = 2, dim: None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Reduction:
     if dim is not None or keepdim or not isinstance(ord, int | float):
         raise TypeError("of all elements alone")
     of = dtype or x.dtype.to_real()
     if math.isinf(ord):
-        found = _extreme(of, "max" if ord > 0 else "min")
+        found = _max_or_min_reduction(of, "max" if ord > 0 else "min")
         return Reduction(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of no elements is 0
 
     def local(x: torch.Tensor) -> torch.Tensor:
@@ -102,19 +102,19 @@ def _vector_norm(
 
 
 REDUCTIONS: dict[str, Callable[..., Reduction]] = {
-    "sum": _sum,
-    "mean": _mean,
-    **dict.fromkeys(("max", "amax", "_foreach_max"), lambda x: _extreme(x.dtype, "max")),
-    **dict.fromkeys(("min", "amin"), lambda x: _extreme(x.dtype, "min")),
+    "sum": _sum_reduction,
+    "mean": _mean_reduction,
+    **dict.fromkeys(("max", "amax", "_foreach_max"), lambda x: _max_or_min_reduction(x.dtype, "max")),
+    **dict.fromkeys(("min", "amin"), lambda x: _max_or_min_reduction(x.dtype, "min")),
     "any": lambda _: Reduction(lambda x: x.any().to(torch.uint8), "max", lambda value, _: value.bool()),
     "all": lambda _: Reduction(lambda x: x.all().to(torch.uint8), "min", lambda value, _: value.bool()),
     "count_nonzero": lambda _: Reduction(lambda x: x.count_nonzero(), "sum", lambda value, _: value),
-    "norm": lambda x, p="fro", dim=None, keepdim=False, *, dtype=None: _vector_norm(
+    "norm": lambda x, p="fro", dim=None, keepdim=False, *, dtype=None: _norm_reduction(
         x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype
     ),
-    "linalg_vector_norm": _vector_norm,
-    "linalg_norm": lambda x, *, dtype=None: _vector_norm(x, dtype=dtype),
-    "_foreach_norm": lambda x, ord=2, dtype=None: _vector_norm(x, ord, dtype=dtype),
+    "linalg_vector_norm": _norm_reduction,
+    "linalg_norm": lambda x, *, dtype=None: _norm_reduction(x, dtype=dtype),
+    "_foreach_norm": lambda x, ord=2, dtype=None: _norm_reduction(x, ord, dtype=dtype),
 }
 """Functions by name of a torch function: with its arguments they return the Reduction, or raise a TypeError."""
 
@@ -127,8 +127,8 @@ def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
         return None
 
 
-def arguments_by_computation(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
-    """Return one list of all arguments of a call; for a ``_foreach`` function a list for each tensor of its lists."""
+def argument_rows(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
+    """Return one row with all arguments of a call; for a ``_foreach`` function a row for each tensor in its lists."""
     given = [*args, *kwargs.values()]
     lists = [x for x in given if isinstance(x, list | tuple)]
     rest = [x for x in given if not isinstance(x, list | tuple)]

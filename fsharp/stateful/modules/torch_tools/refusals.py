@@ -20,15 +20,15 @@ from fsharp.functional.formats.te import is_quantized
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
-NO_COPIES = (
+NO_COPIES_MESSAGE = (
     "A sharded module, or a module or parameter of it, cannot be copied or pickled. For a second one, such as a teacher, shard "
     "a new module: `teacher = fs.shard_module(make_model(), ...)`, `teacher.load_state_dict(model.state_dict())`. For a file, "
     "save model.full_state_dict()."
 )
-Caller = tuple[str, str, str]
+TorchTool = tuple[str, str, str]
 """A known caller of functions of parts: the beginning of its Python module's name, a user's name for the caller, a remedy."""
 
-_CALLERS: list[Caller] = [
+_TORCH_TOOLS: list[TorchTool] = [
     ("torch.optim.", "an optimizer of torch.optim", "Make a fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, ...)."),
     ("torch.amp.grad_scaler", "torch's GradScaler", "Take fs.GradScaler."),
     (
@@ -49,7 +49,7 @@ _CALLERS: list[Caller] = [
         "fs.shard_module(methods=[...]).",
     ),
 ]
-_CHECKPOINT: Caller = (
+_CHECKPOINT_TOOL: TorchTool = (
     "torch.utils.checkpoint.",
     "a checkpoint that recomputes",
     "The backward of its unit is not under way: the module that a checkpoint recomputes has to be a unit or inside of one, and "
@@ -57,31 +57,31 @@ _CHECKPOINT: Caller = (
 )
 
 
-def running_torch_tool(usual: str) -> tuple[str, str]:
+def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
     """Return two texts: ``" of ..."`` with the torch tool that is running, such as FSDP; and the remedy for the tool.
 
-    The innermost known tool on the stack counts. If no known tool is running, return ``""`` and ``usual``.
+    The innermost known tool on the stack counts. If no known tool is running, return ``""`` and ``usual_remedy``.
     """
     modules = [f"{frame.f_globals.get('__name__', '')}." for frame, _ in walk_stack(sys._getframe(1))]
-    known = _CALLERS
-    if in_backward() and any(module.startswith(_CHECKPOINT[0]) for module in modules):
-        known = [("", *_CHECKPOINT[1:])]
+    known = _TORCH_TOOLS
+    if in_backward() and any(module.startswith(_CHECKPOINT_TOOL[0]) for module in modules):
+        known = [("", *_CHECKPOINT_TOOL[1:])]
     found = next((each for module in modules for each in known if module.startswith(each[0])), None)
-    return ("", usual) if found is None else (f" of {found[1]}", found[2])
+    return ("", usual_remedy) if found is None else (f" of {found[1]}", found[2])
 
 
-def not_whole_message(held: str, name: str) -> str:
-    """Return the error message for the function ``name``, which would take a part, described by ``held``, for the whole."""
-    by, remedy = running_torch_tool(
+def not_whole_message(held_text: str, name: str) -> str:
+    """Return the error message for the function ``name``, which would take the part ``held_text`` for the whole."""
+    by, remedy = running_torch_tool_and_remedy(
         "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions parameters "
         "are whole inside of `with model.unsharded():` (write=True keeps changes)."
     )
-    return f"{held}, which {name}(){by} would take for the whole tensor. {remedy}"
+    return f"{held_text}, which {name}(){by} would take for the whole tensor. {remedy}"
 
 
 def unseen_by_autograd_message(path: str, name: str) -> str:
     """Return the error message for a function of a trained part in grad mode, which autograd does not record."""
-    by, remedy = running_torch_tool(
+    by, remedy = running_torch_tool_and_remedy(
         "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values under "
         "torch.no_grad()."
     )
@@ -128,11 +128,11 @@ def patch_torch_wrappers(sharded: type[nn.Parameter]) -> None:
     Optimizers of torch then raise an error for parameters that :func:`~fsharp.shard_module` has replaced.
     """
     register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
-    register_optimizer_step_pre_hook(_refuse_step)
+    register_optimizer_step_pre_hook(_refuse_step_of_old_optimizer)
 
 
 @api_boundary
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _refuse_step_of_old_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if any("_fsharp_replaced" in parameter.__dict__ for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
         raise TreeError(

@@ -20,7 +20,7 @@ class CastDtypes(NamedTuple):
     outputs: torch.dtype | None
 
 
-def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, CastDtypes]:
+def casts_by_path(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, CastDtypes]:
     """Return, by path, the casts of the root and of each chosen module whose precision asks for casts.
 
     A module has the precision of the last rule whose pattern selects its path. It is an error if no parameter in the module

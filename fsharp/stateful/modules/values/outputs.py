@@ -16,9 +16,20 @@ from fsharp.errors import TreeError
 from fsharp.functional.release import inner_tensors
 from fsharp.tracebacks import api_boundary
 
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator, torch.autograd.graph.Node)
-_CLOSED = (*_PLAIN, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
-_LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, zip, filter)
+_TENSOR_FREE_TYPES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+    torch.autograd.graph.Node,
+)
+_OPAQUE_TYPES = (*_TENSOR_FREE_TYPES, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+_LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, zip, filter)
 
 
 def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
@@ -35,23 +46,25 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
         x = rest.pop()
         if isinstance(x, torch.Tensor):
             found[id(x)] = x
-        elif isinstance(x, _LATE):
+        elif isinstance(x, _LAZY_TYPES):
             if given_by is not None:
                 raise TreeError(
                     f"module {given_by or 'the root'!r} returns a {type(x).__name__}, which would compute after its parameters "
                     "are released. Return its results, such as a list of tensors."
                 )
-        elif not isinstance(x, _CLOSED) and id(x) not in seen:
+        elif not isinstance(x, _OPAQUE_TYPES) and id(x) not in seen:
             seen[id(x)] = x
             rest += reversed(gc.get_referents(x))
     return list(found.values())
 
 
-def map_tensors(value: Any, change: Callable[[Any], Any], what: str, *, kinds: type = object, in_place: bool = False) -> Any:
+def map_tensors(
+    value: Any, change: Callable[[Any], Any], error_start: str, *, kinds: type = object, in_place: bool = False
+) -> Any:
     """Return a value with ``change(tensor)`` in place of each tensor; the same object if no tensor changes.
 
     Tensors are found in torch's pytrees and in dataclasses. With ``in_place`` lists, dicts and dataclasses are changed, not
-    copied. A tensor to change in any other object of the classes ``kinds`` is an error; its message begins with ``what``.
+    copied. A tensor to change in any other object of the classes ``kinds`` is an error, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -65,12 +78,12 @@ def map_tensors(value: Any, change: Callable[[Any], Any], what: str, *, kinds: t
         old = [getattr(value, name) for name in names]
     elif isinstance(value, kinds) and any(change(x) is not x for x in tensors_in(value)):
         raise TreeError(
-            f"{what} in a {type(value).__name__}. Use pytrees (tuples, lists, dicts) or dataclasses, or register the class by "
-            "torch.utils._pytree.register_pytree_node()."
+            f"{error_start} in a {type(value).__name__}. Use pytrees (tuples, lists, dicts) or dataclasses, or register the "
+            "class by torch.utils._pytree.register_pytree_node()."
         )
     else:
         return value
-    new = [map_tensors(x, change, what, kinds=kinds, in_place=in_place) for x in old]
+    new = [map_tensors(x, change, error_start, kinds=kinds, in_place=in_place) for x in old]
     if all(map(is_, old, new)):
         return value
     if in_place and isinstance(value, list):
@@ -122,12 +135,12 @@ def connect_to_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) ->
     if not moved or not reached or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return list(tensors)
     result = list(tensors)
-    for i, x in zip(moved, _Reach.apply(len(moved), *(tensors[i] for i in moved), *reached), strict=True):
+    for i, x in zip(moved, _ConnectToInputs.apply(len(moved), *(tensors[i] for i in moved), *reached), strict=True):
         result[i] = x
     return result
 
 
-class _Reach(torch.autograd.Function):
+class _ConnectToInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.num_inputs = len(tensors) - count

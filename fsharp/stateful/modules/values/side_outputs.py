@@ -12,7 +12,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.release import independent_clone, inner_tensors
 from fsharp.stateful.modules.values.outputs import replace_tensors, tensors_in, views_of_parameters
 
-_OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
 _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})
 
 
@@ -29,7 +29,7 @@ class SideOutputs:
     def find_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the tensors in the modules and in containers among ``arguments``, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
-        for places, name in self._places_of_tensors():
+        for places, name in self._dict_entries_with_tensors():
             values.append(places[name])
         return {id(x): x for x in tensors_in(values)} if values else {}
 
@@ -53,19 +53,19 @@ class SideOutputs:
         for value in arguments:
             if type(value) in _CONTAINERS:
                 replace_tensors(value, old, new, path)
-        for places, name in self._places_of_tensors():
+        for places, name in self._dict_entries_with_tensors():
             places[name] = replace_tensors(places[name], old, new, path)
 
-    def _places_of_tensors(self) -> list[tuple[dict[str, Any], str]]:
+    def _dict_entries_with_tensors(self) -> list[tuple[dict[str, Any], str]]:
         """Return pairs of a dict and a key under which the dict holds a tensor, or a container that may hold tensors."""
         found = []
         for reference in self._modules:
             if (module := reference()) is not None:
-                found += _places_in(module, _OWN)
+                found += _dict_entries_in(module, _MODULE_ATTRIBUTES)
         return found
 
 
-def _places_in(module: nn.Module, without: Collection[str | None]) -> list[tuple[dict[str, Any], str]]:
+def _dict_entries_in(module: nn.Module, without: Collection[str | None]) -> list[tuple[dict[str, Any], str]]:
     found = []
     for places in (module.__dict__, module._buffers):
         for name, x in places.items():
@@ -74,14 +74,14 @@ def _places_in(module: nn.Module, without: Collection[str | None]) -> list[tuple
     return found
 
 
-def refuse_kept_parameters(module: nn.Module) -> None:
+def refuse_stored_parameters(module: nn.Module) -> None:
     """Raise an error if attributes or buffers hold a parameter or its view, or parameters have hooks: both become stale."""
-    extents = [(name, extent) for name, p in module.named_parameters() for extent in _extents(p)]
+    extents = [(name, extent) for name, p in module.named_parameters() for extent in _byte_ranges(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
-        for places, attribute in _places_in(each, _OWN | computed):
-            spans = [extent for x in tensors_in([places[attribute]]) for extent in _extents(x)]
+        for places, attribute in _dict_entries_in(each, _MODULE_ATTRIBUTES | computed):
+            spans = [extent for x in tensors_in([places[attribute]]) for extent in _byte_ranges(x)]
             held = next((name for name, (a, b) in extents for start, stop in spans if a < stop and start < b), None)
             if held is not None:
                 raise TreeError(
@@ -98,7 +98,7 @@ def refuse_kept_parameters(module: nn.Module) -> None:
             )
 
 
-def _extents(x: torch.Tensor) -> Iterator[tuple[int, int]]:
+def _byte_ranges(x: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield the addresses of a tensor's first byte and of its end; for a wrapper, of each inner tensor."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
