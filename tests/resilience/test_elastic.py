@@ -237,7 +237,7 @@ def stop(kinds, *, then=lambda store: None):
             pool.submit(each.wait_for_next_generation, kind, ValueError(f"of {rank}"), 5.0)
             for rank, (each, kind) in enumerate(zip(ranks, kinds, strict=True))
         ]
-        while len(generations.stops(store, 0, len(kinds))) < len(kinds):
+        while len(generations.stopped_ranks(store, 0, len(kinds))) < len(kinds):
             time.sleep(0.01)
         then(store)
     return [each.exception() or each.result() for each in found], generations.why_restarts_ended(store)
