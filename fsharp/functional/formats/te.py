@@ -266,21 +266,23 @@ class _QuantizedTensors:
 
     def make_tensor(self, part: LeafPart) -> torch.Tensor:
         """Return TransformerEngine's tensor in the memory of a whole leaf."""
-        tensor: torch.Tensor = self._tensor_without_values(part)
-        for name, plane in zip(self._kind.planes, part.planes, strict=True):
-            setattr(tensor, name, non_view_alias(plane.view(self._plane_shape(part.shape))))
-        for name, scales in self.scales_in(part).items():
-            setattr(tensor, name, non_view_alias(scales))
+        size = self._plane_shape(part.shape)
+        inner = {name: plane.view(size) for name, plane in zip(self._kind.planes, part.planes, strict=True)}
+        inner |= self.scales_in(part)
+        tensor: torch.Tensor = self._tensor_of(part, {name: non_view_alias(x) for name, x in inner.items()})
         self.compute_derived(tensor)
         return tensor
 
     def _tensor_without_values(self, part: LeafPart) -> Any:
         """Return TransformerEngine's tensor of a whole leaf, with the leaf's scales, and without memory for values."""
+        none = torch.zeros((), dtype=torch.uint8, device=part.scales.device).expand(self._plane_shape(part.shape))
+        return self._tensor_of(part, dict.fromkeys(self._kind.planes, none) | self.scales_in(part))
+
+    def _tensor_of(self, part: LeafPart, inner: dict[str, torch.Tensor]) -> Any:
+        """Return TransformerEngine's tensor of a whole leaf with these inner tensors, by attribute."""
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
         if self._scales is not None:
             about["nontensor_kwargs"]["quantizer"] = self._scales.quantizer(part.path)
-        none = torch.zeros((), dtype=torch.uint8, device=part.scales.device)
-        inner = {name: none.expand(self._plane_shape(part.shape)) for name in self._kind.planes} | self.scales_in(part)
         return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
 
     def _plane_shape(self, shape: Shape) -> Shape:

@@ -5,8 +5,9 @@ import dataclasses
 import gc
 import types
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +33,16 @@ _OPAQUE_TYPES = (*_TENSOR_FREE_TYPES, nn.Module, type, types.ModuleType, types.F
 _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, zip, filter)
 
 
+@lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
+def _search_kind(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
+    """Return what objects of a class are in a search for tensors; only ``"open"`` objects are searched."""
+    if issubclass(cls, torch.Tensor):
+        return "tensor"
+    if issubclass(cls, _LAZY_TYPES):
+        return "lazy"
+    return "opaque" if issubclass(cls, _OPAQUE_TYPES) else "open"
+
+
 def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     """Return all tensors that can be reached from a value, except through modules.
 
@@ -44,15 +55,19 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     seen, rest = dict[int, Any](), [value]
     while rest:
         x = rest.pop()
-        if isinstance(x, torch.Tensor):
+        cls: Any = type(x)
+        kind = _search_kind(cls)
+        if kind == "opaque":
+            continue
+        if kind == "tensor":
             found[id(x)] = x
-        elif isinstance(x, _LAZY_TYPES):
+        elif kind == "lazy":
             if given_by is not None:
                 raise TreeError(
                     f"module {given_by or 'the root'!r} returns a {type(x).__name__}, which would compute after its parameters "
                     "are released. Return its results, such as a list of tensors."
                 )
-        elif not isinstance(x, _OPAQUE_TYPES) and id(x) not in seen:
+        elif id(x) not in seen:
             seen[id(x)] = x
             rest += reversed(gc.get_referents(x))
     return list(found.values())
