@@ -357,11 +357,13 @@ def test_parts_of_two_ranks(fsharp_alone):
         assert {strategy for strategy, _ in usual} == set(tuning.STRATEGIES)
         assert {key[0] for key in keys if key[2]} == set(tuning.STRATEGIES)
         assert {key[0] for key in keys} - set(tuning.STRATEGIES) == {f"{each}, 8-bit gradients" for each in tuning.STRATEGIES}
-        predicted_s = [row["predicted_s"] for row in each["rows"]]
+        predicted_s = [row["predicted_s"] for row in each["rows"][1:]]
         assert predicted_s == sorted(predicted_s)
         assert each["regret"] == each["rows"][0]["measured_s"] / min(row["measured_s"] for row in each["rows"]) - 1 >= 0
         assert -1 <= each["rank_correlation"] <= 1
+        assert each["rows"][0]["predicted_s"] <= 1.02 * min(row["predicted_s"] for row in each["rows"])
         assert 0 <= each["order"] <= 1
+        assert -1 <= each["order_correlation"] <= 1
         assert 0 <= each["ceiling"] <= 1
         assert each["noise"] >= 0
     assert report.is_met("tune_rank_correlation", 0.95)
@@ -373,12 +375,18 @@ def test_predictions_are_judged_by_candidates_that_differ_by_more_than_noise():
     keys = [("a", "x", ""), ("b", "x", ""), ("c", "x", "")]
     seconds = [(1.00, 1.02, 2.0), (1.02, 1.00, 2.1), (1.00, 1.02, 2.0), (1.02, 1.00, 2.1)]
     rounds = [{tuning.ALONE: 1.0} | {f"{key[0]}, x": x for key, x in zip(keys, row, strict=True)} for row in seconds]
-    found = tuning.judged(dict(zip(keys, (1.1, 0.9, 2.0), strict=True)), rounds)
+    found = tuning.judged(dict(zip(keys, (1.1, 0.9, 2.0), strict=True)), rounds, choice=keys[1])
     assert [(row["layout"], row["predicted_s"]) for row in found["rows"]] == [("b", 0.9), ("a", 1.1), ("c", 2.0)]
     assert found["noise"] == pytest.approx(0.02, rel=0.02)
-    assert (found["pairs"], found["order"], found["regret"]) == (2, 1.0, pytest.approx(0.0))
-    wrong = tuning.judged(dict(zip(keys, (1.1, 2.0, 0.9), strict=True)), rounds)
-    assert (wrong["pairs"], wrong["order"], wrong["regret"]) == (2, 0.0, pytest.approx(2.05 / 1.01 - 1))
+    assert (found["pairs"], found["order"], found["order_correlation"], found["regret"]) == (2, 1.0, 1.0, pytest.approx(0.0))
+    wrong = tuning.judged(dict(zip(keys, (1.1, 2.0, 0.9), strict=True)), rounds, choice=keys[2])
+    assert (wrong["pairs"], wrong["order"], wrong["order_correlation"]) == (2, 0.0, -1.0)
+    assert wrong["regret"] == pytest.approx(2.05 / 1.01 - 1)
+    equal = tuning.judged(dict(zip(keys, (1.0, 1.1, 1.0), strict=True)), rounds, choice=keys[0])
+    assert (equal["order"], equal["order_correlation"]) == (0.0, -0.5)
+    cases = {"a": wrong, "b": {**found, "pairs": 0}}
+    assert tuning.summed_up(cases)["order_correlation"] == -1.0
+    assert tuning.summed_up({"b": cases["b"]})["order_correlation"] == 1.0
     assert wrong["ceiling"] == found["ceiling"] == pytest.approx((2 * 0.5 / 1.5) ** 0.5)
 
 
@@ -772,7 +780,7 @@ def test_the_figures_are_those_of_the_rounds():
         "alternating": {name: {"rounds": rounds} for name, rounds in zip(("two models", "two losses"), turns, strict=True)},
         "optax": {"rounds": [{interop.OWN: 2.0, interop.OPTAX: 2.5}]},
         "prediction": {"error": 0.07},
-        "tune": {"regret": 0.02, "rank_correlation": 0.93, "order": 0.96},
+        "tune": {"regret": 0.02, "rank_correlation": 0.93, "order": 0.96, "order_correlation": 0.92},
         "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "calls": {"calls": {"FSDP2": 900.0, "fsharp zero3": 150.0, "fsharp zero3, module": 310.0}},
@@ -782,7 +790,7 @@ def test_the_figures_are_those_of_the_rounds():
             "rss": {"fsharp": {"async, first": 30}, "DCP": {"async, first": 20}},
         },
     }
-    expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 0.02, 0.93, 1.75, 0.3, 150.0, 310.0, 900.0, 0.75]
+    expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 0.02, 0.93, 0.92, 1.75, 0.3, 150.0, 310.0, 900.0, 0.75]
     expected += [0.8, 0.5, 0.25, 0.6, 1.25, 0.1, 1.5]
     assert report.summary(parts) == dict(zip(report.MEANING, expected, strict=True))
     assert report.summary({"steps": parts["steps"]}).keys() < report.MEANING.keys()

@@ -63,6 +63,11 @@ def test_programs_of_pages_run(path, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     drawn = re.findall(r"^.*[│┌├└█].*$", path.read_text(), re.MULTILINE) if path.name == "functions.md" else []
     assert all(line in printed for line in drawn if not line.startswith("a cell")), "the drawings"
+    if path.name == "tune.md":
+        [table] = re.findall(r"^```\n(layout .*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        shown = [line for line in table.splitlines() if line != "..."]
+        assert len(shown) > 6
+        assert [line for line in names["choice"].table().splitlines() if line in shown] == shown, "the table of candidates"
 
 
 def test_the_programs_of_the_page_about_jax_run_on_two_ranks():

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.ops import UPDATE_GATHER, Phase, Stream, buffer_nbytes, kinds_where
+from fsharp.stateful.schedule.ops import (
+    ACCUMULATE,
+    CAST,
+    FINAL_REDUCE,
+    REDUCE,
+    UPDATE_GATHER,
+    Phase,
+    Stream,
+    buffer_nbytes,
+    kinds_where,
+)
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
@@ -81,25 +91,27 @@ def calibrate(
         ]
         for op, per_step in flights.items()
     }
-    cast_s = sum(median(each) for each in casts.values())
-    cast_nbytes = sum(moved_nbytes([schedule.ops[op]], schedule.program.facts) for op in casts)
-    codec_bandwidth = _codec_bandwidth(schedule, rows)
     facts = schedule.program.facts
+    cast_s = sum(median(each) for each in casts.values())
+    cast_nbytes = sum(moved_nbytes([schedule.ops[op]], facts) for op in casts)
+    memory_bandwidth = cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf
+    codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
     for run in issue_group_ranges(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
         if coded and run[0] in taken_alone:  # it decodes and encodes between two collectives, which took the rest of its time
             own_s = coded / codec_bandwidth
             taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
-    links = _fit_links(schedule, taken_alone)
+    links, cast_bandwidth = _fit_links(schedule, taken_alone)
     return {
         "compute": median_times_by_unit(own),
         "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
         "bandwidth": {link: bandwidth for link, (_, bandwidth) in links.items()} or math.inf,
-        "memory_bandwidth": cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
+        "memory_bandwidth": memory_bandwidth,
         "codec_bandwidth": codec_bandwidth,
+        "cast_bandwidth": cast_bandwidth,
         "host_bandwidth": _host_bandwidth(schedule, rows),
         "update_s": median(updates),
-        **_fit_issue_cost(schedule, issuing),
+        **_fit_issue_cost(schedule, issuing, memory_bandwidth),
     }
 
 
@@ -112,25 +124,34 @@ def issued_nbytes(op: Op, facts: UnitFacts) -> int:
     return 0 if op.spec is UPDATE_GATHER else sum(call.nbytes for call in op.spec.collectives(facts))
 
 
-def _fit_issue_cost(schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, float]:
-    """Return ``issue_s`` and ``issue_bandwidth``: the seconds of an issue of few bytes, and bytes per second of larger ones.
+def cast_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
+    """Return the bytes that the issue of a collective casts: those of a gradient at rest that travels in another dtype."""
+    return op.spec.cast_nbytes(facts) if op.spec is FINAL_REDUCE else 0
 
-    ``issuing``: seconds in each step of the stretches in which these collectives were issued, by their first ops. Errors count
-    relative to the seconds.
+
+def _fit_issue_cost(
+    schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]], memory_bandwidth: float
+) -> dict[str, float]:
+    """Return the seconds of the issue of a collective, and the bytes per second by which it grows.
+
+    ``issuing``: seconds in each step of the stretches in which these collectives were issued, by their first ops. Casts in them
+    run at ``memory_bandwidth``. Errors count relative to the seconds.
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
     facts, runs = schedule.program.facts, {run[0]: run for run in issue_group_ranges(schedule.ops)}
     rows, target = [], []
     for issued, seconds in issuing.items():
-        nbytes = sum(issued_nbytes(schedule.ops[i], facts[schedule.ops[i].unit]) for op in issued for i in runs[op])
+        ops = [schedule.ops[i] for op in issued for i in runs[op]]
+        nbytes = sum(issued_nbytes(op, facts[op.unit]) for op in ops)
+        cast_s = sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / memory_bandwidth
         weight = math.sqrt(len(seconds)) / max(median(seconds), 1e-6)
         rows.append([weight * len(issued), weight * nbytes])
-        target.append(weight * median(seconds))
+        target.append(weight * max(median(seconds) - cast_s, 0.0))
     matrix = torch.tensor(rows, dtype=torch.float64)
     scale = matrix.norm(dim=0).clamp_min(1e-300)
     issue_s, byte_s = (_nonnegative_least_squares(matrix / scale, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
-    return {"issue_s": issue_s, "issue_bandwidth": 1 / byte_s if byte_s > 0 else math.inf}
+    return {"issue_s": issue_s, "issue_bandwidth": _rate(byte_s)}
 
 
 def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
@@ -163,14 +184,35 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
 
 
 def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
-    """Return the bytes of memory that ops read or write: of each op its part of the arena, else its inputs, else its output."""
+    """Return the bytes in memory with which ops work: of each op its part of the arena, else its inputs, else its output.
+
+    Of a cast these are the bytes of the gradient, and of an accumulate those of the gradient at rest, without scratch.
+    """
     total = 0
     for op in ops:
         mine = facts[op.unit]
+        if op.spec is CAST and mine.gradient:
+            total += mine.gradient
+            continue
+        if op.spec is ACCUMULATE and (added := mine.rest or sum(call.nbytes for call in mine.reduce)):
+            total += added
+            continue
         read = sum(buffer_nbytes(buffer, mine) for buffer in op.spec.reads)
         filled = buffer_nbytes(op.spec.filled_buffer(mine), mine) if op.spec.filled_buffer(mine) else 0
         total += op.memory.nbytes if op.memory else read or filled
     return total
+
+
+def accumulates_without_work(ops: Sequence[Op]) -> set[int]:
+    """Return the positions of the accumulates whose reduction has written its sum to the gradient at rest."""
+    found, direct = set[int](), set[str]()
+    for i, op in enumerate(ops):
+        if op.spec is REDUCE:
+            (direct.discard if op.opens is None else direct.add)(op.unit)
+        elif op.spec is ACCUMULATE and op.unit in direct:
+            direct.discard(op.unit)
+            found.add(i)
+    return found
 
 
 def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
@@ -184,13 +226,14 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
     return schedule.host_nbytes / seconds if seconds else math.inf
 
 
-def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
-    """Return encoded bytes per second of the ops that encode or decode and do not wait, over all steps."""
+def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_IntervalUnion", host_speed: float) -> float:
+    """Return encoded bytes per second of the ops that encode or decode and do not wait, over all steps, at full speed."""
     seconds, coded, facts = 0.0, 0, schedule.program.facts
     for i, kind, _, _, _, start, stop, _ in rows:
         op = schedule.ops[i]
         if kind == op.kind and op.spec.cost == "code" and not op.spec.may_wait:
-            seconds, coded = seconds + stop - start, coded + op.spec.coded_nbytes(facts[op.unit])
+            seconds += in_flight.full_speed_length((start, stop), host_speed)
+            coded += op.spec.coded_nbytes(facts[op.unit])
     return coded / seconds if seconds and coded else math.inf
 
 
@@ -272,10 +315,12 @@ def _collective_times(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int,
 class _FitPoint(NamedTuple):
     """Collectives that send the same bytes over each link; their median seconds, and their number ``weight``.
 
-    ``latencies`` is 1 if the seconds contain the latency, 0 if the latency was over before the queue was free.
+    ``cast`` has the bytes that they cast as they add them. ``latencies`` is 1 if the seconds contain the latency, 0 if the
+    latency was over before the queue was free.
     """
 
     sent: dict[Link, int]
+    cast: int
     latencies: int
     seconds: float
     weight: int
@@ -291,7 +336,7 @@ def _fit_points(
     that have not queued count from their issue. Of each op only steps on the side of most of its steps count.
     """
     facts, ops = schedule.program.facts, schedule.ops
-    alike: dict[tuple[tuple[tuple[Link, int], ...], int], list[float]] = {}
+    alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}
     for run in issue_group_ranges(ops):
         sent = sent_nbytes_by_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if not sent or run[0] not in taken:
@@ -300,17 +345,25 @@ def _fit_points(
         limit = 1e-9 if latency is None else sum(latency[link] for link in sent) * (1 + 1e-6)
         has_latency = int(2 * sum(queued <= limit for queued, _ in mine) >= len(mine))
         seconds = median(after + queued * has_latency for queued, after in mine if (queued <= limit) == has_latency)
-        alike.setdefault((tuple(sorted(sent.items())), has_latency), []).append(seconds)
-    return [_FitPoint(dict(sent), has_latency, median(each), len(each)) for (sent, has_latency), each in alike.items()]
+        cast = sum(ops[i].spec.cast_nbytes(facts[ops[i].unit]) for i in run)
+        alike.setdefault((tuple(sorted(sent.items())), cast, has_latency), []).append(seconds)
+    rows = alike.items()
+    return [_FitPoint(dict(sent), cast, latencies, median(each), len(each)) for (sent, cast, latencies), each in rows]
 
 
-def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> dict[Link, tuple[float, float]]:
-    """Return ``(latency, bandwidth)`` of each link. As points depend on latencies, the fit is repeated until it is stable."""
-    points = _fit_points(schedule, taken, None)
-    found = _solve_links(points)
+_Links = dict[Link, tuple[float, float]]
+"""Latency and bandwidth of each link."""
+
+
+def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[_Links, float]:
+    """Return ``(latency, bandwidth)`` of each link, and the bandwidth of casts in sums.
+
+    As points depend on latencies, the fit is repeated until it is stable.
+    """
+    found = _solve_links(_fit_points(schedule, taken, None))
     for _ in range(_MAX_FIT_ROUNDS):
         again = _solve_links(
-            _fit_points(schedule, taken, {link: latency for link, (latency, _) in found.items()}), fallback=found
+            _fit_points(schedule, taken, {link: latency for link, (latency, _) in found[0].items()}), fallback=found
         )
         if again == found:
             break
@@ -318,14 +371,14 @@ def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, flo
     return found
 
 
-def _solve_links(
-    points: Sequence[_FitPoint], fallback: dict[Link, tuple[float, float]] | None = None
-) -> dict[Link, tuple[float, float]]:
+def _solve_links(points: Sequence[_FitPoint], fallback: tuple[_Links, float] | None = None) -> tuple[_Links, float]:
     links = sorted({link for point in points for link in point.sent})
+    has_casts = any(point.cast for point in points)
     for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # else one number for all axes
-        found = _least_squares(points, names)
-        if found is not None:
-            return {link: found[names[link]] for link in links}
+        for with_casts in (True, False) if has_casts else (False,):  # else casts are a part of the bandwidths
+            found = _least_squares(points, names, with_casts=with_casts)
+            if found is not None:
+                return {link: found[0][names[link]] for link in links}, found[1]
     if fallback is not None:
         return fallback
     sizes = {link: sorted({point.sent[link] for point in points if link in point.sent}) for link in links}
@@ -335,16 +388,19 @@ def _solve_links(
     raise ScheduleError(problem("Hardware.fit()", what, rows, remedy))
 
 
-def _least_squares(points: Sequence[_FitPoint], names: Mapping[Link, Link]) -> dict[Link, tuple[float, float]] | None:
-    """Return the ``(latency, bandwidth)`` that fits best for each of ``names``; None if the points do not determine them."""
+def _least_squares(points: Sequence[_FitPoint], names: Mapping[Link, Link], *, with_casts: bool) -> tuple[_Links, float] | None:
+    """Return the ``(latency, bandwidth)`` that fits best for each of ``names``, and the bandwidth of casts.
+
+    Without ``with_casts`` casts take no time. None if the points do not determine the numbers.
+    """
     found = sorted(set(names.values()))
     if not found:
-        return {}
+        return {}, math.inf
     rows, target = [], []
     usual_s = sum(point.weight * point.seconds for point in points) / sum(point.weight for point in points)
     for point in points:  # errors are relative to the collective's seconds, and at least to the mean of all collectives
         weight = math.sqrt(point.weight) / max(point.seconds, usual_s, 1e-9)
-        row = []
+        row = [weight * point.cast] * with_casts
         for name in found:
             mine = [nbytes for link, nbytes in point.sent.items() if names[link] == name]
             row += [weight * len(mine) * point.latencies, weight * sum(mine)]
@@ -358,10 +414,13 @@ def _least_squares(points: Sequence[_FitPoint], names: Mapping[Link, Link]) -> d
     if torch.linalg.matrix_rank(matrix, rtol=1e-6) < matrix.shape[1]:
         return None
     solution = (_nonnegative_least_squares(matrix, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
-    return {
-        name: (latency, 1 / slope if slope > 0 else math.inf)
-        for name, latency, slope in zip(found, solution[::2], solution[1::2], strict=True)
-    }
+    cast_s, *by_link = solution if with_casts else (0.0, *solution)
+    pairs = zip(found, by_link[::2], by_link[1::2], strict=True)
+    return {name: (latency, _rate(slope)) for name, latency, slope in pairs}, _rate(cast_s)
+
+
+def _rate(byte_s: float) -> float:
+    return 1 / byte_s if byte_s > 0 else math.inf
 
 
 def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

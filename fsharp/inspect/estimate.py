@@ -18,23 +18,35 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from statistics import median
+from typing import Any
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.inspect.calibrate import Link, calibrate, fit_host_share, issued_nbytes, moved_nbytes
+from fsharp.inspect.calibrate import (
+    Link,
+    accumulates_without_work,
+    calibrate,
+    cast_nbytes_of_issue,
+    fit_host_share,
+    issued_nbytes,
+    moved_nbytes,
+)
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
-from fsharp.stateful.timing.trace import Trace
+from fsharp.stateful.timing.trace import Trace, self_times
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _MAX_STEPS = 16
+_MOST_FACTOR = 8.0
+_BISECTIONS = 24
 _OVER_AT_START = 0.0, 0.0
 """Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
@@ -62,6 +74,8 @@ class Hardware:
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
             collectives along axes of one rank.
         codec_bandwidth: encoded bytes per second that are encoded or decoded, in ops of their own or between two collectives.
+        cast_bandwidth: bytes per second of gradients that are cast as they are added, over gloo: summands that travel in
+            another plain dtype than that of sums, such as bfloat16. :meth:`fit` finds it in a trace of units of both kinds.
         host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
             5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
@@ -81,6 +95,7 @@ class Hardware:
     latency: PerLink = 0.0
     memory_bandwidth: float = math.inf
     codec_bandwidth: float = math.inf
+    cast_bandwidth: float = math.inf
     host_bandwidth: float = 50e9
     update_s: float = 0.0
     synchronous_host: bool = False
@@ -90,7 +105,7 @@ class Hardware:
     issue_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        rates = ("bandwidth", "memory_bandwidth", "codec_bandwidth", "host_bandwidth", "issue_bandwidth")
+        rates = ("bandwidth", "memory_bandwidth", "codec_bandwidth", "cast_bandwidth", "host_bandwidth", "issue_bandwidth")
         for name in (*rates, "latency", "update_s", "issue_s"):
             value = getattr(self, name)
             is_rate = name in rates
@@ -198,8 +213,11 @@ class Hardware:
         Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes. The fit
         uses the median over steps of each collective, then the median over collectives with equal bytes. Errors are relative to
         a collective's seconds, or to the mean of all collectives, whichever is more. The seconds of a collective begin when the
-        previous collective on its stream ends. Axes whose bytes are proportional get one number. Seconds in which host and
-        collectives slow each other down are multiplied by the speed that ``contention`` leaves.
+        previous collective on its stream ends. Axes whose bytes are proportional get one number. If some gradients travel in
+        the dtype of their sums and others do not, the fit finds ``cast_bandwidth`` as well. Seconds in which host and
+        collectives slow each other down are multiplied by the speed that ``contention`` leaves. With ``alone`` and contention,
+        seconds of collectives still contain some in which other ranks computed on the same cores, or waited. So all latencies
+        and bandwidths are multiplied by one factor, with which the prediction for the traced step is as long as the step was.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
@@ -219,7 +237,7 @@ class Hardware:
 
         Cost: a few passes over the trace.
         """
-        own = {} if alone is None else {"compute": alone.compute_times(), "update_s": alone.update_time()}
+        own: dict[str, Any] = {} if alone is None else {"compute": alone.compute_times(), "update_s": alone.update_time()}
         host = cls(compute=(0.0, 0.0), bandwidth=math.inf, synchronous_host=synchronous_host, contention=contention)
         if alone is not None and contention:
             host = replace(host, host_share=fit_host_share(trace, schedule, alone.compute_times()))
@@ -229,7 +247,10 @@ class Hardware:
         )
         if not synchronous_host:
             found |= {"issue_s": 0.0, "issue_bandwidth": math.inf}
-        return replace(host, **{**found, **own})
+        fitted = replace(host, **found)
+        if alone is not None and contention:
+            fitted = _with_links_of_the_step(replace(fitted, compute=_with_gaps(alone)), trace, schedule)
+        return replace(fitted, **own)
 
     @api_boundary
     def to_json(self) -> str:
@@ -285,6 +306,35 @@ class Hardware:
         if parts and known and not has_own and all((part, axis) in value for part in parts for value in known):
             return tuple((part, axis) for part in parts)
         return (link,)
+
+
+def _with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
+    """Return the seconds of compute of a trace, with the host's time between ops shared out among them."""
+    rates = []
+    for (start, stop), rows in alone.ended_steps():
+        worked_s = sum(span.seconds for span in self_times(rows) if span.stream == "compute" and span.kind != WAITING)
+        rates.append((stop - start) / worked_s if worked_s else 1.0)
+    rate = median(rates)
+    return {unit: (rate * forward_s, rate * backward_s) for unit, (forward_s, backward_s) in alone.compute_times().items()}
+
+
+def _with_links_of_the_step(hardware: Hardware, trace: Trace, schedule: Schedule) -> Hardware:
+    """Return hardware whose latencies and bandwidths are multiplied by a factor, so that a step takes as long as measured."""
+    taken_s = median(stop - start for (start, stop), _ in trace.ended_steps())
+
+    def slower(factor: float) -> Hardware:
+        numbers = {"latency": (hardware.latency, factor), "bandwidth": (hardware.bandwidth, 1 / factor)}
+        scaled: dict[str, Any] = {
+            name: {link: rate * each for link, each in value.items()} if isinstance(value, Mapping) else rate * value
+            for name, (value, rate) in numbers.items()
+        }
+        return replace(hardware, **scaled, cast_bandwidth=hardware.cast_bandwidth / factor)
+
+    low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if predict(schedule, slower(middle)).step_s < taken_s else (low, middle)
+    return slower(math.sqrt(low * high))
 
 
 def _value_of_link(value: PerLink, link: Link, name: str) -> float:
@@ -350,6 +400,7 @@ class _Simulation:
         times = compute_times(hardware, entered)
         facts = schedule.program.facts
         self.issues = []
+        without_work = accumulates_without_work(self.ops)
         for run in issue_group_ranges(self.ops):
             ops = [self.ops[i] for i in run]
             sent = (
@@ -359,7 +410,9 @@ class _Simulation:
             )
             latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
             longer_s = sum(issued_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
-            self.issues.append((run, _op_seconds(ops, facts, hardware, times), latency_s, hardware.issue_s + longer_s))
+            longer_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
+            seconds = 0.0 if run[0] in without_work else _op_seconds(ops, facts, hardware, times)
+            self.issues.append((run, seconds, latency_s, hardware.issue_s + longer_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
@@ -448,6 +501,7 @@ def _op_seconds(
 ) -> float:
     phase, unit = ops[0].phase, ops[0].unit
     coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
+    coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
     match ops[0].spec.cost:
         case "":
             return 0.0

@@ -22,6 +22,8 @@ from fsharp.tracebacks import api_boundary
 
 _MAX_SHOWN_ROWS = 24
 """Candidates that a printed choice shows."""
+_COSTLY = ("remat", "formats", "state on the host")
+"""Departures from the defaults that cost operations, digits, or memory and links of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Candidate:
         lost: why another candidate was chosen; empty for the chosen one.
         is_bound: whether the step was not simulated, as it cannot be the fastest, or can hardly be. ``step_s`` is then a lower
             bound, the time to compute or to send, and ``memory`` has no arena.
+        departures: what differs from the defaults: ``remat`` if units are recomputed; ``formats`` if the precision is not
+            ``Precision()``; ``state on the host``; and other fields of the policy that differ from ``SchedulePolicy()``.
     """
 
     layout: str
@@ -51,6 +55,13 @@ class Candidate:
     sent_nbytes: int
     lost: str = ""
     is_bound: bool = False
+    departures: tuple[str, ...] = ()
+
+    @property
+    def simplicity(self) -> tuple[int, int]:
+        """Numbers of departures: those of ``remat``, ``formats`` and ``state on the host``, and others."""
+        costly = sum(each in _COSTLY for each in self.departures)
+        return costly, len(self.departures) - costly
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,16 @@ class StepArguments:
         schedule = self.schedule(layout, policy)
         memory = {**self.nbytes_at_rest(layout), "arena": schedule.arena}
         sent = sum(call.nbytes * count for call, count in schedule.calls().items())
-        return Candidate(*names, self.predict(schedule, layout).step_s, memory, peak_nbytes(memory, policy), sent)
+        seconds, departures = self.predict(schedule, layout).step_s, self.departures(layout, policy)
+        return Candidate(*names, seconds, memory, peak_nbytes(memory, policy), sent, departures=departures)
+
+    def departures(self, layout: Layout, policy: SchedulePolicy) -> tuple[str, ...]:
+        """Return what differs from the defaults, as :attr:`Candidate.departures` lists it."""
+        usual, on_host = SchedulePolicy(), ["state on the host"] * policy.offload
+        policy = replace(policy, offload=False)
+        changed = [each.name for each in fields(usual) if getattr(policy, each.name) != getattr(usual, each.name)]
+        has_formats = any(len(set(group.dtypes.names)) > 1 for unit in layout.units for group in unit.groups)
+        return (*["remat"] * bool(self.remat), *["formats"] * has_formats, *on_host, *changed)
 
 
 def peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
@@ -120,11 +140,17 @@ def peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
     return memory["params"] + memory["residuals"] + memory["arena"] + work
 
 
-def rank_candidates(candidates: Sequence[Candidate], budget: float) -> tuple[Candidate, ...]:
-    """Return candidates in order: those that fit, then by seconds, then by memory. Each has the reason why it lost."""
+def rank_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:
+    """Return the chosen candidate, then the others: those that fit first, by their seconds. Each has the reason why it lost.
+
+    Candidates that are slower than the fastest by at most the part ``tolerance`` of its seconds count as equally fast. Of these
+    the one with the fewest departures from the defaults is chosen, and of equally simple ones the one with the least memory.
+    """
     ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
-    best = ranked[0]
-    return replace(best, lost=""), *(replace(x, lost=_why_lost(x, best, budget)) for x in ranked[1:])
+    limit = (1 + tolerance) * ranked[0].step_s
+    equal = [x for x in ranked if x.peak_nbytes <= budget and not x.is_bound and x.step_s <= limit]
+    best = min(equal, key=lambda x: (x.simplicity, x.peak_nbytes), default=ranked[0])
+    return replace(best, lost=""), *(replace(x, lost=_why_lost(x, best, budget)) for x in ranked if x is not best)
 
 
 def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
@@ -134,7 +160,11 @@ def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
         return f"not simulated: at most {1 - candidate.step_s / best.step_s:.1%} faster"
     if candidate.step_s > best.step_s:
         return f"{'at least ' * candidate.is_bound}{candidate.step_s / best.step_s - 1:.1%} slower"
-    return "as fast, with more memory" if candidate.peak_nbytes > best.peak_nbytes else "as fast"
+    text = f"{1 - candidate.step_s / best.step_s:.1%} faster" if candidate.step_s < best.step_s else "as fast"
+    if candidate.simplicity > best.simplicity:
+        further = [each for each in candidate.departures if each not in best.departures]
+        return f"{text}, not as simple: {', '.join(further)}"
+    return f"{text}, with more memory" if candidate.peak_nbytes > best.peak_nbytes else text
 
 
 @api_boundary
@@ -151,7 +181,8 @@ class Choice:
         policy: the chosen policy.
         remat: names of the units whose activations are recomputed in the predicted step; ``(root)`` is the root unit. Call
             ``forward(remat=True)`` for these units, or wrap these modules in ``torch.utils.checkpoint``.
-        candidates: all candidates; candidates that fit into the budget come first, in order of their speed.
+        candidates: all candidates: the chosen one, then the others, those that fit into the budget first, in order of their
+            speed.
         budget: the most bytes that a rank may use.
         activations: source of the bytes of activations, in words, such as ``"estimated from shapes"``.
         made_by: arguments of :func:`~fsharp.plan` that make the layout: mesh, strategy, units and precision; empty if layouts
@@ -238,7 +269,7 @@ class Choice:
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
         key = (first.layout, first.policy, first.remat)
         rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != key]
-        rows = (replace(first, lost=""), *(replace(x, lost=_compare_with_first(x, first, self.budget)) for x in rest))
+        rows = (replace(first, lost=""), *(replace(x, lost=_why_lost(x, first, self.budget)) for x in rest))
         made_by = self.made_by if option is None else option.made_by
         return replace(
             self,
@@ -297,10 +328,7 @@ class Choice:
                 raise ValueError("remat was edited, which changes the activations: use pick() instead")
             arguments = StepArguments(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
             policy = _policy_from_json(body["policy"])
-            rows = tuple(
-                Candidate(**{**row, "step_s": math.inf if row["step_s"] is None else row["step_s"]})
-                for row in body["candidates"]
-            )
+            rows = tuple(map(_candidate_from_json, body["candidates"]))
             layout = Layout.from_json(json.dumps(body["layout"]))
             found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, arguments)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -346,10 +374,9 @@ class Choice:
         return table_html(f"The fastest that fits is {self.name}", self._table_rows(), right=self._right_columns)
 
 
-def _compare_with_first(candidate: Candidate, first: Candidate, budget: float) -> str:
-    if candidate.peak_nbytes <= budget and candidate.step_s < first.step_s:
-        return f"{1 - candidate.step_s / first.step_s:.1%} faster{', at most' * candidate.is_bound}"
-    return _why_lost(candidate, first, budget)
+def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:
+    step_s = math.inf if row["step_s"] is None else row["step_s"]
+    return Candidate(**{**row, "step_s": step_s, "departures": tuple(row["departures"])})
 
 
 def _use_from_json(row: Any) -> Use:

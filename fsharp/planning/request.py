@@ -75,6 +75,7 @@ class TuneRequest:
     backend: Backend
     device: torch.device | None
     comm: Comm | None
+    tolerance: float
     effort: float
 
     @property
@@ -93,6 +94,8 @@ class TuneRequest:
         if not self.budget > 0 or self.optimizer_buffers < 0 or not self.policies:
             got = f"a budget of {self.budget!r}, {self.optimizer_buffers!r} optimizer buffers and {len(self.policies)} policies"
             raise ScheduleError(problem("tune()", f"got {got}, expected more than 0, at least 0, and at least one policy."))
+        if not 0 <= self.tolerance < math.inf:
+            raise ScheduleError(f"tune(): tolerance is {self.tolerance!r}, expected at least 0 and finite.")
         if not self.effort > 0:
             raise ScheduleError(f"tune(): effort is {self.effort!r}, expected more than 0.")
         if self.microbatches < 1:
@@ -271,7 +274,7 @@ class TuneRequest:
 
     def comparison_texts(self, space: SearchSpace) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
-        settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "effort")
+        settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
         texts = {name: _argument_text(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.device is None else self.device.type
         texts["layouts"] = "\n".join(f"{option.name}: {option.layout.digest}" for option in space.options)

@@ -30,13 +30,20 @@ class Combination:
     policy: SchedulePolicy
     arguments: StepArguments
 
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """What differs from the defaults."""
+        return self.arguments.departures(self.option.layout, self.policy)
 
-def search_candidates(combinations: Sequence[Combination], budget: float, *, effort: float, show: bool) -> list[Candidate]:
+
+def search_candidates(
+    combinations: Sequence[Combination], budget: float, tolerance: float, *, effort: float, show: bool
+) -> list[Candidate]:
     """Return a candidate for each combination, in order.
 
     A step takes at least as long as its units compute, and as its collectives send. Combinations are simulated in order of this
-    lower bound. The search ends when the bound exceeds the fastest step that fits, or when ``effort`` units have been simulated
-    and a step fits. With an infinite effort all combinations that may fit are simulated.
+    lower bound. The search ends when the bound exceeds the fastest step that fits by more than the part ``tolerance``, or when
+    ``effort`` units have been simulated and a step fits. With an infinite effort all combinations that may fit are simulated.
     """
     found: dict[CandidateNames, Candidate] = {}
     least: dict[tuple[LayoutOption, tuple[str, ...], bool], float] = {}
@@ -46,7 +53,7 @@ def search_candidates(combinations: Sequence[Combination], budget: float, *, eff
         memory = each.arguments.nbytes_at_rest(each.option.layout)
         nbytes = peak_nbytes(memory, each.policy)
         if nbytes > budget:
-            found[each.names] = Candidate(*each.names, math.inf, memory, nbytes, 0, is_bound=True)
+            found[each.names] = Candidate(*each.names, math.inf, memory, nbytes, 0, is_bound=True, departures=each.departures)
             continue
         separate = each.policy.separate_groups
         is_one_group = not (each.arguments.backend == "gloo" if separate is None else separate)
@@ -63,16 +70,19 @@ def search_candidates(combinations: Sequence[Combination], budget: float, *, eff
             alike = _schedule_key(each)
             is_known = alike in same
             is_enough = spent >= effort and best < math.inf
-            if not is_known and math.isfinite(effort) and (bound_s > best or is_enough):
+            if not is_known and math.isfinite(effort) and (bound_s > (1 + tolerance) * best or is_enough):
                 memory = each.arguments.nbytes_at_rest(each.option.layout)
                 nbytes = peak_nbytes(memory, each.policy)
-                found[each.names] = Candidate(*each.names, bound_s, memory, nbytes, 0, is_bound=True)
+                found[each.names] = Candidate(
+                    *each.names, bound_s, memory, nbytes, 0, is_bound=True, departures=each.departures
+                )
             else:
                 if not is_known:
                     same[alike] = each.arguments.predict_candidate(each.option.layout, each.policy, each.names)
                     spent += len(each.option.layout.units) * each.arguments.microbatches
                 layout, policy, remat = each.names
-                found[each.names] = mine = replace(same[alike], layout=layout, policy=policy, remat=remat)
+                mine = replace(same[alike], layout=layout, policy=policy, remat=remat, departures=each.departures)
+                found[each.names] = mine
                 if mine.peak_nbytes <= budget:
                     best = min(best, mine.step_s)
             advance(f"fastest so far {1e3 * best:.1f} ms" if math.isfinite(best) else "nothing fits yet")

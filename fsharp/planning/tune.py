@@ -34,6 +34,8 @@ POLICIES: Mapping[str, SchedulePolicy] = {
     "state on the host": SchedulePolicy(offload=True),
 }
 """The policies that :func:`tune` tries by default."""
+TOLERANCE = 0.02
+"""The part of a step by which predictions for two candidates have to differ to count."""
 
 
 @options_checked
@@ -58,10 +60,15 @@ def tune(
     backend: Backend = "nccl",
     device: torch.device | str | None = None,
     comm: Comm | None = None,
+    tolerance: float = TOLERANCE,
     effort: float = 2500,
     progress: bool | None = None,
 ) -> Choice:
     """Return the fastest predicted step that fits into memory, over strategies, meshes, units, policies, remats and formats.
+
+    Candidates that are slower than the fastest by at most ``tolerance`` count as equally fast. Among these the choice has the
+    fewest of recomputation, formats (a precision other than ``Precision()``) and state on the host; then the fewest fields of
+    the policy that differ from ``SchedulePolicy()``; then the least memory.
 
     >>> import torch, fsharp as fs
     >>> shapes = {"layers": [torch.empty(512, 512, device="meta") for _ in range(8)]}
@@ -104,12 +111,14 @@ def tune(
         device: device on which one call of each kind of unit runs. Its measured seconds replace the seconds in ``hardware``,
             and its measured bytes the estimated activations.
         comm: the ranks. If given, all ranks call this function, compare their arguments, and share their measurements.
+        tolerance: part of the fastest step within which candidates count as equally fast, about the error of a prediction. 0
+            makes the fastest candidate the choice.
         effort: number of units in all simulated steps together. ``math.inf`` simulates every candidate that may fit, also
             candidates that cannot be the fastest.
         progress: whether to show a bar on stderr after one second. None means yes on rank 0 if stderr is a terminal.
 
     Returns:
-        The choice. Equally fast candidates are ordered by memory. The same arguments give the same choice on every rank.
+        The choice. The same arguments give the same choice on every rank.
 
     Raises:
         ScheduleError: no candidate fits into the budget, and the message names the smallest; meshes have different numbers of
@@ -140,6 +149,7 @@ def tune(
         backend=backend,
         device=None if device is None else torch.device(device),
         comm=comm,
+        tolerance=tolerance,
         effort=effort,
     )
     if comm is None:
@@ -151,7 +161,9 @@ def tune(
         costs = request.costs(space)
         combinations = check_on_all_ranks("tune()", comm, lambda: request.combinations(space, costs), request.hardware_texts)
     show = sys.stderr.isatty() and (comm is None or comm.rank == 0) if progress is None else progress
-    candidates = rank_candidates(search_candidates(combinations, budget, effort=effort, show=show), budget)
+    candidates = rank_candidates(
+        search_candidates(combinations, budget, tolerance, effort=effort, show=show), budget, tolerance
+    )
     first = candidates[0]
     if first.peak_nbytes > budget:
         raise _over_budget_error(candidates, budget)

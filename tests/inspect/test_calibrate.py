@@ -130,6 +130,34 @@ def test_the_bytes_of_an_issue_are_told_from_what_each_issue_costs():
     assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
 
+def cast(name, nbytes):
+    """A unit whose gradients travel in a dtype of half the bytes."""
+    return replace(sized(name, nbytes), reduce_cast=2 * nbytes)
+
+
+@pytest.mark.parametrize("host", [{}, {"synchronous_host": True}, {"synchronous_host": True, "contention": 1.0}])
+def test_casts_in_sums_are_told_from_bytes_by_units_of_both_kinds(host):
+    both = [*UNITS, cast("c.0", 256), cast("c.1", 64)]
+    schedule = compile_schedule(sequential(both), SchedulePolicy(bucket_nbytes=0))
+    machine = replace(MACHINE, **host, cast_bandwidth=300.0)
+    assert predict(schedule, machine).step_s > predict(schedule, replace(machine, cast_bandwidth=math.inf)).step_s + 0.5
+    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, **host)
+    assert found.cast_bandwidth == pytest.approx(300.0)
+    assert found.bandwidth == pytest.approx(machine.bandwidth)
+    assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if not policy.bucket_nbytes])
+def test_if_all_gradients_are_cast_the_bandwidth_has_the_time_of_casts(policy):
+    schedule = compile_schedule(sequential([cast(f"c.{i}", nbytes) for i, nbytes in enumerate((64, 512, 256))]), policy)
+    machine = replace(MACHINE, compute=(0.5, 1.0), cast_bandwidth=300.0)
+    found = Hardware.fit(measure(schedule, machine), schedule)
+    assert found.cast_bandwidth == math.inf
+    assert 1 / found.bandwidth[REDUCE] == pytest.approx(1 / 500 + 2 / 300)
+    assert found.latency == pytest.approx(machine.latency)
+    assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_the_hosts_share_is_found_with_a_step_that_sends_nothing(share):
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
@@ -142,6 +170,21 @@ def test_the_hosts_share_is_found_with_a_step_that_sends_nothing(share):
     assert found.latency == pytest.approx(machine.latency, rel=0.05)
     assert found.bandwidth == pytest.approx(machine.bandwidth, rel=0.05)
     assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_collectives_that_took_long_as_other_ranks_computed_do_not_make_the_step_longer(factor):
+    schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
+    nothing = [replace(each, gathered=0, gather=(), outgoing=0, reduce=()) for each in UNITS]
+    machine = replace(MACHINE, synchronous_host=True, contention=1.0)
+    unsent = compile_schedule(sequential(nothing), SchedulePolicy(bucket_nbytes=0))
+    trace = measure(schedule, machine, steps=8, noise=lambda seconds: factor * seconds)
+    known = {"synchronous_host": True, "contention": 1.0}
+    expected = predict(schedule, machine).step_s
+    assert predict(schedule, Hardware.fit(trace, schedule, **known)).step_s != pytest.approx(expected, rel=0.05)
+    found = Hardware.fit(trace, schedule, **known, alone=measure(unsent, machine))
+    assert predict(schedule, found).step_s == pytest.approx(expected, rel=0.02)
+    assert found.compute == {u.name: pytest.approx(machine.compute.get(u.name, machine.compute["**"])) for u in UNITS}
 
 
 def test_what_the_host_does_in_front_of_an_op_is_a_part_of_the_op():

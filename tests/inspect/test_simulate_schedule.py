@@ -159,6 +159,41 @@ def test_host_is_busy_with_what_it_begins():
     assert times(timeline, "compute")[3] == ("a", 10.75, 14.75)
 
 
+def test_gradients_in_another_dtype_are_cast_where_they_are_added():
+    units = [replace(each, reduce_cast=50) for each in TWO.units]
+    timeline = predict(replace(BY_HAND, program=replace(TWO, units=tuple(units))), replace(HARDWARE, cast_bandwidth=100.0))
+    assert times(timeline, "reduce") == [("b", 9.5, 11), ("a", 14, 15.5)]
+
+
+def test_gradients_at_rest_in_another_dtype_are_cast_where_they_are_issued():
+    def timeline(finish_cast, **options):
+        late = unit("a", outgoing=0, finishing=100, reduce=(), finish=REDUCE, finish_cast=finish_cast)
+        hardware = replace(HARDWARE, synchronous_host=True, cast_bandwidth=100.0, **options)
+        return predict(compile_schedule(sequential([late]), SchedulePolicy(bucket_nbytes=0), has_streams=False), hardware)
+
+    plain, cast = timeline(0), timeline(50)
+    assert cast.seconds("reduce") - plain.seconds("reduce") == pytest.approx(50 / 100)
+    assert cast.step_s - plain.step_s == pytest.approx(50 / 100)  # the host casts while the collective is under way
+    slow = {"memory_bandwidth": 10.0, "issue_s": 1e-9}
+    assert timeline(50, **slow).step_s - timeline(0, **slow).step_s >= 50 / 10 - 1  # a second of it while gradients travel
+
+
+def test_a_gradient_is_cast_and_added_without_the_scratch_of_its_reduction():
+    """The arena's memory of a gradient holds scratch too, which no cast fills and no accumulate reads."""
+    program = replace(TWO, units=tuple(replace(each, gradient=40, rest=20) for each in TWO.units))
+    timeline = predict(replace(BY_HAND, program=program), HARDWARE)
+    assert times(timeline, "cast")[0] == ("b", 9, 9.2)
+    assert [stop - start for _, start, stop in times(timeline, "accumulate")] == pytest.approx([0.1, 0.1])
+
+
+def test_an_accumulate_takes_no_time_if_the_reduction_has_written_its_sum_where_gradients_rest():
+    ops = [replace(op, opens=Memory(400, 100)) if (op.kind, op.unit) == ("reduce", "a") else op for op in BY_HAND.ops]
+    timeline = predict(BY_HAND.replace_ops(ops), HARDWARE)
+    assert [unit for unit, _, _ in times(timeline, "accumulate")] == ["b"]
+    again = [*ops[:16], replace(ops[12], opens=None), *ops[14:]]
+    assert [unit for unit, _, _ in times(predict(BY_HAND.replace_ops(again), HARDWARE), "accumulate")] == ["b", "b", "a"]
+
+
 def test_what_is_handed_on_is_in_the_way_of_the_next_step():
     ops = (
         Op("compute", "a", "forward", 0, 0),

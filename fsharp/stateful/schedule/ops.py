@@ -118,6 +118,7 @@ class OpSpec:
         opens: whether the op may be the first to write a gradient at rest.
         calls: field of :class:`UnitFacts` with the op's collectives.
         codes: field of :class:`UnitFacts` with the encoded bytes that the op encodes or decodes itself; see [Note: codecs].
+        casts: field of :class:`UnitFacts` with the bytes that the op casts as it adds them.
         cost: the quantity on which the op's time depends.
         may_wait: whether the host may block in the op.
         look: name and colour in pictures.
@@ -137,6 +138,7 @@ class OpSpec:
     opens: bool = False
     calls: str = ""
     codes: str = ""
+    casts: str = ""
     cost: Cost = ""
     may_wait: bool = False
     look: Look = "unit"
@@ -158,6 +160,10 @@ class OpSpec:
     def coded_nbytes(self, facts: UnitFacts) -> int:
         """Return the encoded bytes that an op of this kind encodes or decodes, for a unit."""
         return getattr(facts, self.codes) if self.codes else 0
+
+    def cast_nbytes(self, facts: UnitFacts) -> int:
+        """Return the bytes that an op of this kind casts as it adds them, for a unit."""
+        return getattr(facts, self.casts) if self.casts else 0
 
     @property
     @cache  # noqa: B019  # records live as long as the process
@@ -217,7 +223,14 @@ FINAL_ENCODE = replace(
 )
 _REDUCE_BASE = OpSpec("reduce", ("backward",), "reduce", cost="send")
 REDUCE = replace(
-    _REDUCE_BASE, when=("reduce",), reads=(ENCODED,), changes=OUTGOING, opens=True, calls="reduce", codes="reduce_recoded"
+    _REDUCE_BASE,
+    when=("reduce",),
+    reads=(ENCODED,),
+    changes=OUTGOING,
+    opens=True,
+    calls="reduce",
+    codes="reduce_recoded",
+    casts="reduce_cast",
 )
 FINAL_REDUCE = replace(
     _REDUCE_BASE,
@@ -227,6 +240,7 @@ FINAL_REDUCE = replace(
     fills=FINISHING,
     calls="finish",
     codes="finish_recoded",
+    casts="finish_cast",
 )
 _DECODE_SUM_BASE = OpSpec("decode_sum", ("backward",), "reduce", cost="code", may_wait=True, look="coded")
 DECODE_SUM = replace(_DECODE_SUM_BASE, when=("reduce_decoded",), reads=(OUTGOING,), fills=SUMMED, codes="reduce_decoded")
@@ -241,7 +255,7 @@ FINAL_DECODE_SUM = replace(
 _ACCUMULATE_BASE = OpSpec("accumulate", ("backward",), "reduce", cost="memory", may_wait=True, look="dark")
 ACCUMULATE = replace(_ACCUMULATE_BASE, when=("reduce", "outgoing"), reads=(SUMMED,), fills=REST, frees=OUTGOING, opens=True)
 FINAL_ACCUMULATE = replace(
-    _ACCUMULATE_BASE, phases=("finish",), when=("finish",), reads=(FINAL_SUMMED,), fills=FINAL, frees=FINISHING
+    _ACCUMULATE_BASE, phases=("finish",), when=("finish",), reads=(FINAL_SUMMED,), fills=FINAL, frees=FINISHING, cost=""
 )
 FETCH = OpSpec("fetch", ("update",), "host", when=("host",), fills=STATE, cost="copy")
 UPDATE = OpSpec("update", ("update",), events=("update",), reads=(FINAL, STATE), changes=RESTING, cost="update", look="grey")
@@ -286,7 +300,7 @@ def _describe_unknown_name(spec: OpSpec) -> str:
     leaders = [kind for kind in kinds_where() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
     known: dict[str, Sequence[str]] = {"when": [*facts], "behind": leaders}
     known["calls"] = [name for name in facts if facts[name] == tuple[Call, ...]]
-    known["codes"] = [name for name in facts if facts[name] is int]
+    known["codes"] = known["casts"] = [name for name in facts if facts[name] is int]
     known |= dict.fromkeys(("reads", "joins", "fills", "changes", "frees"), (*BUFFERS,))
     for field, names in known.items():
         value = getattr(spec, field)

@@ -45,6 +45,10 @@ class UnitFacts:
         finish_recoded: as ``reduce_recoded``, of the reduction once a step.
         finish_decoded: as ``reduce_decoded``, of the reduction once a step.
         update_coded: encoded bytes of the differences by which an update changes parameters.
+        gradient: bytes of the unit's gradient before any reduction, in the dtype in which it is collected; 0 if unknown.
+        reduce_cast: bytes of summands in another plain dtype than that of sums, in the reduction of a microbatch. gloo casts
+            them as it adds them.
+        finish_cast: as ``reduce_cast``, of the reduction once a step.
     """
 
     name: str
@@ -67,6 +71,9 @@ class UnitFacts:
     finish_recoded: int = 0
     finish_decoded: int = 0
     update_coded: int = 0
+    gradient: int = 0
+    reduce_cast: int = 0
+    finish_cast: int = 0
 
 
 class Event(NamedTuple):

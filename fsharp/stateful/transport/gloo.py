@@ -215,7 +215,9 @@ def add_summands(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if summands[0].dtype == out.dtype and len(summands) == 2:
         torch.add(summands[0], summands[1], out=out)
         return
-    total = summands[0].to(out.dtype, copy=True)
+    # A summand in another dtype has memory of its own, so the sum may grow in `out`.
+    total = out.copy_(summands[0]) if summands[0].dtype != out.dtype else summands[0].clone()
     for summand in summands[1:]:
         total += summand
-    out.copy_(total)
+    if total is not out:
+        out.copy_(total)

@@ -122,6 +122,15 @@ class ReductionChain:
                 found[2 if k == last else 1] += nbytes
         return CodedBytes(*found)
 
+    def cast_nbytes(self) -> int:
+        """Return the bytes of the summands that have another dtype than their sum, over all stages."""
+        total, size = 0, self.size
+        for stage, out, dtype in zip(self.stages, self.output_sizes(), self.sent, strict=True):
+            if dtype != self.dtypes.accumulate and stage.op in ("reduce_scatter", "all_reduce"):
+                total += size * dtype.itemsize
+            size = out
+        return total
+
     def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], stage: int = 0) -> torch.Tensor | None:
         """Return a buffer encoded for a stage; None if the stage sends plain buffers. Residuals are overwritten.
 

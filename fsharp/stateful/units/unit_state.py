@@ -98,6 +98,9 @@ class UnitState:
             finish_encoded=finished.before,
             finish_recoded=finished.between,
             finish_decoded=finished.after,
+            gradient=sum(each.size * each.first.itemsize for each in route.chains),
+            reduce_cast=sum(each.cast_nbytes() for each in route.chains),
+            finish_cast=sum(each.cast_nbytes() for each in route.final_chains),
         )
 
     def bind_node(self, node: Sharded | None) -> None:
