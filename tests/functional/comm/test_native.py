@@ -112,11 +112,11 @@ def test_an_all_reduce_needs_scratch_for_another_dtype_alone(monkeypatch):
     comm = native(Table(), 0, [])
     transport = NcclTransport(comm, ProcessGroups(comm, separate=False))
     assert transport.scratch_nbytes("all_reduce", "dp", 100, 2) == 200
-    assert transport.scratch_nbytes("all_reduce", "dp", 100, 4, apart=True) == 0
+    assert transport.scratch_nbytes("all_reduce", "dp", 100, 4, sums_into_out=True) == 0
     assert transport.scratch_nbytes("reduce_scatter", "dp", 100, 4) == 0
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.mul_(2))
     for dtype in (torch.float32, torch.bfloat16):
         x, out = torch.ones(8, dtype=dtype), torch.empty(8)
-        room = transport.scratch_nbytes("all_reduce", "dp", 8, dtype.itemsize, apart=dtype == out.dtype)
+        room = transport.scratch_nbytes("all_reduce", "dp", 8, dtype.itemsize, sums_into_out=dtype == out.dtype)
         transport.all_reduce([Summand(x, out, torch.empty(room, dtype=torch.uint8))], "dp", 2)
         assert out.tolist() == [2.0] * 8
