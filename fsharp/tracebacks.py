@@ -1,7 +1,8 @@
 """Tracebacks without this library's frames: an error that leaves one of its functions shows the user's code alone.
 
-As in JAX, each public function is a boundary. An error that crosses it loses the frames of this library, and those of torch,
-optree and the standard library that this library called. Frames of the user's functions that this library called stay.
+A *boundary* is a function of this library that the user or torch calls. An error that leaves it loses the frames of this
+library, and those of torch, optree and the standard library that this library called. Frames of the user's functions that
+this library called stay. As in JAX, each public function is a boundary. A hook becomes one by :func:`call_hook`.
 ``FSHARP_TRACEBACK=full`` in the environment keeps all frames.
 """
 
@@ -30,7 +31,7 @@ _HIDDEN_MODULES = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 
 def api_boundary(target: F) -> F:
-    """Return a function whose errors show no frames of this library: a boundary of tracebacks (:func:`hide_frames`).
+    """Return a function as a boundary: its errors show no frames of this library (:func:`hide_frames`).
 
     ``target`` may also be a generator function; or a class, whose ``__init__`` becomes a boundary.
     """
@@ -59,7 +60,7 @@ def api_boundary(target: F) -> F:
 
 
 def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Return ``contextmanager(function)`` whose enter and exit are boundaries of tracebacks.
+    """Return a context manager like ``contextmanager(function)``, whose enter and exit are boundaries.
 
     Errors of the ``with`` block itself keep all frames.
     """
@@ -89,7 +90,10 @@ class _BoundaryContext(AbstractContextManager[T], ContextDecorator, Generic[T]):
 
 
 def call_hook(hook: Callable[..., T], *args: Any) -> T:
-    """Return ``hook(*args)``, as a boundary of tracebacks. ``partial(call_hook, hook)`` costs little to make."""
+    """Return ``hook(*args)``. Errors of the hook cross a boundary.
+
+    Register ``partial(call_hook, hook)``, which costs less to make than ``api_boundary(hook)``.
+    """
     try:
         return hook(*args)
     except Exception as error:

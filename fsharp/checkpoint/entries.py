@@ -206,7 +206,7 @@ def counters_as_dicts(state: Any) -> Any:
 
 
 def load_into_object(owner: Any, state: Any) -> Any:
-    """Load the state in a tree into its object, and return the object."""
+    """Call ``owner.load_state_dict(state)``, and return the owner. Dicts saved in place of Counters become Counters again."""
     if not hasattr(owner, "state_template"):  # a Counter has other keys before its first count
         was = owner.state_dict()
         state = optree.tree_map(

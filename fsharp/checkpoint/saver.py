@@ -51,7 +51,7 @@ class BackgroundSaver:
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
-        setup_calls.record_without_call(self._begin_generation)
+        setup_calls.record_for_repeat(self._begin_generation)
 
     def _begin_generation(self) -> None:
         """Begin as a new one does, with a restarted rank: forget the save that was under way, which has ended."""

@@ -108,7 +108,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
 
 
 def header_prefix(metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes, behind the length field, of a header whose metadata begins with ``metadata``."""
+    """Return the bytes after the length field with which each header begins whose first metadata are ``metadata``."""
     return json.dumps({METADATA_NAME: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 

@@ -63,7 +63,7 @@ def release_saved(out: Any, rested: Any, gathered: Any, sequence_nr: int, comm: 
     saved = _SavedBuffers(regather)
     for raw in saved_tensors(outputs, sequence_nr):
         x = raw.data
-        number = numbers.get(x.untyped_storage().data_ptr()) if is_plain_memory(x) else None
+        number = numbers.get(x.untyped_storage().data_ptr()) if values_are_memory(x) else None
         if number is None or x.dtype != whole[number].dtype:
             continue
         view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
@@ -148,7 +148,7 @@ def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
                 stack.append(before)
 
 
-def is_plain_memory(x: torch.Tensor) -> bool:
+def values_are_memory(x: torch.Tensor) -> bool:
     """Return whether a tensor's values are exactly its memory: no conjugate or negative view, and not without memory."""
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 
@@ -164,7 +164,7 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
     ]  # a DTensor has a mesh there as well
 
 
-def independent_clone(x: torch.Tensor) -> torch.Tensor:
+def unaliased_clone(x: torch.Tensor) -> torch.Tensor:
     """Return a differentiable clone that shares no memory with a tensor, where a wrapper's own clone may share memory."""
     clone: Any = x.clone()
     if is_traceable_wrapper_subclass(clone):

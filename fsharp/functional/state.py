@@ -174,7 +174,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     with reporting_format_errors(comm, "update()"), torch.no_grad():
         held = state.main, state.opt
         if isinstance(comm, Engine):
-            held = comm.run_update_fetch(held, state.params, grads, donate=donate)
+            held = comm.begin_state_fetch(held, state.params, grads, donate=donate)
         main, opt = buffers_on_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))

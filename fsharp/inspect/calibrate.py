@@ -36,9 +36,14 @@ def calibrate(
 ) -> dict[str, Any]:
     """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace.
 
-    While the host works and a collective is under way, both are slower. ``host_speed`` and ``sending_speed`` are the parts, 0
-    to 1, of their full speed that host and collectives keep. ``overlaps_latency``: whether the latency of a collective passes
-    while earlier collectives are under way.
+    The host and a collective slow each other down while both work.
+
+    Args:
+        trace: a trace of the schedule.
+        schedule: the schedule.
+        host_speed: the host's speed while a collective is under way; 1 is full speed.
+        sending_speed: the speed of collectives while the host works; 1 is full speed.
+        overlaps_latency: whether the latency of a collective passes while earlier collectives are under way.
     """
     steps = trace.ended_steps()
     rows = [row for _, rows in steps for row in rows]

@@ -489,7 +489,10 @@ class _Simulation:
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event that was due at ``at`` happens, if from ``start`` on work has only ``speed`` for ``seconds``."""
+    """Return when an event happens that is due at ``at`` at full speed, if collectives are slower for a while.
+
+    From ``start`` on they go at ``speed``, a part of full speed, for ``seconds``; then at full speed.
+    """
     ahead = at - start
     if ahead <= 0:
         return at

@@ -162,7 +162,7 @@ class _ShardedTransformation:
             if key not in self._traced:
                 self._traced[key] = self._trace_transformation(params, rank, extra, is_first=is_first)
             if (key, rank) not in self._programs:
-                local = self._traced[key].part_of_rank(params, rank)
+                local = self._traced[key].leaf_ranges_of_rank(params, rank)
                 shared = self._shared.setdefault((key, local), CompiledTransformation(self._traced[key], local))
                 self._programs[key, rank] = shared
             return self._programs[key, rank]

@@ -42,7 +42,7 @@ class BufferRange(NamedTuple):
     stop: int
 
 
-class RankPart(NamedTuple):
+class RankLeafRanges(NamedTuple):
     """One rank's part of each leaf in JAX's order, the part's position in the flat buffers, and the sizes of these buffers.
 
     ``dtypes``: for each leaf the dtypes of the parameter and of the gradient.
@@ -81,8 +81,8 @@ class TracedTransformation:
             raise TreeError(
                 f"from_optax(): the tree has a {type(strange).__name__}, which is no pytree node of JAX: register it there."
             )
-        part_of_rank = self.part_of_rank(params, rank)
-        rows = list(zip(part_of_rank.parts, part_of_rank.dtypes, strict=True))
+        leaf_ranges = self.leaf_ranges_of_rank(params, rank)
+        rows = list(zip(leaf_ranges.parts, leaf_ranges.dtypes, strict=True))
         main, accumulate = (
             jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(part.shape, dtypes[i]) for part, dtypes in rows])
             for i in (0, 1)
@@ -106,7 +106,7 @@ class TracedTransformation:
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
         self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
-        self.positions, self.tree_dtypes = self._assign_positions(part_of_rank)
+        self.positions, self.tree_dtypes = self._assign_positions(leaf_ranges)
 
     @cached_property
     def text(self) -> str:
@@ -119,7 +119,7 @@ class TracedTransformation:
         """The digest of :attr:`text`."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
-    def part_of_rank(self, params: Any, rank: int) -> RankPart:
+    def leaf_ranges_of_rank(self, params: Any, rank: int) -> RankLeafRanges:
         """Return a rank's part of the tree."""
         rows: dict[LeafName, tuple[Any, ...]] = {}
         sizes: list[int] = []
@@ -137,11 +137,11 @@ class TracedTransformation:
                 sizes.append(node.unit.local_size(group, node.place))
         found = [rows[name] for name in self.names]
         parts, places, dtypes = ([row[i] for row in found] for i in range(3))
-        return RankPart(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
+        return RankLeafRanges(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
 
-    def _assign_positions(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
+    def _assign_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Return ``positions``, and the dtype of each tree of buffers."""
-        parts, count, behind = part_of_rank.parts, len(self.names), len(self.names) + len(self.state)
+        parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 
         def part(leaf: int, x: Any) -> ArrayShard:
@@ -194,9 +194,9 @@ class TracedTransformation:
 class CompiledTransformation:
     """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with equal parts share it."""
 
-    def __init__(self, traced: TracedTransformation, part_of_rank: RankPart) -> None:
+    def __init__(self, traced: TracedTransformation, leaf_ranges: RankLeafRanges) -> None:
         self.traced = traced
-        self._parts, self._places, _, self._sizes = part_of_rank
+        self._parts, self._places, _, self._sizes = leaf_ranges
         self._compiled: dict[Any, tuple[Any, dict[EquationKey, CrossRankReduction]]] = {}
         self._lock = threading.Lock()
 

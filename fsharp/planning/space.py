@@ -15,7 +15,7 @@ from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.make_functional import parameter_tree
-from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, parent_by_prefix
+from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, parent_by_path
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
 """Strategies by name; or functions that return the strategy for the axes of a mesh, such as :func:`~fsharp.zero3`."""
@@ -57,7 +57,7 @@ class Model:
     module: nn.Module | None = None
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def leaf_paths(self) -> tuple[str, ...]:
         """Paths of the leaves."""
         return flatten_with_paths(self.tree)[0]
 
@@ -109,11 +109,11 @@ def units_to_try(model: Model, *, has_own_calls: bool) -> dict[str, UnitPatterns
 
     ``has_own_calls``: whether the user's loss function decides which subtrees it gathers. Then one unit is not tried.
     """
-    paths = model.paths
+    paths = model.leaf_paths
     layers = repeated_units(paths)
     found: dict[str, UnitPatterns] = {}
     if layers:
-        around = [path for path in parent_by_prefix(paths) if path]
+        around = [path for path in parent_by_path(paths) if path]
         # Select modules by path, as a pattern may match modules without parameters, or one module twice.
         if model.module is not None:
             modules = {path for path, _ in model.module.named_modules()}

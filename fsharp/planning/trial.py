@@ -151,7 +151,9 @@ class _TrialEngine(SingleComm, Engine):
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
         sharded, ties = units
         nodes = [*ties, *units_of(sharded)]
-        trees = optree.tree_map(lambda node: _trained_subtree(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded))
+        trees = optree.tree_map(
+            lambda node: _meta_subtree_with_grad(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded)
+        )
         self._recorder.add_known(_tensor_leaves(trees))
         call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs))
         with self._recorder.record_call(call, (args, kwargs)):
@@ -166,7 +168,7 @@ class _TrialEngine(SingleComm, Engine):
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
         raise _not_in_loss_error("reduce_scatter")
 
-    def run_update_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+    def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         raise _not_in_loss_error("update")
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
@@ -310,7 +312,7 @@ def _call_module(module: nn.Module, tensors: Any, *args: Any, **kwargs: Any) -> 
     return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
 
-def _trained_subtree(node: Sharded, ties: Sequence[Sharded]) -> Any:
+def _meta_subtree_with_grad(node: Sharded, ties: Sequence[Sharded]) -> Any:
     """Return the subtree of a node on the meta device. Its trained leaves require gradients."""
     trainable = {leaf.path for leaf in node.unit.leaves if leaf.tied_to or node.unit.groups[leaf.group].trainable}
     leaves, spec = optree.tree_flatten(node.tree(tuple(ties)))

@@ -22,9 +22,9 @@ from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.generations import (
     GENERATION_VARIABLE,
     announce_generation,
+    announce_process_ended,
     can_rejoin,
     end_restarts,
-    forget_process,
     stopped_ranks,
     why_restarts_ended,
 )
@@ -120,7 +120,7 @@ class Restarter:
         for rank in ranks:
             if rank in self._running:
                 _kill(self._running.pop(rank))
-            forget_process(self._store, rank)
+            announce_process_ended(self._store, rank)
         self._number, self._stopped_since, self._hung = self._number + 1, None, set()
         announce_generation(
             self._store, self._number, f"{why}. Generation {self._number} of the job begins with new {ranks_text(ranks)}."

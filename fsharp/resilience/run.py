@@ -195,7 +195,7 @@ class Run:
                     self._record.log(self.step, {"event": f"the run ends with {type(error).__name__}: {error}"})
             self._stack.__exit__(kind, error, trace)
             with self._record.failures_as_warnings():
-                self._record.log_save(self.step, self._checkpoints.complete_step)
+                self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
             return
         with self._stack:
             self._agree_on_end()
@@ -305,7 +305,7 @@ class Run:
         while True:
             try:
                 if why := rejoining.rejoin():
-                    self._return_to_start(why)
+                    self._reset_for_reload(why)
                 given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
                 trained = self._train(step, self._resume_tree(given, other))
                 self._agree_on_end()
@@ -319,7 +319,7 @@ class Run:
             tree = step(tree, number)
         return tree
 
-    def _return_to_start(self, why: str) -> None:
+    def _reset_for_reload(self, why: str) -> None:
         """Return to the state of a new process, and record why. A load of the newest save follows."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self._phase = 0, "between steps"
@@ -370,7 +370,7 @@ class Run:
         self._record.end_step(self.step, is_last=self.step >= self.total)
         kept = self._checkpoints
         kept.raise_if_failed()
-        self._record.log_save(self.step, kept.complete_step)
+        self._record.log_newest_complete_save(self.step, kept.complete_step)
         is_preempted = self.preemption.agreed(self.step)
         if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
@@ -433,7 +433,7 @@ class Run:
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
             self._checkpoints.begin_save(self._tree_to_save(tree), step=self.step)
-            self._record.log_save(self.step, self._checkpoints.complete_step)
+            self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
 
     def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
@@ -453,14 +453,14 @@ class Run:
         return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 
     def _record_end(self) -> None:
-        self._record.log_save(self.step, self._checkpoints.complete_step)
+        self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
         if self._checkpoints.saved != self.step:
             newest = self._checkpoints.describe_newest()
             self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
 
     def _exit_preempted(self) -> NoReturn:
         self._checkpoints.wait_for_save()
-        self._record.log_save(self.step, self._checkpoints.complete_step)
+        self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
         done = f"{self.step} of {self.total} steps"
         self._record.warn(self.step, f"a signal has come: saved after {done}, exit code {EXIT_PREEMPTED}")
         raise SystemExit(EXIT_PREEMPTED)

@@ -62,7 +62,7 @@ class RunRecord:
             _log.warning("%s", text)
         self.log(step, {"event": text})
 
-    def log_save(self, step: int, complete: int) -> None:
+    def log_newest_complete_save(self, step: int, complete: int) -> None:
         """Record the newest complete checkpoint, if it is new. ``step`` is the number of finished steps."""
         if complete != self._saved:
             self._saved = complete

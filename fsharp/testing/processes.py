@@ -79,10 +79,10 @@ class _Launcher:
     def __init__(self, first: str = "") -> None:
         self._first = first
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self.forget)
-        self.forget()
+        os.register_at_fork(after_in_child=self.drop_without_ending)
+        self.drop_without_ending()
 
-    def forget(self) -> None:
+    def drop_without_ending(self) -> None:
         """Drop the launcher's process without ending it, as in a forked process, whose parent owns the launcher."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[str] | None = None

@@ -112,7 +112,7 @@ def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapp
 
     def items() -> Iterator[WriteItem]:
         for name, record in tensors.items():
-            for begin, end in _chunk_rows(record.shape, record.dtype):
+            for begin, end in _chunk_row_ranges(record.shape, record.dtype):
                 offsets = torch.Size([begin, *(0 for _ in record.shape[1:])][: len(record.shape)])
                 sizes = torch.Size([end - begin, *record.shape[1:]][: len(record.shape)])
                 chunk = ChunkStorageMetadata(offsets, sizes)
@@ -143,7 +143,7 @@ def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapp
     return Planner()
 
 
-def _chunk_rows(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
+def _chunk_row_ranges(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
     """Return the first row and the end of each chunk of a tensor."""
     if not shape or not shape[0]:
         return [(0, 0 if shape else 1)]

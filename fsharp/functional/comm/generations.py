@@ -127,7 +127,7 @@ class Membership:
 
     def withdraw_can_rejoin(self) -> None:
         """Say that this rank cannot join later generations any more without a restart."""
-        forget_process(self._store, self._rank)
+        announce_process_ended(self._store, self._rank)
 
     def end_restarts(self, reason: str) -> str:
         """Say that no rank is restarted any more. Return the reason that all ranks see."""
@@ -170,7 +170,7 @@ def can_rejoin(store: KeyStore, rank: int) -> bool:
     return store.check([key]) and store.get(key) != b""
 
 
-def forget_process(store: KeyStore, rank: int) -> None:
+def announce_process_ended(store: KeyStore, rank: int) -> None:
     """Say that the process of a rank has ended."""
     store.set(f"can rejoin/{rank}", "")
 

@@ -133,10 +133,10 @@ class ProcessGroupComm:
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
         other = copy.copy(self)
-        setup_calls.run_and_record(lambda: other._start_watch_in_groups_of(self))
+        setup_calls.run_and_record(lambda: other._number_collectives_in_groups_of(self))
         return other
 
-    def _start_watch_in_groups_of(self, other: "ProcessGroupComm") -> None:
+    def _number_collectives_in_groups_of(self, other: "ProcessGroupComm") -> None:
         """Begin to number collectives in the groups of another Comm."""
         self._groups, self._whole = other._groups, other._whole
         self._start_watch()
@@ -164,7 +164,7 @@ class ProcessGroupComm:
         other.is_native, other._rank_order, other.device = False, True, torch.device("cpu")
 
         def start() -> None:
-            other._start_watch_in_groups_of(self)
+            other._number_collectives_in_groups_of(self)
             other.make_own_groups()
 
         setup_calls.run_and_record(start)

@@ -97,10 +97,10 @@ class Engine(ABC):
         """Return the result of :func:`~fsharp.reduce_scatter`, which may still be under way. Residuals are overwritten."""
 
     @abstractmethod
-    def run_update_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """Run the first part of :func:`~fsharp.update`: return the main copies and optimizer state for the transformation.
+    def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+        """Begin :func:`~fsharp.update`: return the main copies and optimizer state for the transformation, on the device.
 
-        ``state`` is the pair ``(main, opt)`` of a TrainState, which may be in host memory.
+        ``state`` is the pair ``(main, opt)`` of a TrainState. From host memory it is fetched; a read of the result waits.
         """
 
     @abstractmethod

@@ -70,7 +70,7 @@ class SetupCalls:
         finally:
             self._depth -= 1
 
-    def record_without_call(self, call: Callable[[], Any]) -> None:
+    def record_for_repeat(self, call: Callable[[], Any]) -> None:
         """Record a call that is not made now: :meth:`repeat_calls` makes it, at this point of the setup."""
         self.run_and_record(lambda: None, repeat=call)
 

@@ -381,7 +381,10 @@ class Format:
         return [column.view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
 
     def plane_columns(self, stored: torch.Tensor, part_size: int) -> list[torch.Tensor]:
-        """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
+        """Return the bytes of each plane in stored parts of ``part_size`` values, as views.
+
+        ``stored`` has a row for each part. So has each view, with the bytes of its plane alone.
+        """
         found, start = [], 0
         for nbytes in self.plane_nbytes(part_size):
             found.append(stored[:, start : start + nbytes])

@@ -111,7 +111,7 @@ def format_of_hooked_parameter(
         if other.device == device and other.cls is hooks.cls and bool(other.settings == hooks.settings):
             return form
     tensors = EncodedTensorClass(hooks.make_tensor, lambda _: None, lambda _: None)
-    codec = LeafCodec(hooks.scales_nbytes, hooks.agreed, hooks.encode, hooks.decode, tensors)
+    codec = LeafCodec(hooks.scales_nbytes, hooks.sizes_of_maxima, hooks.encode, hooks.decode, tensors)
     form = register_format(Format(f"{label}_{len(alike)}" if alike else label, planes, block=block, leaves=codec))
     alike.append((hooks, form))
     return form
@@ -246,7 +246,7 @@ class _GatherHooks:
         """Return the bytes of the tensors in a leaf's metadata."""
         return sum(align_nbytes(x.nbytes) for x in self._try_pre_hook(shape).tensors)
 
-    def agreed(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
+    def sizes_of_maxima(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
         """Return the number of elements and the dtype of each maximum of a leaf."""
         return [(size.numel(), dtype) for size, dtype in self._try_pre_hook(shape).known_maxima]
 

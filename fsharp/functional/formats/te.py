@@ -220,7 +220,7 @@ def _codec_of_kind(kind: QuantizerKind, tensors: "_QuantizedTensors") -> LeafCod
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
-        EncodedTensorClass(tensors.make_tensor, tensors.compute_derived, tensors.drop_derived),
+        EncodedTensorClass(tensors.make_tensor, tensors.compute_derived_in_backward, tensors.drop_derived),
     )
 
 
@@ -270,7 +270,7 @@ class _QuantizedTensors:
         inner = {name: plane.view(size) for name, plane in zip(self._kind.planes, part.planes, strict=True)}
         inner |= self.scales_in(part)
         tensor: torch.Tensor = self._tensor_of(part, {name: non_view_alias(x) for name, x in inner.items()})
-        self.compute_derived(tensor)
+        self.compute_derived_in_backward(tensor)
         return tensor
 
     def _tensor_without_values(self, part: LeafPart) -> Any:
@@ -289,7 +289,7 @@ class _QuantizedTensors:
         """Return the shape of the plane of a leaf of ``shape``."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
-    def compute_derived(self, tensor: Any) -> None:
+    def compute_derived_in_backward(self, tensor: Any) -> None:
         """In a backward, compute the derived attributes that the backward reads."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing

@@ -192,15 +192,18 @@ class Dtypes:
     @property
     def names(self) -> list[str]:
         """Names of dtypes and formats; only buffers with equal names share a collective."""
-        return self._list_formats(lambda each: each.name)
+        return self._settings_in_order(lambda each: each.name)
 
     @property
     def texts_to_compare(self) -> list[str]:
         """Names of dtypes and formats with their planes and blocks, for ranks to compare."""
-        return self._list_formats(str)
+        return self._settings_in_order(str)
 
-    def _list_formats(self, text: Callable[[Format], str]) -> list[str]:
-        """Return all formats: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback."""
+    def _settings_in_order(self, text: Callable[[Format], str]) -> list[str]:
+        """Return the settings in a fixed order, each format as ``text(format)``.
+
+        The order: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback.
+        """
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:
             listed.append("" if self.format is None else text(self.format))

@@ -68,13 +68,13 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
     def init(params: Any, /, *, comm: Comm | None = None) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(0, True, 0, tx.init(params, comm=comm))
 
-    def step(grads: Any, state: ApplyIfFiniteState, run: "_RunUpdate", rest: "_SkipUpdate", comm: Comm, donate: bool) -> Any:
+    def step(grads: Any, state: ApplyIfFiniteState, run: "_RunUpdate", skip: "_SkipUpdate", comm: Comm, donate: bool) -> Any:
         if all_finite(grads, comm=comm):
             out, new = run(grads, state.inner_state)
             return out, ApplyIfFiniteState(0, True, state.total_notfinite, new)
         agree("apply_if_finite()", {"notfinite_count": str(state.notfinite_count)}, comm)  # the count decides whether to skip
         count = state.notfinite_count + 1
-        out, new = run(grads, state.inner_state) if count > max_consecutive_errors else rest(state.inner_state)
+        out, new = run(grads, state.inner_state) if count > max_consecutive_errors else skip(state.inner_state)
         return out, ApplyIfFiniteState(count, False, state.total_notfinite + 1, new)
 
     config = {"apply_if_finite": max_consecutive_errors, "inner": dict(tx.config)}
@@ -147,7 +147,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
 
         return MultiStepsState(0, 0, tx.init(params, comm=comm), map_units(zeros, params))
 
-    def step(grads: Any, state: MultiStepsState, run: "_RunUpdate", rest: "_SkipUpdate", comm: Comm, donate: bool) -> Any:
+    def step(grads: Any, state: MultiStepsState, run: "_RunUpdate", skip: "_SkipUpdate", comm: Comm, donate: bool) -> Any:
         def add(acc: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
             more = (grad.to(acc.dtype) - acc) / (state.mini_step + 1) if use_grad_mean else grad.to(acc.dtype)
             return acc.add_(more) if donate else acc + more
@@ -159,7 +159,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         is_last = state.mini_step + 1 >= k
         acc = optree.tree_map(add, state.acc_grads, grads)
         if not is_last:
-            out, new = rest(state.inner_opt_state)
+            out, new = skip(state.inner_opt_state)
             return out, MultiStepsState(state.mini_step + 1, state.gradient_step, new, acc)
         out, new = run(optree.tree_map(lambda a, g: a.to(g.dtype), acc, grads), state.inner_opt_state)
         return out, MultiStepsState(0, state.gradient_step + 1, new, optree.tree_map(torch.zeros_like, acc))
@@ -168,6 +168,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
     return _conditional_transform("MultiSteps", tx, init, step, config)
 
 
+# The first result is updates in Transform.update, and new parameters in Transform.apply.
 _RunUpdate = Callable[[Any, Any], tuple[Any, Any]]  # (gradients, inner state) -> inner update, new inner state
 _SkipUpdate = Callable[[Any], tuple[Any, Any]]  # (inner state) -> update that changes nothing, same state
 
@@ -175,10 +176,14 @@ _SkipUpdate = Callable[[Any], tuple[Any, Any]]  # (inner state) -> update that c
 def _conditional_transform(
     name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]
 ) -> Transform:
-    """Return a transformation made from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
+    """Return a wrapper of ``inner``. Its function ``step`` decides in each step whether to run or to skip the inner update.
+
+    ``step(grads, state, run, skip, comm, donate)`` calls ``run(gradients, inner state)``, which updates by ``inner``, or
+    ``skip(inner state)``, which changes nothing. It returns the first result of the call, and the wrapper's new state.
+    """
 
     def either(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
-        def rest(same: Any) -> Any:
+        def skip(same: Any) -> Any:
             if donate is None:
                 return optree.tree_map(torch.zeros_like, params), same
             if donate:
@@ -187,7 +192,7 @@ def _conditional_transform(
             both: Any = (params, same)
             return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, both)
 
-        return step(grads, state, lambda seen, own: run(inner, seen, own, params), rest, comm, bool(donate))
+        return step(grads, state, lambda seen, own: run(inner, seen, own, params), skip, comm, bool(donate))
 
     update, apply = update_and_apply_from(either)
     return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra)

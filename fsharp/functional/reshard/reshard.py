@@ -236,7 +236,10 @@ def _check_arguments(
 
 
 def _state_tree_text(state_tree: StateTree) -> str:
-    """Return a text about a state tree, besides its units, for ranks to compare."""
+    """Return a line for each node of a state tree, with its place, groups and dtypes, for ranks to compare.
+
+    :func:`describe_units` describes the layout of the nodes' units.
+    """
     return "\n".join(
         f"{state_tree} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"
         for node in state_tree.nodes

@@ -92,10 +92,18 @@ class StateTree:
 
 
 def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list[StateTree]:
-    """Return the state trees of a tree, in tree order.
+    """Return the state trees in a user's tree, in tree order.
 
-    ``kind`` is the place in the new layout of nodes outside of a :class:`~fsharp.TrainState`; ``cast``, whether these nodes are
-    cast to the new compute dtype. Raises TreeError if there is no node, or a node is not at the path of its unit.
+    Each node is in its state tree at the path of its unit. So the path of the state tree is the beginning of the node's path,
+    without the path of the unit.
+
+    Args:
+        tree: the user's tree.
+        kind: where state trees outside of a :class:`~fsharp.TrainState` rest in the new layout.
+        cast: whether these state trees are cast to the new compute dtype.
+
+    Raises:
+        TreeError: there is no node, a node is not at the path of its unit, or a state tree has another leaf in it.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, StatePlace, bool]] = {}

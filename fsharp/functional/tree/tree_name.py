@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class TreeName:
-    """The name of the tree to which a unit's values belong. A tree made from another has a name made from its name.
+    """The name of the tree to which a unit's values belong, for labels of collectives.
+
+    Ranks compare labels, so an error says that ranks gather different trees, such as parameters before and after an update. A
+    tree made from another has a name made from its name.
 
     All names compare equal and have one hash, as pytrees of different names could not be mapped together otherwise.
 
@@ -16,8 +19,8 @@ class TreeName:
         num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
         num_mapped: number of pytree mappings between that tree and these values.
         num_successors: number of updates made from these values.
-        number_by_axes: the number of this tree among trees with one text, such as mapped copies of tree 1. The first one
-            gathered along these axes has number 1.
+        number_by_axes: numbers that tell trees of equal text apart, such as mapped copies of tree 1. For the axes of a gather:
+            the number of this tree in the order of first gathers along these axes, from 1.
     """
 
     tree: str = ""

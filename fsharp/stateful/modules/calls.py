@@ -18,8 +18,8 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.release import independent_clone
-from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
+from fsharp.functional.release import unaliased_clone
+from fsharp.functional.tree.paths import innermost_prefix, parent_by_path
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
@@ -212,7 +212,7 @@ class ModuleCallState:
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
-        has_inner_modules = set(parent_by_prefix(by_path).values())
+        has_inner_modules = set(parent_by_path(by_path).values())
         self.owners = {
             path: GatheredModule(
                 units=names,
@@ -294,7 +294,7 @@ class ModuleCall:
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
         if views := views_of_parameters(parameters, found):  # parameters are released, so their views leave as copies
-            out = replace_tensors(out, views, [independent_clone(x) for x in views], path)
+            out = replace_tensors(out, views, [unaliased_clone(x) for x in views], path)
             found = tensors_in(out)
         self.out = out
         side = owner.side_outputs.new_side_outputs(before, passed, parameters, path)

@@ -54,7 +54,7 @@ class ModuleStep:
         self._pass = -1  # id of the backward pass that is under way
         self._is_discarding = False
         self._lost = False  # whether gradients were lost by an error that was not reported yet
-        setup_calls.record_without_call(self._begin_generation)
+        setup_calls.record_for_repeat(self._begin_generation)
 
     def _begin_generation(self) -> None:
         """Begin as a new step does, in a new generation of the job. All ranks load the module afterwards."""

@@ -305,9 +305,11 @@ def _refuse_reentrant_checkpoint(path: str, grad: torch.Tensor) -> None:
     )
 
 
-def install_gathering_subclass(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
-    """Give a module a subclass whose calls, hooks, forward and methods in ``names`` run with the module's units gathered."""
-    entries = ("forward", *names)
+def install_gathering_subclass(
+    module: nn.Module, session: Session, path: str, method_names: Sequence[str], *mixins: type
+) -> None:
+    """Give a module a subclass: its calls, hooks, forward, and the methods named, run with the module's units gathered."""
+    entries = ("forward", *method_names)
     own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
     module.__dict__.update(_fsharp=(session, path), _fsharp_own=own, _fsharp_computes=False)
     module.__class__ = _gathering_subclass(type(module), ("__call__", *entries), mixins)  # type: ignore[arg-type]

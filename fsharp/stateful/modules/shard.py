@@ -23,7 +23,7 @@ from fsharp.functional.layout.precision import Precision, Precisions, check_prec
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, parent_by_prefix
+from fsharp.functional.tree.paths import Patterns, parent_by_path
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.initial.initial import initial_parameters
 from fsharp.stateful.modules.module import ShardedModule
@@ -143,7 +143,7 @@ def shard_module(
         groups = module_groups(module, units or ())
         entries = methods_by_module(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-        around = set(parent_by_prefix(chosen).values())
+        around = set(parent_by_path(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)

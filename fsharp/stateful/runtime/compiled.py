@@ -75,22 +75,22 @@ class BoundSchedule:
 
         def bind(i: int, other_members: Sequence[BoundOp] = ()) -> BoundOp:
             op, spec, unit = ops[i], ops[i].spec, self.units.get(ops[i].unit)
-            fills = [op.opens, op.memory if spec.fills == spec.memory_buffer else None]
+            fills = [op.opens, op.memory if spec.fills == spec.memory_buffer_kind else None]
             gradients_to_join = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
             after = [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
             # At these events no later op needs the result soon.
             known: dict[str, Any] = {"may_run_late": self.events[op.at].kind in ("microbatch_end", "reduce")}
-            if spec.memory_buffer in (OUTGOING, FINISHING):
+            if spec.memory_buffer_kind in (OUTGOING, FINISHING):
                 assert unit is not None
                 route = unit.trained_gradient.route
                 if spec.frees and known["may_run_late"] and op.memory is not None:
                     late.append((op.memory, unit.trained_gradient))
-                if spec.memory_buffer == FINISHING and op.unit not in final_pieces:
+                if spec.memory_buffer_kind == FINISHING and op.unit not in final_pieces:
                     final_pieces[op.unit] = route.finishing_block(self._arena_bytes(op.memory))
-                if spec.memory_buffer == OUTGOING and op.memory is not None and op.unit not in blocks:
+                if spec.memory_buffer_kind == OUTGOING and op.memory is not None and op.unit not in blocks:
                     several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
                     blocks[op.unit] = route.outgoing_block(self._arena_bytes(op.memory), several_uses=several)
-                if spec.memory_buffer == FINISHING:
+                if spec.memory_buffer_kind == FINISHING:
                     known["final_pieces"] = final_pieces[op.unit]
                 else:
                     known["block"] = blocks[op.unit] if op.memory is not None else None

@@ -259,13 +259,13 @@ class EagerOps:
         """
         stream, opens = spec.stream, bound.pop("opens", None)
         memory = bound["unsharded"].where if "unsharded" in bound else None
-        if memory is None and spec.memory_buffer and unit is not None:
-            memory = self._assign_address(spec.memory_buffer, unit)
+        if memory is None and spec.memory_buffer_kind and unit is not None:
+            memory = self._assign_address(spec.memory_buffer_kind, unit)
         after = self._last.get("compute") if after is None and stream != "compute" else after
         waits_for = {after, *self._joined} if stream == "compute" else {after}
         number, key = len(self.ops), unit.key if unit is not None else ""
-        if spec.memory_buffer:
-            waits_for |= {i for i in self._readers.pop((spec.memory_buffer, key), ()) if self.ops[i].stream != stream}
+        if spec.memory_buffer_kind:
+            waits_for |= {i for i in self._readers.pop((spec.memory_buffer_kind, key), ()) if self.ops[i].stream != stream}
         for buffer in spec.reads:
             self._readers.setdefault((buffer, key), []).append(number)
         waits = tuple(sorted(i for i in waits_for if i is not None))

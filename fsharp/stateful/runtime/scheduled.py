@@ -177,7 +177,7 @@ class ScheduledFunction:
             raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
         return self._emitted()
 
-    def begin_call(self) -> str:
+    def next_call_name(self) -> str:
         """Count a call, and return its name for labels."""
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"

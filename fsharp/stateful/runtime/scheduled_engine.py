@@ -19,7 +19,7 @@ from fsharp.functional.comm.residuals import ResidualViews
 from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
-from fsharp.functional.release import independent_clone, inner_tensors
+from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, call_before_backward
 from fsharp.stateful.runtime.executor import Executor
@@ -210,7 +210,10 @@ class ScheduledEngine(Engine):
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any) -> None:
-        """End a microbatch after its backward. ``probed``: the parameters of these units in the microbatch, with sinks."""
+        """End a microbatch after its backward.
+
+        ``params_with_sinks``: the parameters of ``units`` in the microbatch, with the sinks that hold their gradients.
+        """
         found = zip(units, units_of(params_with_sinks), strict=True)
         self.current_step().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
@@ -244,7 +247,7 @@ class ScheduledEngine(Engine):
             lambda node: _reduced_gradient(node, next(position).gradient if node.unit.trainable_groups else None, to), tree
         )
 
-    def run_update_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+    def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """Begin to copy offloaded state from host memory to the device, and return ``(main, opt)`` on the device."""
         self._offload = None
         if not self.policy.offload:
@@ -350,7 +353,7 @@ def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:
                 continue
             for first, last in bounds:
                 if first <= at < last:
-                    return independent_clone(x)
+                    return unaliased_clone(x)
         return x
 
     if isinstance(out, torch.Tensor):

@@ -110,9 +110,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             )
         self._functions, self._history = FunctionRegistry(), SettingsHistory()
         self._closed: str | None = None
-        setup_calls.record_without_call(self._close_for_next_generation)
+        setup_calls.record_for_repeat(self._close_for_next_generation)
         self._make_executor(lanes_for(comm.device))
-        setup_calls.record_without_call(partial(self._begin_generation, self.own, self.executor))
+        setup_calls.record_for_repeat(partial(self._begin_generation, self.own, self.executor))
 
     def _close_for_next_generation(self) -> None:
         self.close_after_error(CommError("a rank was restarted"))
@@ -171,7 +171,11 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
 
     def add_settings(self, text: str) -> None:
-        """Add settings to the labels of all later collectives, by which ranks with other settings are found."""
+        """Add settings that have to be equal on all ranks, a field in each line.
+
+        The labels of later collectives have a digest of them. So if ranks have different settings, a collective raises an error
+        that names these.
+        """
         self._history.add_settings(text)
         if self._now.step is not None:
             self.executor.set_label_names(step=f"{self._now.title}{self._history_suffix}")
@@ -221,7 +225,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         with self.closed_on_error():
             self._raise_if_closed()
             self._history.begin_step()
-            title = f"{scheduled.begin_call()} after {self.num_updates} updates"
+            title = f"{scheduled.next_call_name()} after {self.num_updates} updates"
             self.executor.begin_step(f"{title}{self._history_suffix}")
             self.registry.begin_step()
             for key, node in scheduled.nodes_by_unit(inputs).items():

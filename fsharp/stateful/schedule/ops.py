@@ -57,7 +57,7 @@ codes; grey, faint or hatched."""
 
 
 @dataclass(frozen=True, slots=True)
-class BufferSpec:
+class BufferKind:
     """A kind of buffer of a unit in a step, such as full parameters. Each unit has one buffer of each kind.
 
     Attributes:
@@ -84,18 +84,18 @@ OUTGOING, REST, FINISHING, FINAL = "outgoing", "rest", "finishing", "final"
 DECODED, ENCODED, SUMMED = "decoded", "encoded", "summed"
 ENCODED_REST, FINAL_SUMMED = "encoded_rest", "final_summed"
 BUFFERS = {
-    RESTING: BufferSpec("parameters where they rest"),
-    PARAMS: BufferSpec("parameters", "gathered", is_pinned=True),
-    STATE: BufferSpec("optimizer state on the device"),
-    OUTGOING: BufferSpec("outgoing gradient", "outgoing"),
-    REST: BufferSpec("gradient at rest", "rest", is_opened=True),
-    FINISHING: BufferSpec("finishing gradient", "finishing"),
-    FINAL: BufferSpec("gradient at the optimizer's place"),
-    DECODED: BufferSpec("decoded parameters", source=PARAMS),
-    ENCODED: BufferSpec("encoded gradient", source=OUTGOING, is_consumed=True),
-    SUMMED: BufferSpec("decoded sum", source=OUTGOING),
-    ENCODED_REST: BufferSpec("encoded gradient at rest", source=REST, is_consumed=True),
-    FINAL_SUMMED: BufferSpec("decoded final sum", source=FINISHING),
+    RESTING: BufferKind("parameters where they rest"),
+    PARAMS: BufferKind("parameters", "gathered", is_pinned=True),
+    STATE: BufferKind("optimizer state on the device"),
+    OUTGOING: BufferKind("outgoing gradient", "outgoing"),
+    REST: BufferKind("gradient at rest", "rest", is_opened=True),
+    FINISHING: BufferKind("finishing gradient", "finishing"),
+    FINAL: BufferKind("gradient at the optimizer's place"),
+    DECODED: BufferKind("decoded parameters", source=PARAMS),
+    ENCODED: BufferKind("encoded gradient", source=OUTGOING, is_consumed=True),
+    SUMMED: BufferKind("decoded sum", source=OUTGOING),
+    ENCODED_REST: BufferKind("encoded gradient at rest", source=REST, is_consumed=True),
+    FINAL_SUMMED: BufferKind("decoded final sum", source=FINISHING),
 }
 
 
@@ -167,18 +167,18 @@ class OpSpec:
 
     @property
     @cache  # noqa: B019  # records live as long as the process
-    def memory_buffer(self) -> str:
+    def memory_buffer_kind(self) -> str:
         """The kind of buffer in ``memory`` of an op of this kind; empty if the op has no memory."""
         used = (each for each in (self.frees, self.changes, self.fills) if each)
         return next((each for each in used if BUFFERS[each].size_fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
         """Return the bytes of ``memory`` of a unit's op of this kind."""
-        return buffer_nbytes(self.memory_buffer, facts) if self.memory_buffer else 0
+        return buffer_nbytes(self.memory_buffer_kind, facts) if self.memory_buffer_kind else 0
 
     def filled_buffer(self, facts: UnitFacts) -> str:
         """Return the buffer that a unit's op of this kind fills. Without memory for it, this is the gradient at rest."""
-        return REST if self.opens and self.fills == self.memory_buffer and not self.nbytes(facts) else self.fills
+        return REST if self.opens and self.fills == self.memory_buffer_kind and not self.nbytes(facts) else self.fills
 
 
 def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:

@@ -32,12 +32,13 @@ class Residency(NamedTuple):
 def plan_residency(
     program: Program, policy: SchedulePolicy, buckets: BucketOfUnit, kept_uses: Collection[int], carried: Sequence[Bucket]
 ) -> Residency:
-    """Return the plan of which buckets are resident at each event.
+    """Return the plan of which buckets are resident, that is gathered, at each event.
 
-    Buckets in use are always resident. So are the next ``policy.prefetch`` different buckets that the program uses before its
-    parameters are updated. There is room for these and for one bucket in use. If no bucket in use is gathered, a resident
-    bucket that will be used again stays. Uses around the innermost use take up no room: a root that is always in use would
-    leave no room for prefetch. Uses in ``kept_uses`` take up no room from their forward to the end of their backward.
+    There is room for one bucket in use, and for the next ``policy.prefetch`` different buckets that the program uses before its
+    parameters are updated. While no bucket in use is gathered, a resident bucket that will be used again stays in its room.
+
+    Other buckets are resident beside these. Buckets of uses around the innermost use are, as a root that is always in use would
+    leave no room for prefetch. Buckets of ``kept_uses`` are, from their forward to the end of their backward.
 
     ``carried``: buckets that the previous step may have gathered.
     """

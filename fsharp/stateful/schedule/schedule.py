@@ -227,8 +227,8 @@ def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
         if op.memory is None:
             continue
         spec = op.spec
-        buffer = spec.memory_buffer, op.unit
-        if spec.frees != spec.memory_buffer:
+        buffer = spec.memory_buffer_kind, op.unit
+        if spec.frees != spec.memory_buffer_kind:
             live.setdefault(buffer, (i, op.memory.nbytes))
         else:
             fill, nbytes = live.pop(buffer, (None, op.memory.nbytes))

@@ -27,7 +27,7 @@ class UnplacedOp:
         opens: the buffer of a gradient at rest, if this op is the first to write there; else None.
         reduction: for an op with ``opens`` that adds a reduction's result: the reduction's op. If memory allows, the reduction
             writes there directly, and has ``opens`` instead.
-        marks: for a mark, the op whose buffer stays reserved; None for an op.
+        marked_op: for a mark, the op whose buffer stays reserved; None for an op.
     """
 
     spec: OpSpec
@@ -73,7 +73,7 @@ class OpList:
         is_last_user: bool = True,
         **fields: Any,
     ) -> UnplacedOp:
-        """Add an op and its followers. Return the op.
+        """Add an op, and the ops that follow it by :func:`follower_specs`, as a decode follows a wait. Return the first op.
 
         ``is_first_user``: whether an op whose kind fills a buffer is the buffer's first user. ``is_last_user``: whether an op
         whose kind frees a buffer is the buffer's last user.
@@ -97,11 +97,11 @@ class OpList:
     ) -> UnplacedOp:
         facts = self.facts[unit]
         if spec.nbytes(facts):
-            readers = self._readers.pop((spec.memory_buffer, unit), ())
+            readers = self._readers.pop((spec.memory_buffer_kind, unit), ())
             fields["after"] = (*fields.get("after", ()), *[each for each in readers if each.spec.stream != spec.stream])
-            fields["buffer"] = spec.memory_buffer, unit
-            fields["fills"] = is_first and spec.fills == spec.memory_buffer
-            fields["frees"] = is_last and spec.frees == spec.memory_buffer
+            fields["buffer"] = spec.memory_buffer_kind, unit
+            fields["fills"] = is_first and spec.fills == spec.memory_buffer_kind
+            fields["frees"] = is_last and spec.frees == spec.memory_buffer_kind
         elif spec.filled_buffer(facts) == REST:
             fields["after"] = (*fields.get("after", ()), *self._readers.pop((REST, unit), ()))
         op = UnplacedOp(spec, unit, phase, at, **fields)

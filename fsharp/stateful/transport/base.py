@@ -174,9 +174,9 @@ class Transport(ABC):
     ) -> list[Work]:
         """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait decodes and adds the parts.
 
-        ``encoded``: each buffer encoded, with a row for each receiver. ``out`` has room for a padded part; without ``out`` the
-        sum replaces the first part of ``x``. ``gaps``: for each buffer, runs of its sum that belong to no leaf, and are set to
-        zero. ``facts``: for each buffer, facts for errors of the format.
+        Each summand's ``out`` has room for a padded part. If a summand has no ``out``, its sum replaces the first part of its
+        ``x``. For each summand, ``encoded`` has its ``x`` encoded, with a row for each receiver; ``gaps``, runs of its sum that
+        belong to no leaf, and are set to zero; and ``facts``, facts for errors of the format.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded_part_size(len(x), n) for x in xs]

@@ -8,21 +8,24 @@ from fsharp.stateful.transport.base import Summand, Transport, Work
 
 
 class BlockingTransport(Transport):
-    """A Transport over any Comm, which counts and labels calls itself."""
+    """A Transport over any Comm. Each collective is done when its method returns. The Comm counts and labels collectives.
+
+    Several buffers are always packed into one before, so each method gets one buffer.
+    """
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather the one buffer over the Comm: several are always packed."""
+        """Gather a buffer over the Comm."""
         outs[0].copy_(self.comm.all_gather(xs[0], axis, label=label).view(-1))
         return Work()
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum this rank's part of the one summand over the Comm."""
+        """Sum this rank's part of a summand over ranks, by the Comm."""
         x, out = summands[0].x, summands[0].out
         result = self.comm.reduce_scatter(x.view(self.comm.mesh.axis_size(axis), -1), axis, dtype=dtype, label=label)
         return [Work(result=result if out is None else out.copy_(result))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum the one summand over the Comm."""
+        """Sum a summand over ranks, by the Comm. If it travels in another dtype than its sum, by two collectives."""
         x, out = summands[0].x, summands[0].required_out
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))

@@ -143,7 +143,7 @@ class FullUnit:
         """Return the stored leaves, as new aliases in each call."""
         found = list(map(torch.Tensor.detach, self._leaves))
         for position in self._classed:
-            found.insert(position, self.hand_out_leaf(position))
+            found.insert(position, self.new_leaf_tensor(position))
         return found
 
     @property
@@ -153,7 +153,7 @@ class FullUnit:
         return (scales or self.flats)[0].untyped_storage()
 
     @torch.inference_mode(False)  # the memory of inference tensors cannot be taken later
-    def hand_out_leaf(self, position: int) -> torch.Tensor:
+    def new_leaf_tensor(self, position: int) -> torch.Tensor:
         """Return a new tensor for the stored leaf at a position, in the leaf's own tensor class."""
         cls, part = self._classed[position]
         tensor = cls.make_tensor(part)
@@ -262,7 +262,7 @@ def encoded_nbytes(unit: UnitLayout, group: int) -> int:
     return 0 if is_in_place else sum(map(aligned, nbytes))
 
 
-def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
+def encoded_full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return number of elements and dtype of each group's full buffer as gathered, for groups whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
     return [(unit.stored_size(i, unit.strategy.full), each.dtype) for i, each in enumerate(formats) if each is not None]
@@ -270,7 +270,7 @@ def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 def full_nbytes(unit: UnitLayout) -> int:
     """Return the bytes of a unit's full parameters, stored and decoded, each group on an aligned boundary."""
-    return sizes_nbytes([*full_sizes(unit), *stored_sizes(unit)])
+    return sizes_nbytes([*full_sizes(unit), *encoded_full_sizes(unit)])
 
 
 def gather_outputs(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:

@@ -21,9 +21,9 @@ class RestingGradient:
         handed_out: tensors that callers got and that are still in this memory, each with the index of its buffer.
     """
 
-    def __init__(self, sizes: FlatSizes, device: torch.device, window: torch.Tensor | None = None) -> None:
-        self.sizes, self.nbytes, self.device, self._memory = sizes, sizes_nbytes(sizes), device, window
-        self.in_arena = window is not None
+    def __init__(self, sizes: FlatSizes, device: torch.device, arena_bytes: torch.Tensor | None = None) -> None:
+        self.sizes, self.nbytes, self.device, self._memory = sizes, sizes_nbytes(sizes), device, arena_bytes
+        self.in_arena = arena_bytes is not None
         self.release()
 
     def release(self) -> None:

@@ -68,9 +68,9 @@ class GradientRoute:
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
-    def resting_gradient(self, window: torch.Tensor | None = None) -> RestingGradient:
-        """Return the buffers of the gradient at rest: in ``window``, bytes of the arena, or in memory of their own."""
-        return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, window)
+    def resting_gradient(self, arena_bytes: torch.Tensor | None = None) -> RestingGradient:
+        """Return the buffers of the gradient at rest: in ``arena_bytes``, bytes of the arena, or in memory of their own."""
+        return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, arena_bytes)
 
     def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
         """Return the bytes of an :class:`OutgoingBlock`; 0 if gradients are added directly to the gradient at rest."""

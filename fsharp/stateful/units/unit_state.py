@@ -18,7 +18,7 @@ from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import CodedBytes, ReductionChain
-from fsharp.stateful.units.full import FullUnit, full_nbytes, full_sizes, leaf_table, stored_sizes
+from fsharp.stateful.units.full import FullUnit, encoded_full_sizes, full_nbytes, full_sizes, leaf_table
 from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.resting import RestingGradient
 
@@ -77,7 +77,7 @@ class UnitState:
             update_gather=tuple(chain(*updates)),
             host=self.host_nbytes,
             wire=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
-            decoded=sum(numel * dtype.itemsize for numel, dtype in stored_sizes(layout)) if self.axes else 0,
+            decoded=sum(numel * dtype.itemsize for numel, dtype in encoded_full_sizes(layout)) if self.axes else 0,
             update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, self.update_axes)),
         )
         if not trained or self.gradient is None:

@@ -15,10 +15,10 @@ from fsharp.stateful.units.full import (
     RELEASED_VERSION,
     FullUnit,
     carve_tensors,
+    encoded_full_sizes,
     full_nbytes,
     full_sizes,
     gather_outputs,
-    stored_sizes,
 )
 from fsharp.stateful.units.handed_out import HandedOutLeaf
 from fsharp.stateful.units.unit_state import UnitState
@@ -77,7 +77,7 @@ class UnshardedBuffer:
 
     def _carve_memory(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
-        flats = carve_tensors(memory, [*sizes, *stored_sizes(layout)])
+        flats = carve_tensors(memory, [*sizes, *encoded_full_sizes(layout)])
         encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
@@ -98,7 +98,7 @@ class UnshardedBuffer:
             self.full.set_version(self._version)
 
     def begin_fill(self, node: Sharded, step: int) -> list[GatherInput]:
-        """Return the inputs of gathers that fill the buffer from a node in step number ``step``. It counts as filled then."""
+        """Begin to fill the buffer from a node in step number ``step``: return the inputs of the gathers that fill it."""
         if self.where is None:
             with torch.inference_mode(False):
                 self._carve_memory(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))

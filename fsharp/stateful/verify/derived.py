@@ -7,7 +7,7 @@ from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
 
 
 class DerivedBufferCheck(ScheduleCheck):
-    """Check that buffers with a source (``BufferSpec.source``) are filled before each read, and again after a change of it."""
+    """Check that buffers with a source (``BufferKind.source``) are filled before each read, and again after a change of it."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)

@@ -116,21 +116,21 @@ class MemoryCheck(ScheduleCheck):
     def _check_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         if op.memory is None:
             return
-        fills, key = spec.fills == spec.memory_buffer, (spec.memory_buffer, op.unit)
+        fills, key = spec.fills == spec.memory_buffer_kind, (spec.memory_buffer_kind, op.unit)
         readers = self.readers.get(key, [])
         for j in readers:
             if j != i and not self.order.is_before(j, i):
                 raise self.unordered_error(
-                    i, op, f"changes or frees the {BUFFERS[spec.memory_buffer].description} that may still be read by", j
+                    i, op, f"changes or frees the {BUFFERS[spec.memory_buffer_kind].description} that may still be read by", j
                 )
         self.readers[key] = [i] if i in readers else []
         self.changed[key] = i
-        if fills and BUFFERS[spec.memory_buffer].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
+        if fills and BUFFERS[spec.memory_buffer_kind].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
             what = "the unit's copy changes its address within a step, and saved tensors point at the old one."
             raise op_error(i, op, what, f"{self.slots[op.unit]}")
         if key not in self.live and not fills:
             raise op_error(
-                i, op, f"nothing has filled the {BUFFERS[spec.memory_buffer].description} that it uses.", "an op before it"
+                i, op, f"nothing has filled the {BUFFERS[spec.memory_buffer_kind].description} that it uses.", "an op before it"
             )
         if key not in self.live:
             self._check_fill(i, op, op.memory)
@@ -138,7 +138,7 @@ class MemoryCheck(ScheduleCheck):
         elif self.live[key][1] != op.memory:
             what = f"its memory is not the memory that op {self.schedule_position(self.live[key][0])} has filled."
             raise op_error(i, op, what, f"{self.live[key][1]}")
-        if spec.frees == spec.memory_buffer:
+        if spec.frees == spec.memory_buffer_kind:
             filled, _ = self.live.pop(key)
             self.owners.remove_values(op.memory.start, op.memory.stop)
             # The op that filled these bytes has waited for earlier frees, so the last one is enough.
@@ -203,10 +203,10 @@ class PolicyLimitsCheck(ScheduleCheck):
                 raise op_error(i, op, what, f"at most {self.policy.prefetch + 1}, or only units in use", "Gather it later.")
         elif spec.frees == PARAMS:
             self.group_of.pop(op.unit, None)
-        elif spec.calls and spec.memory_buffer in self.under_way:
-            here = self.under_way[spec.memory_buffer]
+        elif spec.calls and spec.memory_buffer_kind in self.under_way:
+            here = self.under_way[spec.memory_buffer_kind]
             here.setdefault(_bucket_name(op), set()).add(op.unit)
-            most = MAX_FINAL_REDUCTIONS if spec.memory_buffer == FINISHING else MAX_REDUCTIONS
+            most = MAX_FINAL_REDUCTIONS if spec.memory_buffer_kind == FINISHING else MAX_REDUCTIONS
             if len(here) > most:
                 what = f"is a reduction too many: reductions of {sorted(here)} are under way."
                 raise op_error(i, op, what, f"at most {most}", "Accumulate another gradient first.")

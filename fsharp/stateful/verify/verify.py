@@ -135,7 +135,7 @@ def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, 
 
 def _check_size(i: int, op: Op, spec: OpSpec, facts: UnitFacts, arena: int) -> None:
     nbytes = spec.nbytes(facts)
-    if spec.memory_buffer == PARAMS and not nbytes:
+    if spec.memory_buffer_kind == PARAMS and not nbytes:
         raise op_error(i, op, "there is nothing to gather or release.", "gathers of units that do not rest in full")
     if (op.memory.nbytes if op.memory is not None else None) != (nbytes or None):
         raise op_error(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes" if nbytes else "None")

@@ -188,7 +188,7 @@ def test_many_exchanges_of_the_state_leave_no_trace():
         model, optimizer = world(comm, "alone", cls=torch.optim.SGD)
         for _ in range(50):
             model.train_state = model.train_state
-            optimizer._recut_slices(optimizer._labels, optimizer._states_by_path())
+            optimizer._recut_by_labels(optimizer._labels, optimizer._states_by_path())
         assert {label for labels in optimizer._labels for label in labels.values()} == {0}
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)

@@ -174,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         nodes = units_by_name(tree)
         return [[nn.Parameter(flat_slice.view_in(nodes)) for flat_slice in slices] for slices in self._slices]
 
-    def _recut_slices(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
+    def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Cut buffers into new slices by the labels of leaves, and join the states of the leaves of each slice."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
@@ -228,13 +228,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_by_inner(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         if self._generation != self.session.state.generation:
-            self._recut_slices(self._labels, self._states_by_path())
+            self._recut_by_labels(self._labels, self._states_by_path())
         missing = self.session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
         if missing and any(
             len({path in missing for path, _, _ in flat_slice.leaves}) > 1 for flat_slice, _ in self._slices_and_parameters()
         ):
-            self._recut_slices(
+            self._recut_by_labels(
                 [{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states_by_path()
             )
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -419,7 +419,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.session.state.train_state = self.session.state.train_state._replace(opt=states)
         else:
             self._has_state = set(states)
-            self._recut_slices(
+            self._recut_by_labels(
                 [{path: state_join_key(states.get(path, {})) for path in labels} for labels in self._labels], states
             )
         self.session.record_full_load("optimizer")

@@ -58,9 +58,10 @@ _CHECKPOINT_TOOL: TorchTool = (
 
 
 def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
-    """Return two texts: ``" of ..."`` with the torch tool that is running, such as FSDP; and the remedy for the tool.
+    """Return two texts for an error: who calls, such as ``" of FSDP"``, and the remedy for this caller.
 
-    The innermost known tool on the stack counts. If no known tool is running, return ``""`` and ``usual_remedy``.
+    The caller is the innermost function on the stack that belongs to a known tool of torch. If there is none, return ``""``
+    and ``usual_remedy``.
     """
     modules = [f"{frame.f_globals.get('__name__', '')}." for frame, _ in walk_stack(sys._getframe(1))]
     known = _TORCH_TOOLS

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import TreeError
-from fsharp.functional.release import independent_clone, inner_tensors
+from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.stateful.modules.values.outputs import replace_tensors, tensors_in, views_of_parameters
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
@@ -42,7 +42,7 @@ class SideOutputs:
         """
         new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
         if views := views_of_parameters(parameters, new):
-            self.replace_stored(arguments, views, [independent_clone(x) for x in views], path)
+            self.replace_stored(arguments, views, [unaliased_clone(x) for x in views], path)
             new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
         return [x for x in new if x.grad_fn is not None]
 
