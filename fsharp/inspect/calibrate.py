@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_w
 from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_times
 
 _MAX_FIT_ROUNDS = 8
+_MOST_FACTOR = 8.0
+_BISECTIONS = 24
 Link = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
 
@@ -439,3 +441,26 @@ def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> to
             break
         kept[kept.nonzero()[solution.argmin(), 0]] = False
     return result
+
+
+def compute_times_with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
+    """Return the seconds of compute of a trace, with the host's time between ops shared out among them."""
+    rates = []
+    for (start, stop), rows in alone.ended_steps():
+        worked_s = sum(span.seconds for span in self_times(rows) if span.stream == "compute" and span.kind != WAITING)
+        rates.append((stop - start) / worked_s if worked_s else 1.0)
+    rate = median(rates)
+    return {unit: (rate * forward_s, rate * backward_s) for unit, (forward_s, backward_s) in alone.compute_times().items()}
+
+
+def find_link_factor(step_s: Callable[[float], float], trace: Trace) -> float:
+    """Return the factor with which a predicted step takes as long as the traced steps, by bisection.
+
+    ``step_s(factor)`` predicts the seconds of a step whose collectives take ``factor`` times as long.
+    """
+    taken_s = median(stop - start for (start, stop), _ in trace.ended_steps())
+    low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if step_s(middle) < taken_s else (low, middle)
+    return math.sqrt(low * high)

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 from fsharp.errors import ScheduleError, problem
@@ -30,6 +29,8 @@ from fsharp.inspect.calibrate import (
     accumulates_without_work,
     calibrate,
     cast_nbytes_of_issue,
+    compute_times_with_gaps,
+    find_link_factor,
     fit_host_share,
     issued_nbytes,
     moved_nbytes,
@@ -40,13 +41,11 @@ from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
-from fsharp.stateful.timing.trace import Trace, self_times
+from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _MAX_STEPS = 16
-_MOST_FACTOR = 8.0
-_BISECTIONS = 24
 _OVER_AT_START = 0.0, 0.0
 """Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
@@ -249,8 +248,15 @@ class Hardware:
             found |= {"issue_s": 0.0, "issue_bandwidth": math.inf}
         fitted = replace(host, **found)
         if alone is not None and contention:
-            fitted = _with_links_of_the_step(replace(fitted, compute=_with_gaps(alone)), trace, schedule)
+            fitted = replace(fitted, compute=compute_times_with_gaps(alone))
+            factor = find_link_factor(lambda factor: predict(schedule, fitted._with_slower_links(factor)).step_s, trace)
+            fitted = fitted._with_slower_links(factor)
         return replace(fitted, **own)
+
+    def _with_slower_links(self, factor: float) -> "Hardware":
+        """Return hardware whose collectives, and casts in their sums, take ``factor`` times as long."""
+        latency, bandwidth = _scaled(self.latency, factor), _scaled(self.bandwidth, 1 / factor)
+        return replace(self, latency=latency, bandwidth=bandwidth, cast_bandwidth=self.cast_bandwidth / factor)
 
     @api_boundary
     def to_json(self) -> str:
@@ -308,33 +314,8 @@ class Hardware:
         return (link,)
 
 
-def _with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
-    """Return the seconds of compute of a trace, with the host's time between ops shared out among them."""
-    rates = []
-    for (start, stop), rows in alone.ended_steps():
-        worked_s = sum(span.seconds for span in self_times(rows) if span.stream == "compute" and span.kind != WAITING)
-        rates.append((stop - start) / worked_s if worked_s else 1.0)
-    rate = median(rates)
-    return {unit: (rate * forward_s, rate * backward_s) for unit, (forward_s, backward_s) in alone.compute_times().items()}
-
-
-def _with_links_of_the_step(hardware: Hardware, trace: Trace, schedule: Schedule) -> Hardware:
-    """Return hardware whose latencies and bandwidths are multiplied by a factor, so that a step takes as long as measured."""
-    taken_s = median(stop - start for (start, stop), _ in trace.ended_steps())
-
-    def slower(factor: float) -> Hardware:
-        numbers = {"latency": (hardware.latency, factor), "bandwidth": (hardware.bandwidth, 1 / factor)}
-        scaled: dict[str, Any] = {
-            name: {link: rate * each for link, each in value.items()} if isinstance(value, Mapping) else rate * value
-            for name, (value, rate) in numbers.items()
-        }
-        return replace(hardware, **scaled, cast_bandwidth=hardware.cast_bandwidth / factor)
-
-    low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
-    for _ in range(_BISECTIONS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if predict(schedule, slower(middle)).step_s < taken_s else (low, middle)
-    return slower(math.sqrt(low * high))
+def _scaled(value: PerLink, rate: float) -> PerLink:
+    return {link: rate * each for link, each in value.items()} if isinstance(value, Mapping) else rate * value
 
 
 def _value_of_link(value: PerLink, link: Link, name: str) -> float:
@@ -519,5 +500,4 @@ def _op_seconds(
         case "send" | "memory":  # without collectives the op only copies in memory
             of = [(op, facts[op.unit]) for op in ops]
             calls = [call for op, mine in of for call in op.spec.collectives(mine)]
-            bandwidth = hardware.memory_bandwidth
-            return coded_s + (hardware.collective_s(calls) if calls else moved_nbytes(ops, facts) / bandwidth)
+            return coded_s + (hardware.collective_s(calls) if calls else moved_nbytes(ops, facts) / hardware.memory_bandwidth)

@@ -32,7 +32,7 @@ class Combination:
 
     @property
     def departures(self) -> tuple[str, ...]:
-        """What differs from the defaults."""
+        """Words for what the combination changes from the defaults, such as recomputation, formats and fields of the policy."""
         return self.arguments.departures(self.option.layout, self.policy)
 
 

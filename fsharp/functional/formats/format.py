@@ -51,7 +51,7 @@ NoiseFn = Callable[[int, int, torch.device], torch.Tensor]
 
 
 class ResidualAndNoise(NamedTuple):
-    """What the encoding of a gradient takes beside the gradient: a residual to add, and random numbers.
+    """The residual and the random numbers with which a gradient is encoded.
 
     Attributes:
         residual: encoding errors of earlier gradients, 1-D, to add and to overwrite; None adds nothing.

@@ -45,7 +45,7 @@ _GRAD_CALL = "torch.autograd.grad() with respect to parameters of a ShardedModul
 
 
 class Session:
-    """What a sharded module needs between calls: its layout, state, step and scheduler. It runs calls with units gathered.
+    """The layout, state, step and scheduler of a sharded module, kept between its calls. A Session runs each call.
 
     Attributes:
         casts: casts of inputs and outputs, by path, for modules with casts.

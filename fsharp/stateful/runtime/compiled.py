@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.runtime.executor import BoundOp, Executor, do_nothing
+from fsharp.stateful.runtime.bound_op import BoundOp
+from fsharp.stateful.runtime.executor import Executor, do_nothing
 from fsharp.stateful.schedule.emit_gradients import microbatches_before_reduce
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import SchedulePolicy

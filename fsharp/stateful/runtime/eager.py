@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fsharp.errors import ScheduleError
+from fsharp.stateful.runtime.bound_op import BoundOp
 from fsharp.stateful.runtime.compiled import BoundSchedule
-from fsharp.stateful.runtime.executor import BoundOp, Executor
+from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.addresses import ArenaItem, lower_bound
 from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes

@@ -4,78 +4,25 @@ The executor uses units, their memory, lanes and the transport; it does not depe
 op the table :data:`BIND` has a function that binds an op to its tensors once, and returns the op's action.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-
-import torch
 
 from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.stateful.runtime.bound_op import Action, BoundOp, ops_text
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
-from fsharp.stateful.schedule.schedule import Op
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.stateful.units.axis_chain import ChainInput, GatherInput, gather_along, reduce_along
-from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.host import HostCopies
-from fsharp.stateful.units.route import Grads, OutgoingBlock
+from fsharp.stateful.units.route import Grads
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
+from fsharp.stateful.units.unsharded import buffers_stamp
 from fsharp.stateful.units.update_gather import UpdateGather
-
-Action = Callable[[], None]
-"""A function without arguments that runs one op, or one bucket of ops."""
-
-
-@dataclass(eq=False, slots=True)
-class BoundOp:
-    """An op with the objects on which it works.
-
-    Attributes:
-        key: key of the op on lanes.
-        after: keys of the ops on other lanes for which this op waits; for the first op of a bucket the keys of the whole
-            bucket.
-        unsharded: the buffer of the unit's full parameters.
-        block: the memory in which a gradient is collected, and from which it is sent.
-        final_pieces: memory for the reduction to the optimizer's place.
-        is_first: for a cast: whether it is the unit's first cast in its microbatch.
-        may_run_late: for a sum or an accumulate: whether a host without streams runs the op late, when its result is read.
-        gradients_to_join: gradients for which this op waits, as it fills memory that they may still use.
-        other_members: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
-    """
-
-    op: Op
-    key: OpKey
-    after: Sequence[OpKey]
-    unit: UnitState | None
-    unsharded: UnshardedBuffer | None = None
-    block: OutgoingBlock | None = None
-    final_pieces: list[list[torch.Tensor]] = field(default_factory=list)
-    is_first: bool = False
-    may_run_late: bool = False
-    gradients_to_join: Sequence[UnitGradient] = ()
-    other_members: "Sequence[BoundOp]" = ()
-    spec: OpSpec = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.spec = self.op.spec
-        self.after = tuple(dict.fromkeys([*self.after, *(key for each in self.other_members for key in each.after)]))
-
-    @property
-    def bucket_members(self) -> "tuple[BoundOp, ...]":
-        """The ops of the bucket, this op first; only this op if it is in no bucket."""
-        return self, *self.other_members
-
-    @property
-    def gradient(self) -> UnitGradient:
-        """The gradient of the op's unit."""
-        assert self.unit is not None
-        return self.unit.trained_gradient
 
 
 class Executor:
@@ -245,13 +192,6 @@ def _action_to_end_reduction(bound: BoundOp) -> Action:
         return bound.gradient.end_final_reduction
     assert bound.block is not None
     return partial(bound.gradient.accumulate, bound.block)
-
-
-def ops_text(bound_ops: Sequence[BoundOp]) -> str:
-    """Return text for a label: the kind, units and phase of the ops of a bucket."""
-    first, last = bound_ops[0].op, bound_ops[-1].op
-    which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bound_ops)} units"
-    return f"{first.kind} {which} ({first.phase})"
 
 
 def _bind_gather(executor: Executor, bound: BoundOp) -> Action:

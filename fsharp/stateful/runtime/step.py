@@ -12,10 +12,11 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
+from fsharp.stateful.runtime.bound_op import BoundOp
 from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, create_graph_error, in_backward, make_leaves_differentiable
 from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.eager import EagerOps
-from fsharp.stateful.runtime.executor import BoundOp, Executor
+from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import TraceRecorder
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
