@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
+from fsharp.inspect.links import Link
 from fsharp.stateful.schedule.ops import (
     ACCUMULATE,
     CAST,
@@ -29,8 +30,6 @@ from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_tim
 _MAX_FIT_ROUNDS = 8
 _MOST_FACTOR = 8.0
 _BISECTIONS = 24
-Link = tuple[str, str]
-"""A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
 
 
 def calibrate(

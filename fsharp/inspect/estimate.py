@@ -25,7 +25,6 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.inspect.calibrate import (
-    Link,
     accumulates_without_work,
     calibrate,
     cast_nbytes_of_issue,
@@ -36,6 +35,7 @@ from fsharp.inspect.calibrate import (
     moved_nbytes,
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
+from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
@@ -49,11 +49,6 @@ _MAX_STEPS = 16
 _OVER_AT_START = 0.0, 0.0
 """Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
-PerLink = float | Mapping[str | Link, float]
-"""One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
-``{("reduce_scatter", "dp"): x}``, which takes precedence over the axis. An ``all_reduce`` without a number is a
-``reduce_scatter`` and an ``all_gather`` of half of its bytes each, so a fit to ZeRO-3 predicts DDP. An ``all_to_all`` without
-a number is a ``reduce_scatter``."""
 ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callable[[str], tuple[float, float]]
 """Seconds of a unit's forward and of its backward: for all units, by key-path pattern, or as a function of the name."""
 
@@ -255,7 +250,7 @@ class Hardware:
 
     def _with_slower_links(self, factor: float) -> "Hardware":
         """Return hardware whose collectives, and casts in their sums, take ``factor`` times as long."""
-        latency, bandwidth = _scaled(self.latency, factor), _scaled(self.bandwidth, 1 / factor)
+        latency, bandwidth = scaled_by_link(self.latency, factor), scaled_by_link(self.bandwidth, 1 / factor)
         return replace(self, latency=latency, bandwidth=bandwidth, cast_bandwidth=self.cast_bandwidth / factor)
 
     @api_boundary
@@ -292,12 +287,12 @@ class Hardware:
     def latency_s(self, links: Iterable[Link]) -> float:
         """Return the seconds of a collective that do not depend on its bytes, over all of its links in sequence."""
         halves = [half for link in links for half in self._collectives_in(link)]
-        return sum(_value_of_link(self.latency, half, "latency") for half in halves)
+        return sum(value_of_link(self.latency, half, "latency") for half in halves)
 
     def _seconds_per_byte(self, link: Link) -> float:
         """Return the seconds of one byte over a link: the mean over :meth:`_collectives_in` of the link."""
         halves = self._collectives_in(link)
-        return sum(1 / _value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
+        return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
     def _collectives_in(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
@@ -312,23 +307,6 @@ class Hardware:
         if parts and known and not has_own and all((part, axis) in value for part in parts for value in known):
             return tuple((part, axis) for part in parts)
         return (link,)
-
-
-def _scaled(value: PerLink, rate: float) -> PerLink:
-    return {link: rate * each for link, each in value.items()} if isinstance(value, Mapping) else rate * value
-
-
-def _value_of_link(value: PerLink, link: Link, name: str) -> float:
-    if not isinstance(value, Mapping):
-        return value
-    if link in value:
-        return value[link]
-    axis = link[1]
-    if axis not in value:
-        facts = [("given for", ", ".join(map(str, value)) or "no axis"), ("wanted by", link[0])]
-        what, remedy = f"the hardware has no {name} for axis {axis!r}.", f"Add it, or pass one {name} for all axes."
-        raise ScheduleError(problem("predict()", what, facts, remedy))
-    return value[axis]
 
 
 @options_checked
