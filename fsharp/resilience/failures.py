@@ -43,6 +43,9 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:
         yield
         return
+    earlier = sys.excepthook
+    if isinstance(earlier, _ReportingExcepthook) and earlier.error is not None:
+        earlier.remove()  # its error was handled: this program goes on
     hook = _ReportingExcepthook(found, sys.excepthook)
     sys.excepthook = hook
     try:
@@ -53,22 +56,24 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
         _write_error_file(error, raised_at, is_own=hook.is_own)
         raise  # the hook stays: it prints the error if nobody handles it
     except BaseException:
-        sys.excepthook = hook.before
+        hook.remove()
         raise
-    sys.excepthook = hook.before
+    hook.remove()
 
 
 class _ReportingExcepthook:
     """The excepthook of a rank: it prints the error, with a traceback if no other rank has failed before."""
 
     def __init__(self, comm: ProcessGroupComm, before: Callable[..., None]) -> None:
-        self._comm, self.before = comm, before
+        self._comm: ProcessGroupComm | None = comm
+        self.before = before
         self.error: BaseException | None = None
         self.is_own = False
 
     @property
     def ranks(self) -> RankStatuses:
         """The statuses of ranks in this generation of the job."""
+        assert self._comm is not None
         return self._comm.watch.ranks
 
     @property
@@ -76,6 +81,15 @@ class _ReportingExcepthook:
         """The board on which ranks write to each other."""
         assert self.ranks.board is not None
         return self.ranks.board
+
+    def remove(self) -> None:
+        """Restore the earlier excepthook.
+
+        A thread keeps the excepthook of its start until its Thread object is released, which may be while the interpreter
+        ends. Were a process group released then, the process would abort, so this hook forgets its Comm and its error.
+        """
+        sys.excepthook = self.before
+        self._comm = self.error = None
 
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
         """Tell other ranks of an error, unless the error came from another rank."""

@@ -1,12 +1,15 @@
 """Real processes that fail, are killed, stopped or sent a signal: who says what, in which order, and how soon."""
 
 import contextlib
+import gc
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import fsharp as fs
 from fsharp.errors import CommError
 from fsharp.resilience import EXIT_PREEMPTED, Run
+from fsharp.resilience.failures import reported_failures
 from fsharp.testing import processes
 from tests.resilience.test_run import X, make_state, train_step
 
@@ -199,3 +203,37 @@ def test_errors_of_any_kind_are_heard_of(tmp_path, make):
     assert processes(DP2, rank_fn) == [type(make()).__name__, "AgreementError"]
     assert "rank 0 of 2 failed first, in step 3" in (tmp_path / "said").read_text(errors="replace")
     assert type(make()).__name__ in json.loads((tmp_path / "error file").read_text())["message"]["message"]
+
+
+def test_threads_that_start_in_a_run_keep_neither_its_comm_nor_the_values_of_a_handled_error():
+    """Threads keep sys.excepthook: a process that released its groups with its last thread aborted at exit."""
+
+    class Value:
+        pass
+
+    def rank_fn(comm):
+        end, kept = threading.Event(), []
+        before = sys.excepthook
+        comms = [fs.connect(DP2, device_type="cpu") for _ in range(4)]  # first: after an error the ranks cannot join again
+
+        def fail():
+            value = Value()
+            kept.append(weakref.ref(value))
+            raise ValueError("handled")
+
+        for fails in (False, True, True, False):
+            own = comms.pop()
+            kept.append(weakref.ref(own))
+            with contextlib.suppress(ValueError), reported_failures(own, lambda: "a test"):
+                threads.append(threading.Thread(target=end.wait, args=(60,), daemon=True))
+                threads[-1].start()
+                if fails:
+                    fail()
+            del own
+        gc.collect()
+        assert [each() for each in kept] == [None] * 6
+        assert sys.excepthook is before
+        end.set()
+
+    threads = []
+    processes(DP2, rank_fn)
