@@ -1,8 +1,9 @@
 """Conversions from and to checkpoints of Orbax, each by one process without a process group."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
-from fsharp.checkpoint.entries import Value
+from fsharp.checkpoint.entries import TensorEntry, Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import stored_name_by_new_name
 from fsharp.checkpoint.saving import checked_config
@@ -21,6 +22,19 @@ from fsharp.functional.tree.paths import as_patterns, select_paths
 from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30  # bytes to read in one call of Orbax, which reads its metadata again in each call
+_NO_STACKS: Mapping[str, int] = MappingProxyType({})
+
+
+class _Source(NamedTuple):
+    """Where the elements of a tensor are: in a leaf, or in the slice ``layer`` along the dim ``dim`` of a leaf."""
+
+    leaf: str
+    dim: int = 0
+    layer: int | None = None
+
+    def of(self, array: Any) -> Any:
+        """Return the elements, given the array of the leaf."""
+        return array if self.layer is None else array.take(self.layer, self.dim)
 
 
 @api_boundary
@@ -30,6 +44,7 @@ def from_orbax(
     *,
     step: int = 0,
     ignore: str | Sequence[str] = (),
+    unstack: Mapping[str, int] = _NO_STACKS,
     config: Any = None,
 ) -> Checkpoint:
     """Convert an Orbax checkpoint of a pytree to a checkpoint under ``root``, which :func:`fsharp.checkpoint.load` reads.
@@ -42,14 +57,18 @@ def from_orbax(
         root: folder of checkpoints, as of :func:`fsharp.checkpoint.save`.
         step: number of the step, in the checkpoint's name.
         ignore: patterns of names to leave out; each has to match a name.
+        unstack: paths of subtrees whose leaves hold all layers, as ``lax.scan`` takes them, each with the dim that counts
+            layers. With ``{"params.layers": 0}`` a leaf ``params.layers.w`` of shape ``[8, 4, 3]`` becomes the tensors
+            ``params.layers.0.w`` to ``params.layers.7.w`` of shape ``[4, 3]``, so that a unit can be a layer.
         config: kept in the manifest.
 
     Raises:
         CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch
-            has. No checkpoint is left behind.
+            has; or ``unstack`` names no subtree, or leaves with other numbers of layers. No checkpoint is left behind.
         PatternError: a pattern matches nothing.
 
-    Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one tensor if that is larger.
+    Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one leaf and a slice of it if
+    that is more.
     Source: https://orbax.readthedocs.io
     """
     source, where = os.path.abspath(folder), "from_orbax()"
@@ -62,11 +81,13 @@ def from_orbax(
     if len(leaves) != len(paths):
         raise CheckpointError(f"{source}: two leaves have the same name, such as the keys 'a.b' and 'b' within 'a'.")
     left = select_paths("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
-    entries = {
-        name: whole_entry(name, _torch_dtype(source, name, leaf.dtype), tuple(leaf.shape))
-        for name, leaf in leaves.items()
-        if name not in left and hasattr(leaf, "shape")
-    }
+    arrays = {name: leaf for name, leaf in leaves.items() if name not in left and hasattr(leaf, "shape")}
+    sources = _sources(where, {name: tuple(leaf.shape) for name, leaf in arrays.items()}, unstack)
+    entries = dict[str, TensorEntry]()
+    for name, of in sources.items():
+        leaf = arrays[of.leaf]
+        shape = tuple(size for dim, size in enumerate(leaf.shape) if of.layer is None or dim != of.dim)
+        entries[name] = whole_entry(name, _torch_dtype(source, of.leaf, leaf.dtype), shape)
 
     def load(names: set[str]) -> dict[str, Any]:
         asked = [ocp.PLACEHOLDER if name not in names else _empty_like(leaf) for name, leaf in leaves.items()]
@@ -74,11 +95,14 @@ def from_orbax(
         return {name: leaf for name, leaf in zip(leaves, jax.tree.leaves(found), strict=True) if name in names}
 
     def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
+        loaded = dict[str, Any]()
         for group in batches_by_nbytes(tensors, _READ_NBYTES):
-            arrays = load({tensor.name for tensor in group})
-            yield from (_as_tensor(arrays.pop(tensor.name), tensor) for tensor in group)
+            asked = {sources[tensor.name].leaf for tensor in group}
+            loaded = {name: loaded[name] for name in asked & loaded.keys()}  # slices of one leaf follow each other
+            loaded |= load(asked - loaded.keys())
+            yield from (_as_tensor(sources[tensor.name].of(loaded[sources[tensor.name].leaf]), tensor) for tensor in group)
 
-    others = set(leaves) - set(entries) - set(left)
+    others = set(leaves) - set(arrays) - set(left)
     values: dict[str, Value] = load(others) if others else {}
     return write_converted(where, root, entries, values, read, step=step, config=config)
 
@@ -90,6 +114,7 @@ def to_orbax(
     *,
     subtree: str = "",
     rename: Callable[[str], str] | None = None,
+    stack: Mapping[str, int] = _NO_STACKS,
 ) -> None:
     """Write tensors of a checkpoint as an Orbax checkpoint, which ``ocp.load`` reads as a pytree of arrays.
 
@@ -99,10 +124,12 @@ def to_orbax(
         subtree: the subtree to write, such as ``"params"`` of a TrainState. Numbers and texts are left out.
         rename: returns Orbax's name for a name below ``subtree``. A dot in a name means a dict within a dict; a dict whose keys
             are 0, 1 and so on becomes a list.
+        stack: paths of lists of layers, in Orbax's names, each with the dim at which the leaves of all layers are stacked, as
+            ``lax.scan`` takes them: ``{"layers": 0}``, the inverse of ``unstack`` of :func:`from_orbax`.
 
     Raises:
         CheckpointError: the folder exists, there is nothing to write, the checkpoint is damaged, or a tensor has no elements,
-            which Orbax refuses, or a dtype that numpy does not have.
+            which Orbax refuses, or a dtype that numpy does not have; or ``stack`` names no list, or layers that differ.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
     hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
@@ -128,6 +155,13 @@ def to_orbax(
         if keys[-1] in node:
             raise CheckpointError(f"to_orbax(): {name!r} has other tensors within it. Give another name by rename=.")
         node[keys[-1]] = array
+    for path, dim in stack.items():
+        *parents, last = path.split(".")
+        parent: Any = tree
+        for key in parents:
+            parent = parent.get(key) if isinstance(parent, dict) else None
+        layers = parent.get(last) if isinstance(parent, dict) else None
+        parent[last] = _stack_layers(path, layers, dim)
     _call_orbax(target, lambda: ocp.save(target, _dicts_as_lists(tree)))
 
 
@@ -137,6 +171,49 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
     except Exception as error:  # of any class: Orbax raises its own errors, and those of tensorstore and asyncio
         lines = str(error).splitlines() or [""]
         raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}") from error
+
+
+def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping[str, int]) -> dict[str, _Source]:
+    """Return where the elements of each new tensor are, by its name, given the shapes of the leaves."""
+    found = dict[str, _Source]()
+    first_leaf = dict[str, str]()
+    for name, shape in shapes.items():
+        paths = [path for path in unstack if f"{name}.".startswith(f"{path}.")]
+        if not paths:
+            found[name] = _Source(name)
+            continue
+        path, dim = paths[0], unstack[paths[0]]
+        first = first_leaf.setdefault(path, name)
+        if len(paths) > 1:
+            raise CheckpointError(f"{where}: unstack has {paths[0]!r} and {paths[1]!r}, of which both contain {name!r}.")
+        if not 0 <= dim < len(shape) or shape[dim] != shapes[first][dim]:
+            raise CheckpointError(
+                f"{where}: unstack={{{path!r}: {dim}}} asks for the layers of {name!r}, whose shape is {list(shape)}; "
+                f"{first!r} has the shape {list(shapes[first])}. All leaves need one number of layers in dim {dim}: name the "
+                f"subtrees that have them, each with its dim."
+            )
+        for i in range(shape[dim]):
+            new = f"{path}.{i}{name.removeprefix(path)}"
+            if new in shapes:
+                raise CheckpointError(f"{where}: layer {i} of {name!r} would have the name {new!r}, which another array has.")
+            found[new] = _Source(name, dim, i)
+    if absent := [path for path in unstack if path not in first_leaf]:
+        raise CheckpointError(f"{where}: unstack names {absent[0]!r}, which has no arrays. Arrays: {list(shapes)[:8]}.")
+    return found
+
+
+def _stack_layers(path: str, layers: Any, dim: int) -> Any:
+    count = len(layers) if isinstance(layers, dict) else 0
+    if not count or set(layers) != {str(i) for i in range(count)}:
+        raise CheckpointError(f"to_orbax(): stack names {path!r}, which is no list of layers in the checkpoint.")
+    parts = [layers[str(i)] for i in range(count)]
+    kinds = [jax.tree.map(lambda array: f"{array.dtype} {list(array.shape)}", part) for part in parts]
+    for i, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise CheckpointError(f"to_orbax(): {path!r} cannot be stacked: layer {i} is {kind}, and layer 0 is {kinds[0]}.")
+    if not 0 <= dim <= min(array.ndim for array in jax.tree.leaves(parts)):
+        raise CheckpointError(f"to_orbax(): stack={{{path!r}: {dim}}} asks for a dim that not all leaves can have: {kinds[0]}.")
+    return jax.tree.map(lambda *arrays: np.stack(arrays, dim), *parts)
 
 
 def _torch_dtype(folder: str, name: str, dtype: Any) -> torch.dtype:

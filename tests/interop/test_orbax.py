@@ -101,3 +101,109 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"theirs exists already"):
         to_orbax(made, tmp_path / "theirs")
+
+
+def block(p, x):
+    return x + jnp.tanh(x @ p["w"] + p["b"])
+
+
+def stacked_tree():
+    w, b = jax.random.normal(jax.random.key(0), (5, 6, 6)) / 3, jnp.linspace(0, 1, 30).reshape(5, 6)
+    layers = {"w": w, "b": b.astype(jnp.bfloat16)}
+    return {
+        "params": {"head": jnp.arange(6.0), "layers": layers},
+        "mu": jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), layers),
+    }
+
+
+STACKS = {"params.layers": 0, "mu": 1}
+
+
+def test_layers_that_lax_scan_takes_become_units_and_go_back(tmp_path, monkeypatch):
+    tree, x = stacked_tree(), np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+    ocp.save(tmp_path / "theirs", tree)
+    asked, load = [], ocp.load
+
+    def recording_load(path, target):
+        asked.extend(name for name, leaf in _named(target).items() if leaf is not ocp.PLACEHOLDER)
+        return load(path, target)
+
+    monkeypatch.setattr(orbax, "_READ_NBYTES", 200)  # a slice of a leaf or two
+    monkeypatch.setattr(orbax.ocp, "load", recording_load)
+    made = from_orbax(tmp_path / "theirs", tmp_path / "ours", unstack=STACKS)
+    assert sorted(asked) == sorted(_named(tree)), "each leaf is read once, however many slices it has"
+
+    def layer():
+        return {"w": torch.empty(6, 6), "b": torch.empty(6, dtype=torch.bfloat16)}
+
+    shapes = {"head": torch.empty(6), "layers": [layer() for _ in range(5)]}
+
+    def run(comm):
+        layout = fs.plan(shapes, comm.mesh, fs.zero3("dp"), units="layers.*")
+        params = fs.checkpoint.load(made, fs.shard(shapes, layout, comm), comm=comm, subtree="params")
+        out = torch.from_numpy(x)
+        for each in params["layers"]:
+            out = fs.forward(lambda p, out: out + torch.tanh(out @ p["w"] + p["b"]), each, out, comm=comm)
+        return out.detach()
+
+    expected, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, tree["params"]["layers"])
+    for found in simulate(fs.Mesh({"dp": 2}), run):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    monkeypatch.undo()
+    to_orbax(made, tmp_path / "back", stack=STACKS)
+    found = ocp.load(tmp_path / "back")
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, found, tree)
+
+
+def _named(tree):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "unstack", "error"),
+    [
+        (
+            {"a": {"w": (3, 2), "b": (4, 2)}},
+            {"a": 0},
+            r"asks for the layers of 'a.w', whose shape is \[3, 2\]; 'a.b' has .*\[4, 2\]",
+        ),
+        ({"a": {"w": (3, 2), "b": (3,)}}, {"a": 1}, r"asks for the layers of 'a.b', whose shape is \[3\]"),
+        ({"a": {"w": (3, 2)}}, {"b": 0}, r"unstack names 'b', which has no arrays. Arrays: \['a.w'\]"),
+        ({"a": {"b": (3, 2)}}, {"a": 0, "a.b": 0}, r"unstack has 'a' and 'a.b', of which both contain 'a.b'"),
+        ({"a": {"b": (2, 2), "0": {"b": (2, 2)}}}, {"a.b": 0, "a": 0}, r"both contain 'a.b'"),
+        (
+            {"a": {"0": {"w": (2,)}, "w": (2, 2)}},
+            {"a": 0},
+            r"layer 0 of 'a.w' would have the name 'a.0.w', which another array has",
+        ),
+    ],
+)
+def test_subtrees_that_are_not_stacks_are_refused(tmp_path, tree, unstack, error):
+    ocp.save(tmp_path / "theirs", jax.tree.map(np.ones, tree, is_leaf=lambda leaf: isinstance(leaf, tuple)))
+    with pytest.raises(CheckpointError, match=error):
+        from_orbax(tmp_path / "theirs", tmp_path / "ours", unstack=unstack)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("tree", "stack", "error"),
+    [
+        (
+            [{"w": torch.ones(2)}, {"w": torch.ones(3)}],
+            {"a": 0},
+            r"'a' cannot be stacked: layer 1 is {'w': 'float32 \[3\]'}, and layer 0",
+        ),
+        ([{"w": torch.ones(2)}, {"w": torch.ones(2).half()}], {"a": 0}, r"layer 1 is {'w': 'float16 \[2\]'}"),
+        ([{"w": torch.ones(2)}, {"v": torch.ones(2)}], {"a": 0}, r"layer 1 is {'v'"),
+        ([{"w": torch.ones(2)}], {"a": 2}, r"stack={'a': 2} asks for a dim that not all leaves can have"),
+        ([{"w": torch.ones(2)}], {"a.0.w": 0}, r"stack names 'a.0.w', which is no list of layers"),
+        ([{"w": torch.ones(2)}], {"b.c": 0}, r"stack names 'b.c', which is no list of layers"),
+        ({"w": torch.ones(2)}, {"a": 0}, r"stack names 'a', which is no list of layers"),
+    ],
+)
+def test_layers_that_cannot_be_stacked_are_refused(tmp_path, tree, stack, error):
+    made = fs.checkpoint.save(tmp_path / "root", {"a": tree}, step=0, comm=COMM)
+    with pytest.raises(CheckpointError, match=error):
+        to_orbax(made, tmp_path / "out", stack=stack)
+    assert not (tmp_path / "out").exists()
