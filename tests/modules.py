@@ -134,6 +134,11 @@ def values(model):
     return {name: whole[name] for name, _ in model.named_parameters()}
 
 
+def detached(module):
+    """The parameters of a module that is not sharded, by name."""
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
 def train(model, optimizer, data, *, parts=1):
     """Losses of some steps in the usual loop, each of some microbatches."""
     losses = []
@@ -167,7 +172,7 @@ def alone(kind, steps, **options):
         loss = model(x, y)["loss"]
         descend(loss, optimizer)
         losses.append(loss.detach())
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, detached(model)
 
 
 def close(a, b):
@@ -182,19 +187,24 @@ def seeded(make):
 
 
 def assert_trains_as_alone(strategy, steps, made=make, *, optimizer=torch.optim.AdamW, settings=ADAMW, count=4, **options):
-    """``steps(model, optimizer, data)`` on ranks, and on the module alone with the data of all: the same to rounding."""
+    """``steps(model, optimizer, data)`` on ranks, and on the module alone with the data of all: the same to rounding.
+
+    Returns the module's steps, of all ranks.
+    """
     mesh, how = STRATEGIES[strategy]
 
     def rank_fn(comm):
         model = fs.shard_module(seeded(made), mesh=comm, strategy=how, policy=DebugPolicy(poison=True), **options)
         own = fs.ShardedOptimizer(model.parameters(), optimizer, **settings)
         steps(model, own, batches(comm, count, size=8 // comm.mesh.size))
-        return values(model)
+        return values(model), model.step
 
     whole = seeded(made)
     steps(whole, optimizer(whole.parameters(), **settings), batches(None, count))
-    for mine in simulate(mesh, rank_fn):
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+    found = simulate(mesh, rank_fn)
+    for mine, _ in found:
+        close(mine, detached(whole))
+    return [step for _, step in found]
 
 
 # What is refused

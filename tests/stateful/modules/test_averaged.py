@@ -6,10 +6,10 @@ import torch
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.tree.paths import flatten_with_paths
-from fsharp.testing import simulate
 from tests import modules
 from tests.modules import descend, values, wrap
-from tests.scheduling import DP, STRATEGIES, assert_same, every
+from tests.ranks import on_ranks
+from tests.scheduling import DP, STRATEGIES, assert_same, every, mesh_of
 
 TRANSFORMS = {
     "ema": lambda: fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
@@ -85,26 +85,17 @@ def found(opt):
 
 
 @every(4, strategy=STRATEGIES, name=TRANSFORMS)
-def test_the_same_bits_as_the_functional_path(strategy, name):
+@on_ranks(mesh_of)
+def test_the_same_bits_as_the_functional_path(comm, strategy, name):
     finite = name == "ema"
-
-    def rank_fn(comm):
-        model, optimizer = pair(comm, strategy, TRANSFORMS[name]())
-        train(model, optimizer, comm, finite=finite)
-        mine = {"params": values(model), "ema": averages(model, optimizer)}
-        again = values(model)
-        return (
-            mine,
-            again,
-            found(model.__dict__["_fsharp"][0].state.train_state.opt)[1],
-            *functional(comm, strategy, TRANSFORMS[name](), finite),
-        )
-
-    for mine, again, skipped, expected, also in simulate(STRATEGIES[strategy][0], rank_fn):
-        assert_same(mine, expected)
-        assert_same(again, mine["params"])
-        assert skipped == also == (0 if finite else 1)
-        assert not torch.equal(mine["ema"]["head.weight"], mine["params"]["head.weight"])
+    model, optimizer = pair(comm, strategy, TRANSFORMS[name]())
+    train(model, optimizer, comm, finite=finite)
+    mine = {"params": values(model), "ema": averages(model, optimizer)}
+    assert_same(values(model), mine["params"])
+    expected, skipped = functional(comm, strategy, TRANSFORMS[name](), finite)
+    assert_same(mine, expected)
+    assert found(model.train_state.opt)[1] == skipped == (0 if finite else 1)
+    assert not torch.equal(mine["ema"]["head.weight"], mine["params"]["head.weight"])
 
 
 def looked_at(comm, strategy, **options):
@@ -138,73 +129,59 @@ def looked_at(comm, strategy, **options):
 @every(
     5, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
 )
-def test_a_forward_with_averages(strategy, kind, precision):
-    def rank_fn(comm):
-        return looked_at(comm, strategy, kind=kind, precision=precision)
-
-    for scores, mine, expected, recordings in simulate(STRATEGIES[strategy][0], rank_fn):
-        for averaged, as_parameters, now in scores:
-            assert_same(averaged, as_parameters)
-            assert not torch.equal(averaged, now)
-        assert_same(mine, expected)
-        assert recordings == 1
+@on_ranks(mesh_of)
+def test_a_forward_with_averages(comm, strategy, kind, precision):
+    scores, mine, expected, recordings = looked_at(comm, strategy, kind=kind, precision=precision)
+    for averaged, as_parameters, now in scores:
+        assert_same(averaged, as_parameters)
+        assert not torch.equal(averaged, now)
+    assert_same(mine, expected)
+    assert recordings == 1
 
 
-def test_parameters_without_an_average_stay_as_they_are():
-    def rank_fn(comm):
-        tx = fs.optim.partition({"bias": fs.optim.sgd(1e-2), "rest": fs.optim.with_ema(fs.optim.sgd(1e-2), decay=0.5)})
-        labels = {"**": "rest", "**.bias": "bias"}
-        model, optimizer = pair(comm, "zero1", tx, labels=labels)
-        train(model, optimizer, comm, 2, finite=True)
-        return values(model), averages(model, optimizer)
-
-    for mine, average in simulate(DP, rank_fn):
-        assert {name for name in mine if torch.equal(mine[name], average[name])} == {n for n in mine if n.endswith("bias")}
+@on_ranks(DP)
+def test_parameters_without_an_average_stay_as_they_are(comm):
+    tx = fs.optim.partition({"bias": fs.optim.sgd(1e-2), "rest": fs.optim.with_ema(fs.optim.sgd(1e-2), decay=0.5)})
+    labels = {"**": "rest", "**.bias": "bias"}
+    model, optimizer = pair(comm, "zero1", tx, labels=labels)
+    train(model, optimizer, comm, 2, finite=True)
+    mine, average = values(model), averages(model, optimizer)
+    assert {name for name in mine if torch.equal(mine[name], average[name])} == {n for n in mine if n.endswith("bias")}
 
 
-def test_refused():
-    def rank_fn(comm):
-        model, optimizer = pair(comm, "zero3", TRANSFORMS["ema"]())
-        [(x, y)] = modules.batches(comm, 1)
-        with optimizer.averaged():
-            with pytest.raises(ScheduleError, match=r"called inside of averaged\(\), without torch.no_grad"):
-                model(x, y)
-            with (
-                pytest.raises(ScheduleError, match=r"unsharded\(write=True\): inside of averaged"),
-                model.unsharded(write=True),
-            ):
-                pass
-            with (
-                pytest.raises(ScheduleError, match=r"averaged\(\): the call is inside of another averaged"),
-                optimizer.averaged(),
-            ):
-                pass
-        model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match=r"averaged\(\): a step is under way"), optimizer.averaged():
+@on_ranks(DP)
+def test_refused(comm):
+    model, optimizer = pair(comm, "zero3", TRANSFORMS["ema"]())
+    [(x, y)] = modules.batches(comm, 1)
+    with optimizer.averaged():
+        with pytest.raises(ScheduleError, match=r"called inside of averaged\(\), without torch.no_grad"):
+            model(x, y)
+        with pytest.raises(ScheduleError, match=r"unsharded\(write=True\): inside of averaged"), model.unsharded(write=True):
             pass
-        optimizer.step()
-        optimizer.zero_grad()
-        for tx in (fs.optim.adamw(1e-2), torch.optim.AdamW):
-            another, _ = wrap(comm, "zero3")
-            other = fs.ShardedOptimizer(another.parameters(), tx)
-            with pytest.raises(TreeError, match="keeps no average"), other.averaged():
-                pass
-        twice = fs.optim.chain(fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1), fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1))
-        another, other = pair(comm, "zero3", twice)
-        with pytest.raises(TreeError, match=r"several averages of 'embed\.weight'"), other.averaged():
+        with pytest.raises(ScheduleError, match=r"averaged\(\): the call is inside of another averaged"), optimizer.averaged():
             pass
+    model(x, y)["loss"].backward()
+    with pytest.raises(ScheduleError, match=r"averaged\(\): a step is under way"), optimizer.averaged():
+        pass
+    optimizer.step()
+    optimizer.zero_grad()
+    for tx in (fs.optim.adamw(1e-2), torch.optim.AdamW):
+        another, _ = wrap(comm, "zero3")
+        other = fs.ShardedOptimizer(another.parameters(), tx)
+        with pytest.raises(TreeError, match="keeps no average"), other.averaged():
+            pass
+    twice = fs.optim.chain(fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1), fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1))
+    another, other = pair(comm, "zero3", twice)
+    with pytest.raises(TreeError, match=r"several averages of 'embed\.weight'"), other.averaged():
+        pass
 
-    simulate(DP, rank_fn)
 
-
-def test_an_error_inside_puts_parameters_back():
-    def rank_fn(comm):
-        model, optimizer = pair(comm, "zero1", TRANSFORMS["ema"]())
-        train(model, optimizer, comm, 2, finite=True)
-        before = values(model)
-        with pytest.raises(ZeroDivisionError), optimizer.averaged():
-            raise ZeroDivisionError
-        assert_same(values(model), before)
-        train(model, optimizer, comm, 1, finite=True)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_an_error_inside_puts_parameters_back(comm):
+    model, optimizer = pair(comm, "zero1", TRANSFORMS["ema"]())
+    train(model, optimizer, comm, 2, finite=True)
+    before = values(model)
+    with pytest.raises(ZeroDivisionError), optimizer.averaged():
+        raise ZeroDivisionError
+    assert_same(values(model), before)
+    train(model, optimizer, comm, 1, finite=True)

@@ -10,6 +10,7 @@ import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.testing import simulate
 from tests.as_torch import DIM, Block, Part, make, same_as_torch
+from tests.ranks import on_ranks
 from tests.scheduling import DP, every
 
 # Hooks
@@ -134,19 +135,16 @@ PUT = {
 
 
 @every(2, strategy=["ddp", "zero3"], put=PUT)
-def test_what_would_not_be_trained_is_refused(put, strategy):
+@on_ranks(DP)
+def test_what_would_not_be_trained_is_refused(comm, put, strategy):
     change, path = PUT[put]
-
-    def rank_fn(comm):
-        model = fs.shard_module(make(), mesh=comm, strategy=getattr(fs, strategy)("dp"), units=[Block])
-        model(torch.arange(4)).sum().backward()
-        model.zero_grad()
-        change(model)
-        for _ in range(2):
-            with pytest.raises(TreeError, match=rf"parameter '{path}' came into the module after shard_module\(\).*before"):
-                model(torch.arange(4))
-
-    simulate(DP, rank_fn)
+    model = fs.shard_module(make(), mesh=comm, strategy=getattr(fs, strategy)("dp"), units=[Block])
+    model(torch.arange(4)).sum().backward()
+    model.zero_grad()
+    change(model)
+    for _ in range(2):
+        with pytest.raises(TreeError, match=rf"parameter '{path}' came into the module after shard_module\(\).*before"):
+            model(torch.arange(4))
 
 
 def test_others_hear_of_what_one_rank_puts_in():
@@ -177,18 +175,14 @@ def shift(model):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_what_has_nothing_to_train_may_come(strategy):
-    def rank_fn(comm):
-        model = fs.shard_module(make(), mesh=comm, strategy=getattr(fs, strategy)("dp"), units=[Block])
-        shift(model)
-        out = model(torch.arange(4))
-        out.sum().backward()
-        return out.detach()
-
-    whole = make()
+@on_ranks(DP)
+def test_what_has_nothing_to_train_may_come(comm, strategy):
+    whole, model = make(), fs.shard_module(make(), mesh=comm, strategy=getattr(fs, strategy)("dp"), units=[Block])
     shift(whole)
-    for out in simulate(DP, rank_fn):
-        assert torch.equal(out, whole(torch.arange(4)))
+    shift(model)
+    out = model(torch.arange(4))
+    out.sum().backward()
+    assert torch.equal(out, whole(torch.arange(4)))
 
 
 class Calls(nn.Module):

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import LayoutError
-from fsharp.testing import simulate
 from tests.as_torch import Block, Part, keep, make, same_as_torch
+from tests.modules import descend
+from tests.ranks import on_ranks
 from tests.scheduling import DP, every
 
 
@@ -94,16 +95,14 @@ def test_wrappers(case, strategy):
     same_as_torch(strategy, before, after, units=units)
 
 
-def test_a_reentrant_checkpoint_of_a_part_is_refused():
-    def rank_fn(comm):
-        checkpointed = lambda self, h: checkpoint(self.mlp, h, use_reentrant=True)  # noqa: E731
-        model = fs.shard_module(make(checkpointed=checkpointed), mesh=comm, units=[Block])
-        loss = model(torch.arange(4)).sum()
-        with pytest.raises(LayoutError, match=r"'layers\.2\.mlp\..*' is used in a reentrant checkpoint.*use_reentrant=False"):
-            loss.backward()
-        model.zero_grad()
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_reentrant_checkpoint_of_a_part_is_refused(comm):
+    checkpointed = lambda self, h: checkpoint(self.mlp, h, use_reentrant=True)  # noqa: E731
+    model = fs.shard_module(make(checkpointed=checkpointed), mesh=comm, units=[Block])
+    loss = model(torch.arange(4)).sum()
+    with pytest.raises(LayoutError, match=r"'layers\.2\.mlp\..*' is used in a reentrant checkpoint.*use_reentrant=False"):
+        loss.backward()
+    model.zero_grad()
 
 
 class Streams(nn.Module):
@@ -123,12 +122,11 @@ class Streams(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["kept", "left"])
-def test_an_attribute_that_is_a_generator(way):
+@on_ranks(DP)
+def test_an_attribute_that_is_a_generator(comm, way):
     def run(model, optimizer):
         for _ in range(3):
-            model().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(), optimizer)
 
     def made():
         model = Streams(way)
@@ -137,12 +135,8 @@ def test_an_attribute_that_is_a_generator(way):
                 p.fill_(0.5)
         return model
 
-    def rank_fn(comm):
-        model = fs.shard_module(made(), mesh=comm)
-        run(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
-        return dict(model.full_parameters())
-
-    whole = made()
+    whole, model = made(), fs.shard_module(made(), mesh=comm)
     run(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
-    for mine in simulate(DP, rank_fn):
-        assert all(torch.equal(mine[name], p) for name, p in whole.named_parameters())
+    run(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+    mine = dict(model.full_parameters())
+    assert all(torch.equal(mine[name], p) for name, p in whole.named_parameters())

@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import fsharp as fs
 from fsharp.testing import simulate
 from tests.as_torch import DIM, Block, changed, keep, make, same_as_torch
+from tests.ranks import on_ranks
 from tests.scheduling import DP, every
 
 BACKEND = "aot_eager"
@@ -187,15 +188,12 @@ def train(comm, compiled, strategy, mode):
 
 
 @every(2, mode=["fn", "own step", "loss", "remat", "step", "blocking step"])
-def test_functions(mode):
+@on_ranks(DP)
+def test_functions(comm, mode):
     """The function of a unit, a loss function and a whole step that are compiled, under a scheduler."""
-
-    def rank_fn(comm):
-        compiled = lambda f: torch.compile(f, backend=BACKEND)  # noqa: E731
-        return train(comm, compiled, fs.zero3("dp"), mode), train(comm, lambda f: f, fs.zero3("dp"), mode)
-
-    for mine, expected in simulate(DP, rank_fn):
-        torch.testing.assert_close(mine[1], expected[1], rtol=1e-5, atol=1e-6)
+    compiled = lambda f: torch.compile(f, backend=BACKEND)  # noqa: E731
+    (_, mine), (_, expected) = (train(comm, how, fs.zero3("dp"), mode) for how in (compiled, lambda f: f))
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] or mode == "remat"  # which computes nothing in another way than its backward
 
 

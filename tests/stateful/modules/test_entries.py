@@ -1,5 +1,7 @@
 """methods=: other entry points than forward gather what they use, as forward does."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,10 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LayoutError, PatternError
-from fsharp.testing import DebugPolicy, simulate
+from fsharp.testing import DebugPolicy
 from tests import modules
 from tests.modules import Block, Net, close, descend, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 STEP = {"lr": 1e-2}
@@ -86,75 +89,53 @@ def sharded(comm, strategy, **options):
 
 @every(3, way=WAYS, strategy=STRATEGIES)
 def test_as_the_module_alone(strategy, way):
-    mesh = STRATEGIES[strategy][0]
-
-    def rank_fn(comm):
-        model, optimizer = sharded(comm, strategy)
-        train(model, optimizer, modules.batches(comm, 4, size=8 // comm.mesh.size), way)
-        return values(model), model.step.num_unscheduled_calls
-
-    model = make()
-    train(model, torch.optim.AdamW(model.parameters(), **STEP), modules.batches(None, 4), way)
-    for mine, recordings in simulate(mesh, rank_fn):
-        close(mine, {name: p.detach() for name, p in model.named_parameters()})
-        assert recordings == 1
+    steps = partial(train, way=way)
+    for step in modules.assert_trains_as_alone(strategy, steps, Coder, settings=STEP, units=[Block], methods=METHODS):
+        assert step.num_unscheduled_calls == 1
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_forward_that_calls_entries_gathers_once(strategy):
+@on_ranks(DP)
+def test_a_forward_that_calls_entries_gathers_once(comm, strategy):
     """The bits, and the events, of a forward that does the same by itself."""
-
-    def rank_fn(comm):
-        found = []
-        for methods in (METHODS, []):
-            model, optimizer = sharded(comm, strategy, methods=methods)
-            train(model, optimizer, modules.batches(comm, 3), "forward")
-            found.append((values(model), [str(event) for event in model.step.schedule.program.events]))
-        return found
-
-    for (mine, events), (expected, others) in simulate(DP, rank_fn):
-        assert_same(mine, expected)
-        assert events == others
+    found = []
+    for methods in (METHODS, []):
+        model, optimizer = sharded(comm, strategy, methods=methods)
+        train(model, optimizer, modules.batches(comm, 3), "forward")
+        found.append((values(model), [str(event) for event in model.step.schedule.program.events]))
+    assert_same(*found)
 
 
-def test_without_units_in_lower_precision_and_under_no_grad():
-    def rank_fn(comm):
-        model, _ = sharded(
-            comm, "zero3", units=None, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32), methods="encode"
-        )
-        with torch.no_grad():
-            out = model.encode(torch.arange(3))
-        model.eval()
-        with model.unsharded():
-            pass  # no step is under way
-        return out.dtype, model.encode.__doc__
-
-    assert simulate(DP, rank_fn) == [(torch.bfloat16, "Tokens to hidden states.")] * 2
+@on_ranks(DP)
+def test_without_units_in_lower_precision_and_under_no_grad(comm):
+    model, _ = sharded(
+        comm, "zero3", units=None, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32), methods="encode"
+    )
+    with torch.no_grad():
+        out = model.encode(torch.arange(3))
+    model.eval()
+    with model.unsharded():
+        pass  # no step is under way
+    assert (out.dtype, model.encode.__doc__) == (torch.bfloat16, "Tokens to hidden states.")
 
 
-def test_an_attribute_that_is_a_function():
-    def rank_fn(comm):
-        net = make()
-        net.encode = lambda x: net.embed(x)
-        net.layers[1].extra = lambda x: net.layers[1].up(x)
-        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], methods=["encode", "extra"])
-        with torch.no_grad():
-            return model.encode(torch.arange(3)).detach(), model.layers[1].extra(torch.ones(1, 6))
-
-    net = make()
-    for embedded, up in simulate(DP, rank_fn):
-        assert_same(embedded, net.embed(torch.arange(3)).detach())
-        close(up, net.layers[1].up(torch.ones(1, 6)).detach())
+@on_ranks(DP)
+def test_an_attribute_that_is_a_function(comm):
+    whole, net = make(), make()
+    net.encode = lambda x: net.embed(x)
+    net.layers[1].extra = lambda x: net.layers[1].up(x)
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], methods=["encode", "extra"])
+    with torch.no_grad():
+        assert_same(model.encode(torch.arange(3)), whole.embed(torch.arange(3)))
+        close(model.layers[1].extra(torch.ones(1, 6)), whole.layers[1].up(torch.ones(1, 6)))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_methods_that_are_not_named(strategy):
-    def rank_fn(comm):
-        model, _ = sharded(comm, strategy, methods=[])
-        with pytest.raises(LayoutError, match=r"'embed\.weight' is .*shard_module\(methods=\[\.\.\.\]\)"):
-            model.encode(torch.arange(3))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_methods_that_are_not_named(comm, strategy):
+    model, _ = sharded(comm, strategy, methods=[])
+    with pytest.raises(LayoutError, match=r"'embed\.weight' is .*shard_module\(methods=\[\.\.\.\]\)"):
+        model.encode(torch.arange(3))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from fsharp.testing import simulate
 from tests import modules
 from tests.functional.test_per_sample import LiveBytes
 from tests.modules import Net, batches, train, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
 
 WORLDS = {name: STRATEGIES[name] for name in ("ddp", "zero1", "zero3", "hsdp")}
@@ -117,11 +118,6 @@ WRONG = {
         TreeError,
         r"size mismatch for head\.bias.*\[3\]",
     ),
-    "a pair": (
-        lambda m, o, r: fs.ShardedOptimizer(m.parameters(), fs.optim.adamw(1e-3)).full_state_dict(),
-        TreeError,
-        r"the state of an \(init, update\) pair",
-    ),
     "optimizer names": (
         lambda m, o, r: o.load_full_state_dict(None if r else {"state": {}, "param_groups": []}),
         TreeError,
@@ -131,30 +127,25 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_all_ranks_refuse(name):
+@on_ranks(DP)
+def test_all_ranks_refuse(comm, name):
     act, error, match = WRONG[name]
-
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3")
-        before = values(model)
-        with pytest.raises(error, match=match):
-            act(model, optimizer, comm.rank)
-        assert_same(values(model), before)
-        train(model, optimizer, batches(comm, 1))
-
-    simulate(DP, rank_fn)
+    model, optimizer = wrap(comm, "zero3")
+    before = values(model)
+    with pytest.raises(error, match=match):
+        act(model, optimizer, comm.rank)
+    assert_same(values(model), before)
+    train(model, optimizer, batches(comm, 1))
 
 
-def test_values_of_ranks_own_are_refused():
-    def rank_fn(comm):
-        model = fs.shard_module(
-            modules.make(), mesh=comm, strategy={"**": fs.zero3("outer", "inner"), "head": fs.zero3("outer").varying("inner")},
-            units=[modules.Block, "head"],
-        )  # fmt: skip
-        with pytest.raises(TreeError, match=r"'head\.weight' has different values on ranks along \['inner'\]"):
-            model.full_state_dict()
-
-    simulate(HYBRID, rank_fn)
+@on_ranks(HYBRID)
+def test_values_of_ranks_own_are_refused(comm):
+    model = fs.shard_module(
+        modules.make(), mesh=comm, strategy={"**": fs.zero3("outer", "inner"), "head": fs.zero3("outer").varying("inner")},
+        units=[modules.Block, "head"],
+    )  # fmt: skip
+    with pytest.raises(TreeError, match=r"'head\.weight' has different values on ranks along \['inner'\]"):
+        model.full_state_dict()
 
 
 def test_inside_of_unsharded_it_is_refused():
@@ -163,17 +154,16 @@ def test_inside_of_unsharded_it_is_refused():
         model.full_state_dict()
 
 
-def test_a_pair_is_refused_with_the_line_to_write_instead():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3")
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(0.1))
-        train(model, optimizer, batches(comm, 1))
-        line = r"whole tree on all ranks, fs\.full_tree\(optimizer\.state_dict\(\)\['state'\], comm=model\.comm\)"
-        with pytest.raises(TreeError, match=rf"(?s)full_state_dict\(\): .*fs\.checkpoint\.save\(\) and load by .*{line}"):
-            optimizer.full_state_dict()
-        with pytest.raises(TreeError, match=r"load_full_state_dict\(\): .*load by fs\.checkpoint\.load\(\)"):
-            optimizer.load_full_state_dict(None)
-        return fs.full_tree(optimizer.state_dict()["state"], comm=model.comm).mu["embed"]["weight"]
-
-    for mu in simulate(DP, rank_fn):
-        assert mu.shape == modules.make().embed.weight.shape
+@on_ranks(DP)
+def test_a_pair_is_refused_with_the_line_to_write_instead(comm):
+    model, _ = wrap(comm, "zero3")
+    optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(0.1))
+    line = r"whole tree on all ranks, fs\.full_tree\(optimizer\.state_dict\(\)\['state'\], comm=model\.comm\)"
+    said = r"(?s)full_state_dict\(\): the state of an \(init, update\) pair .*fs\.checkpoint\.save\(\) and load by .*"
+    with pytest.raises(TreeError, match=said + line):
+        optimizer.full_state_dict()
+    with pytest.raises(TreeError, match=r"load_full_state_dict\(\): .*load by fs\.checkpoint\.load\(\)"):
+        optimizer.load_full_state_dict(None)
+    train(model, optimizer, batches(comm, 1))
+    mu = fs.full_tree(optimizer.state_dict()["state"], comm=model.comm).mu
+    assert mu["embed"]["weight"].shape == modules.make().embed.weight.shape

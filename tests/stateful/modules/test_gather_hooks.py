@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree
 
 import fsharp as fs
+from tests.modules import descend
 
 RATE = 0.5
 ops = torch.ops.aten
@@ -208,10 +209,8 @@ def train(comm, kind, strategy=None, steps=3, policy=None, counted=None, **optio
     for step in range(steps):
         x = batch(step, comm.rank)
         y = model(x)
-        y.float().square().mean().backward()
+        descend(y.float().square().mean(), optimizer)
         found.append((y.detach(), x.grad))
-        optimizer.step()
-        optimizer.zero_grad()
     if strategy == "fsdp2":
         parameters = {name: p.full_tensor() for name, p in model.named_parameters()}
         return found, {name: p.inner.detach() if isinstance(p, Weight) else p.detach() for name, p in parameters.items()}
@@ -313,9 +312,7 @@ def test_an_update_makes_one_reduction_of_maxima_and_gathers_have_the_bytes_of_t
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=RATE)
         for step in range(2):
             counting.calls.clear()
-            model(batch(step, comm.rank)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(batch(step, comm.rank)).float().square().mean(), optimizer)
         return counting.calls, fs.inspect.step_traffic(model.layout)
 
     loss, of_gradients = (fs.collectives.Call("all_reduce", "dp", n) for n in (16, 4))  # which ranks have found

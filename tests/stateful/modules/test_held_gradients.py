@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsharp.errors import ScheduleError
 from fsharp.testing import simulate
 from tests.modules import batches, each_strategy, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, assert_same
 
 HELD = "layers.1.up.weight"
@@ -45,68 +46,58 @@ def nothing(model):
 
 @each_strategy
 @pytest.mark.parametrize("parts", [1, 2])
-def test_gradients_that_are_held_keep_their_values_in_memory_of_their_own(strategy, parts):
+@on_ranks(DP)
+def test_gradients_that_are_held_keep_their_values_in_memory_of_their_own(comm, strategy, parts):
     """In eager steps and by a schedule, whether a later backward adds to them or not. Callers may have weak references."""
+    held, references = {}, []
 
-    def rank_fn(comm):
-        held, references = {}, []
+    def look(model):
+        for i, p in enumerate(model.parameters()):
+            if (len(held) + i) % 3:
+                held[p.grad] = p.grad.local.clone()
+                references.append(weakref.ref(p.grad))
 
-        def look(model):
-            for i, p in enumerate(model.parameters()):
-                if (len(held) + i) % 3:
-                    held[p.grad] = p.grad.local.clone()
-                    references.append(weakref.ref(p.grad))
-
-        found, _ = steps(comm, strategy, look, parts=parts)
-        for (part, before), reference in zip(held.items(), references, strict=True):
-            assert torch.equal(part.local, before)
-            assert part.untyped_storage().nbytes() == before.nbytes
-            assert reference() is part
-        return found, steps(comm, strategy, nothing, parts=parts)[0]
-
-    for found, expected in simulate(DP, rank_fn):
-        assert_same(found, expected)
+    found, _ = steps(comm, strategy, look, parts=parts)
+    for (part, before), reference in zip(held.items(), references, strict=True):
+        assert torch.equal(part.local, before)
+        assert part.untyped_storage().nbytes() == before.nbytes
+        assert reference() is part
+    assert_same(found, steps(comm, strategy, nothing, parts=parts)[0])
 
 
 @each_strategy
-def test_a_gradient_is_copied_only_if_somebody_holds_it(strategy):
-    def rank_fn(comm):
-        held = []
+@on_ranks(DP)
+def test_a_gradient_is_copied_only_if_somebody_holds_it(comm, strategy):
+    held = []
 
-        def hold(model):
-            held.append([model.get_parameter(HELD).grad, model.head.weight.grad])
+    def hold(model):
+        held.append([model.get_parameter(HELD).grad, model.head.weight.grad])
 
-        def pass_by(model):
-            for p in model.parameters():
-                p.grad.mul_(1.0)
-            model.get_parameter(HELD).grad.local.mul_(1.0)
+    def pass_by(model):
+        for p in model.parameters():
+            p.grad.mul_(1.0)
+        model.get_parameter(HELD).grad.local.mul_(1.0)
 
-        expected = steps(comm, strategy, nothing)[1]
-        assert steps(comm, strategy, pass_by)[1] == expected
-        assert steps(comm, strategy, hold)[1] == [each + 2 for each in expected]
-
-    simulate(DP, rank_fn)
+    expected = steps(comm, strategy, nothing)[1]
+    assert steps(comm, strategy, pass_by)[1] == expected
+    assert steps(comm, strategy, hold)[1] == [each + 2 for each in expected]
 
 
 @each_strategy
-def test_gradients_that_are_held_keep_no_memory_of_the_module(strategy):
+@on_ranks(DP)
+def test_gradients_that_are_held_keep_no_memory_of_the_module(comm, strategy):
     """Each step uses the same memory again, and a part that is released ends."""
+    held, references, addresses = [], [], set()
 
-    def rank_fn(comm):
-        held, references, addresses = [], [], set()
+    def look(model):
+        addresses.add(model.get_parameter(HELD).grad.data_ptr())
+        held[:-1] = []
+        held.append(model.get_parameter(HELD).grad)
+        references.append(weakref.ref(held[-1]))
 
-        def look(model):
-            addresses.add(model.get_parameter(HELD).grad.data_ptr())
-            held[:-1] = []
-            held.append(model.get_parameter(HELD).grad)
-            references.append(weakref.ref(held[-1]))
-
-        steps(comm, strategy, look, count=20)
-        return len(addresses), sum(each() is not None for each in references)
-
-    for num_addresses, num_alive in simulate(DP, rank_fn):
-        assert num_addresses <= 3, "in eager steps, in the arena, and in an arena that has grown"
-        assert num_alive == 2
+    steps(comm, strategy, look, count=20)
+    assert len(addresses) <= 3, "in eager steps, in the arena, and in an arena that has grown"
+    assert sum(each() is not None for each in references) == 2
 
 
 @each_strategy
@@ -131,18 +122,16 @@ def test_views_keep_their_values_or_are_refused(strategy, view):
         simulate(DP, rank_fn)
 
 
-def test_gradients_are_moved_in_inference_mode_too():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3")
-        (batch,) = batches(comm, 1)
-        model(*batch)["loss"].backward()
-        part = model.head.weight.grad
-        before = part.local.clone()
-        with torch.inference_mode():
-            model.zero_grad()
-        assert torch.equal(part.local, before)
-        assert not part.is_inference()
-        part.mul_(2.0)
-        assert torch.equal(part.local, before * 2)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_gradients_are_moved_in_inference_mode_too(comm):
+    model, _ = wrap(comm, "zero3")
+    (batch,) = batches(comm, 1)
+    model(*batch)["loss"].backward()
+    part = model.head.weight.grad
+    before = part.local.clone()
+    with torch.inference_mode():
+        model.zero_grad()
+    assert torch.equal(part.local, before)
+    assert not part.is_inference()
+    part.mul_(2.0)
+    assert torch.equal(part.local, before * 2)

@@ -8,6 +8,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import simulate
 from tests.modules import descend, values
+from tests.ranks import on_ranks
 from tests.scheduling import assert_same
 
 DIM = 8
@@ -103,24 +104,21 @@ def test_values_are_those_that_modules_give_themselves():
     assert_same(mine["positions.also"], mine["positions.angles"])
 
 
-def test_it_trains():
-    def rank_fn(comm):
-        with torch.device("meta"):
-            net = Mixed()
-        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units="layers.*")
-        assert model.positions.also is model.positions.angles
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        x = torch.arange(10).view(2, 5) % 5
-        losses = []
-        for _ in range(3):
-            model.last.zero_grad()
-            loss = model(x).square().sum()
-            descend(loss, optimizer)
-            losses.append(float(loss.detach()))
-        return losses
-
-    for losses in simulate(fs.Mesh({"dp": 2}), rank_fn):
-        assert losses[-1] < losses[0]
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_it_trains(comm):
+    with torch.device("meta"):
+        net = Mixed()
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units="layers.*")
+    assert model.positions.also is model.positions.angles
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    x = torch.arange(10).view(2, 5) % 5
+    losses = []
+    for _ in range(3):
+        model.last.zero_grad()
+        loss = model(x).square().sum()
+        descend(loss, optimizer)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
 
 
 class Bare(nn.Module):
@@ -197,32 +195,27 @@ REFUSED = {
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_on_all_ranks(name, size):
+@on_ranks(lambda size: fs.Mesh({"dp": size}))
+def test_refused_on_all_ranks(comm, name, size):
     initialize, match = REFUSED[name]
-
-    def rank_fn(comm):
-        with torch.device("meta"):
-            net = Bare()
-        with pytest.raises((TreeError, ZeroDivisionError, AgreementError), match=match):
-            fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), initialize=initialize)
-        assert all(p.is_meta and type(p) is nn.Parameter for p in net.parameters())
-        assert all(b.is_meta for b in net.buffers())
-
-    simulate(fs.Mesh({"dp": size}), rank_fn)
+    with torch.device("meta"):
+        net = Bare()
+    with pytest.raises((TreeError, ZeroDivisionError, AgreementError), match=match):
+        fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), initialize=initialize)
+    assert all(p.is_meta and type(p) is nn.Parameter for p in net.parameters())
+    assert all(b.is_meta for b in net.buffers())
 
 
-def test_what_is_there_already_stays():
-    def rank_fn(comm):
-        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-        net[0].weight = nn.Parameter(torch.empty(4, device="meta"))
-        net[0].running_mean.fill_(7.0)
-        net[1].weight.data.fill_(5.0)
-        net[1].bias = nn.Parameter(torch.empty(4, device="meta"))
-        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
-        return values(model), model[0].running_mean
-
-    for mine, mean in simulate(fs.Mesh({"dp": 2}), rank_fn):
-        assert_same(mean, torch.full((4,), 7.0))
-        assert_same(mine["1.weight"], torch.full((4, 4), 5.0))
-        assert_same(mine["0.weight"], torch.ones(4))
-        assert mine["1.bias"].std() > 0
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_what_is_there_already_stays(comm):
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    net[0].weight = nn.Parameter(torch.empty(4, device="meta"))
+    net[0].running_mean.fill_(7.0)
+    net[1].weight.data.fill_(5.0)
+    net[1].bias = nn.Parameter(torch.empty(4, device="meta"))
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
+    mine = values(model)
+    assert_same(model[0].running_mean, torch.full((4,), 7.0))
+    assert_same(mine["1.weight"], torch.full((4, 4), 5.0))
+    assert_same(mine["0.weight"], torch.ones(4))
+    assert mine["1.bias"].std() > 0

@@ -13,6 +13,7 @@ from fsharp.errors import LossError, ScheduleError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strategy, train, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 
@@ -80,31 +81,29 @@ def test_optimizers_with_groups_and_a_schedule(name, strategy):
     _, lr = run(model, kind, modules.batches(None, 4))
     for (_, found), mine in simulate(DP, rank_fn):
         assert found == lr
-        close(mine, {name: p.detach() for name, p in model.named_parameters()})
+        close(mine, modules.detached(model))
 
 
-def test_no_step_without_gradients():
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3")
-        before, (x, y) = values(model), modules.batches(comm, 1)[0]
-        optimizer.step()
-        model(x, y)
-        optimizer.step()
+@on_ranks(fs.Mesh({"dp": 1}))
+def test_no_step_without_gradients(comm):
+    model, optimizer = wrap(comm, "zero3")
+    before, (x, y) = values(model), modules.batches(comm, 1)[0]
+    optimizer.step()
+    model(x, y)
+    optimizer.step()
+    model(x, y)["loss"].backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_same(values(model), before)
+    with model.accumulate():
         model(x, y)["loss"].backward()
-        optimizer.zero_grad()
+    with pytest.raises(ScheduleError, match="not summed over ranks yet"):
+        [p.grad for p in model.parameters()]
+    with pytest.raises(LossError, match="were inside of accumulate"):
         optimizer.step()
-        assert_same(values(model), before)
-        with model.accumulate():
-            model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match="not summed over ranks yet"):
-            [p.grad for p in model.parameters()]
-        with pytest.raises(LossError, match="were inside of accumulate"):
-            optimizer.step()
-        model(x, y)["loss"].backward()
-        optimizer.step()
-        assert any(not torch.equal(values(model)[name], each) for name, each in before.items())
-
-    simulate(fs.Mesh({"dp": 1}), rank_fn)
+    model(x, y)["loss"].backward()
+    optimizer.step()
+    assert any(not torch.equal(values(model)[name], each) for name, each in before.items())
 
 
 @each_strategy
@@ -204,57 +203,50 @@ def test_functional_shares_memory_and_is_transformed(strategy):
 
 @pytest.mark.parametrize("kind", ["adapted", "frozen", "tied"])
 @each_strategy
-def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(strategy, kind):
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        model, optimizer = wrap(counting, strategy, kind)
-        train(model, optimizer, modules.batches(comm, 2))
-        counting.calls.clear()
-        every, before = values(model), counting.nbytes
-        counting.calls.clear()
-        trained = dict(model.full_parameters(trained=True))
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        assert list(trained) == sorted(names, key=list(trained).index)
-        assert set(trained) == set(names)
-        assert_same(trained, {name: every[name] for name in names})
-        return before, counting.nbytes, kind == "tied" or strategy in ("ddp", "zero1", "zero2")
-
-    for whole, trained, all_alike in simulate(DP, rank_fn):
-        assert trained == whole if all_alike else trained < whole
+@on_ranks(DP)
+def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(comm, strategy, kind):
+    counting = fs.collectives.CountingComm(comm)
+    model, optimizer = wrap(counting, strategy, kind)
+    train(model, optimizer, modules.batches(comm, 2))
+    counting.calls.clear()
+    every, before = values(model), counting.nbytes
+    counting.calls.clear()
+    trained = dict(model.full_parameters(trained=True))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert list(trained) == sorted(names, key=list(trained).index)
+    assert set(trained) == set(names)
+    assert_same(trained, {name: every[name] for name in names})
+    all_alike = kind == "tied" or strategy in ("ddp", "zero1", "zero2")
+    assert counting.nbytes == before if all_alike else counting.nbytes < before
 
 
 @each_strategy
-def test_unsharded(strategy):
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32))
-        [(x, y)] = modules.batches(comm, 1)
-        before = values(model)
-        with model.unsharded(write=True), torch.no_grad():
-            assert model.head.weight.shape == (modules.VOCAB, modules.DIM)
-            model.head.weight.mul_(2)
-            model.layers[1].gain.fill_(3.0)
-        with model.unsharded():
-            model.head.bias.data.fill_(7.0)  # and is not kept
-        after = values(model)
-        train(model, optimizer, [(x, y)])
-        return before, after
-
-    for before, after in simulate(DP, rank_fn):
-        changed = {"head.weight": before["head.weight"] * 2, "layers.1.gain": torch.full((), 3.0)}
-        assert_same(after, {**before, **changed})
+@on_ranks(DP)
+def test_unsharded(comm, strategy):
+    model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32))
+    [(x, y)] = modules.batches(comm, 1)
+    before = values(model)
+    with model.unsharded(write=True), torch.no_grad():
+        assert model.head.weight.shape == (modules.VOCAB, modules.DIM)
+        model.head.weight.mul_(2)
+        model.layers[1].gain.fill_(3.0)
+    with model.unsharded():
+        model.head.bias.data.fill_(7.0)  # and is not kept
+    after = values(model)
+    train(model, optimizer, [(x, y)])
+    changed = {"head.weight": before["head.weight"] * 2, "layers.1.gain": torch.full((), 3.0)}
+    assert_same(after, {**before, **changed})
 
 
-def test_unsharded_parameters_are_replaced_and_loaded():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3")
-        other = modules.make(seed=7)
-        with model.unsharded(write=True):
-            model.load_state_dict(other.state_dict(), assign=True)
-            model.head.bias = nn.Parameter(torch.full((modules.VOCAB,), 5.0))
-        return values(model), {**dict(other.named_parameters()), "head.bias": torch.full((modules.VOCAB,), 5.0)}
-
-    for mine, expected in simulate(DP, rank_fn):
-        assert_same(mine, {name: p.detach() for name, p in expected.items()})
+@on_ranks(DP)
+def test_unsharded_parameters_are_replaced_and_loaded(comm):
+    model, _ = wrap(comm, "zero3")
+    other = modules.make(seed=7)
+    with model.unsharded(write=True):
+        model.load_state_dict(other.state_dict(), assign=True)
+        model.head.bias = nn.Parameter(torch.full((modules.VOCAB,), 5.0))
+    expected = {**dict(other.named_parameters()), "head.bias": torch.full((modules.VOCAB,), 5.0)}
+    assert_same(values(model), {name: p.detach() for name, p in expected.items()})
 
 
 @pytest.mark.parametrize("kind", ["blocks", "lstm"])

@@ -8,6 +8,7 @@ from fsharp.errors import LossError, ScheduleError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, refused, train, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, assert_same
 
 
@@ -46,40 +47,34 @@ def in_a_hook(model, optimizer, x, y):
 
 @pytest.mark.parametrize("error", [in_a_forward, in_a_backward, in_a_hook], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_after_an_error_all_is_as_if_nothing_had_been(strategy, error):
+@on_ranks(DP)
+def test_after_an_error_all_is_as_if_nothing_had_been(comm, strategy, error):
     """With the next zero_grad(), in a first step and in one that follows a schedule."""
-
-    def rank_fn(comm):
-        (model, optimizer), (expected, other) = wrap(comm, strategy), wrap(comm, strategy)
-        for i, (x, y) in enumerate(modules.batches(comm, 4)):
-            if i % 2 == 0:
-                optimizer.zero_grad()
-                error(model, optimizer, x, y)
-            train(model, optimizer, [(x, y)])
-            train(expected, other, [(x, y)])
-        assert all(isinstance(p, fs.modules.ShardedParameter) for p in model.parameters())
-        return values(model), values(expected)
-
-    for mine, expected in simulate(DP, rank_fn):
-        assert_same(mine, expected)
-
-
-def test_an_error_that_costs_gradients_is_not_passed_over():
-    def rank_fn(comm):
-        model, optimizer, x, y = refused(comm)
-        with model.accumulate():
-            model(x, y)["loss"].backward()
-        pending = model(x, y)["loss"]
-        with pytest.raises(IndexError):
-            model(x + modules.VOCAB, y)
-        with pytest.raises(ScheduleError, match="after the step that used it was over"):
-            pending.backward()
-        model(x, y)["loss"].backward()
-        with pytest.raises(LossError, match="were lost because of an earlier error"):
-            optimizer.step()
+    (model, optimizer), (expected, other) = wrap(comm, strategy), wrap(comm, strategy)
+    for i, (x, y) in enumerate(modules.batches(comm, 4)):
+        if i % 2 == 0:
+            optimizer.zero_grad()
+            error(model, optimizer, x, y)
         train(model, optimizer, [(x, y)])
+        train(expected, other, [(x, y)])
+    assert all(isinstance(p, fs.modules.ShardedParameter) for p in model.parameters())
+    assert_same(values(model), values(expected))
 
-    simulate(fs.Mesh({"dp": 1}), rank_fn)
+
+@on_ranks(fs.Mesh({"dp": 1}))
+def test_an_error_that_costs_gradients_is_not_passed_over(comm):
+    model, optimizer, x, y = refused(comm)
+    with model.accumulate():
+        model(x, y)["loss"].backward()
+    pending = model(x, y)["loss"]
+    with pytest.raises(IndexError):
+        model(x + modules.VOCAB, y)
+    with pytest.raises(ScheduleError, match="after the step that used it was over"):
+        pending.backward()
+    model(x, y)["loss"].backward()
+    with pytest.raises(LossError, match="were lost because of an earlier error"):
+        optimizer.step()
+    train(model, optimizer, [(x, y)])
 
 
 def test_frozen_modules_pass_gradients_on():

@@ -11,6 +11,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, train, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
@@ -30,95 +31,80 @@ def pointers(tree):
 
 
 @every(3, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True), parts=(1, 2))
-def test_there_and_back_is_the_same_training(strategy, precision, scheduled, parts):
+@on_ranks(DP)
+def test_there_and_back_is_the_same_training(comm, strategy, precision, scheduled, parts):
     """Two steps as a module, two as functions, two as a module: the bits of six steps, of some microbatches each."""
 
-    def straight(comm):
-        model, optimizer, _ = pair(comm, strategy, precision)
-        train(model, optimizer, modules.batches(comm, 6), parts=parts)
-        return values(model)
-
-    def crossing(comm):
-        model, optimizer, tx = pair(comm, strategy, precision)
-        data = modules.batches(comm, 6)
-        train(model, optimizer, data[:2], parts=parts)
-        fn, params = model.functional()
-        state = model.train_state
-        assert pointers(params) == pointers(state.params)
-        loss = lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"]  # noqa: E731
-        step = fs.train_step(loss, tx, microbatches=parts, donate=True)
-        run = fs.Scheduler(comm)(step) if scheduled else lambda state, batch: step(state, batch, comm)
-        for batch in data[2:4]:
-            state, _ = run(state, batch)
-        model.train_state = state
-        assert pointers(model.train_state) == pointers(state), "nothing is copied"
-        assert state.step == 4
-        train(model, optimizer, data[4:], parts=parts)
-        assert model.train_state.step == 6
-        return values(model)
-
-    for found, expected in zip(simulate(DP, crossing), simulate(DP, straight)):
-        assert_same(found, expected)
+    straight, its_optimizer, _ = pair(comm, strategy, precision)
+    model, optimizer, tx = pair(comm, strategy, precision)
+    data = modules.batches(comm, 6)
+    train(straight, its_optimizer, data, parts=parts)
+    train(model, optimizer, data[:2], parts=parts)
+    fn, params = model.functional()
+    state = model.train_state
+    assert pointers(params) == pointers(state.params)
+    loss = lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"]  # noqa: E731
+    step = fs.train_step(loss, tx, microbatches=parts, donate=True)
+    run = fs.Scheduler(comm)(step) if scheduled else lambda state, batch: step(state, batch, comm)
+    for batch in data[2:4]:
+        state, _ = run(state, batch)
+    model.train_state = state
+    assert pointers(model.train_state) == pointers(state), "nothing is copied"
+    assert state.step == 4
+    train(model, optimizer, data[4:], parts=parts)
+    assert model.train_state.step == 6
+    assert_same(values(model), values(straight))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_an_optimizer_of_torch_goes_on_in_other_memory(strategy):
-    def rank_fn(comm, crosses):
+@on_ranks(DP)
+def test_an_optimizer_of_torch_goes_on_in_other_memory(comm, strategy):
+    data, found = modules.batches(comm, 4), []
+    for crosses in (True, False):
         model, optimizer = wrap(comm, strategy)
-        data = modules.batches(comm, 4)
         train(model, optimizer, data[:2])
         if crosses:
             model.train_state = optree.tree_map(
                 lambda x: x.clone() if isinstance(x, torch.Tensor) else x, model.train_state, none_is_leaf=True
             )
         train(model, optimizer, data[2:])
-        return values(model), {p.path: p.local.clone() for p in model.parameters()}
-
-    found, expected = (simulate(DP, lambda comm, c=crosses: rank_fn(comm, c)) for crosses in (True, False))
-    for mine, theirs in zip(found, expected):
-        assert_same(mine[0], theirs[0])
-        assert_same(mine[1], theirs[1])
+        found.append((values(model), {p.path: p.local.clone() for p in model.parameters()}))
+    assert_same(*found)
 
 
-def test_states_of_something_else_are_refused():
-    def rank_fn(comm):
-        model, _, _ = pair(comm, "zero3")
-        other, _, _ = pair(comm, "zero1")
-        before = values(model)
-        with pytest.raises(TreeError, match=r"train_state: params are not those of this module. Got unit .*'embed'"):
-            model.train_state = other.train_state
-        mixed, _, _ = pair(comm, "zero3", MIXED)
-        with pytest.raises(TreeError, match=r"params are not those"):
-            model.train_state = mixed.train_state
-        less = model.train_state.params
-        with pytest.raises(TreeError, match=r"Got unit none, expected"):
-            model.train_state = model.train_state._replace(params={"embed": less["embed"]})
-        x, y = modules.batches(comm, 1)[0]
-        model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match=r"train_state: a step is under way"):
-            model.train_state = model.train_state
-        model.zero_grad()
-        assert_same(values(model), before)
-        return True
-
-    assert simulate(DP, rank_fn) == [True] * 2
+@on_ranks(DP)
+def test_states_of_something_else_are_refused(comm):
+    model, _, _ = pair(comm, "zero3")
+    other, _, _ = pair(comm, "zero1")
+    before = values(model)
+    with pytest.raises(TreeError, match=r"train_state: params are not those of this module. Got unit .*'embed'"):
+        model.train_state = other.train_state
+    mixed, _, _ = pair(comm, "zero3", MIXED)
+    with pytest.raises(TreeError, match=r"params are not those"):
+        model.train_state = mixed.train_state
+    less = model.train_state.params
+    with pytest.raises(TreeError, match=r"Got unit none, expected"):
+        model.train_state = model.train_state._replace(params={"embed": less["embed"]})
+    x, y = modules.batches(comm, 1)[0]
+    model(x, y)["loss"].backward()
+    with pytest.raises(ScheduleError, match=r"train_state: a step is under way"):
+        model.train_state = model.train_state
+    model.zero_grad()
+    assert_same(values(model), before)
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_state_that_was_donated_and_not_given_back_is_refused(grad):
-    def rank_fn(comm):
-        model, _, tx = pair(comm, "zero3")
-        fn, _ = model.functional()
-        (batch,) = modules.batches(comm, 1)
-        step = fs.train_step(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"], tx, donate=True)
-        state, _ = step(model.train_state, batch, comm)
-        with pytest.raises(TreeError, match=r"unit 'embed' belongs to a donated state"), torch.set_grad_enabled(grad):
-            model.layers[0](torch.zeros(2, 4))
-        model.train_state = state
-        model(*batch)
-        return True
-
-    assert simulate(DP, rank_fn) == [True] * 2
+@on_ranks(DP)
+def test_a_state_that_was_donated_and_not_given_back_is_refused(comm, grad):
+    model, _, tx = pair(comm, "zero3")
+    fn, _ = model.functional()
+    (batch,) = modules.batches(comm, 1)
+    step = fs.train_step(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"], tx, donate=True)
+    state, _ = step(model.train_state, batch, comm)
+    with pytest.raises(TreeError, match=r"unit 'embed' belongs to a donated state"), torch.set_grad_enabled(grad):
+        model.layers[0](torch.zeros(2, 4))
+    model.train_state = state
+    model(*batch)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hsdp"])
@@ -164,9 +150,6 @@ def test_sharpness_aware_minimization_is_that_of_plain_torch(strategy, scheduled
             for name, p in plain.named_parameters():
                 p.copy_(before[name] - lr * p.grad)
         plain.zero_grad()
-    expected = dict(plain.named_parameters())
     for tree in simulate(mesh, rank_fn):
-        leaves, paths = optree.tree_leaves(tree), optree.tree_paths(tree)
-        assert len(leaves) == len(expected)
-        for path, leaf in zip(paths, leaves, strict=True):
-            torch.testing.assert_close(leaf, expected[".".join(map(str, path))], rtol=1e-4, atol=1e-5)
+        mine = {".".join(map(str, path)): leaf for path, leaf in zip(optree.tree_paths(tree), optree.tree_leaves(tree))}
+        modules.close(mine, modules.detached(plain))

@@ -13,7 +13,8 @@ import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import close, values
+from tests.modules import close, descend, values
+from tests.ranks import on_ranks
 from tests.scheduling import DP, STRATEGIES, every
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -125,10 +126,8 @@ def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, c
             with torch.no_grad():
                 losses.append(loss(model, model(x)).detach().clone())
             value = loss(model, model(x))
-            value.backward()
+            descend(value, optimizer)
             losses.append(value.detach())
-            optimizer.step()
-            optimizer.zero_grad()
         return losses
 
     def rank_fn(comm):
@@ -145,7 +144,7 @@ def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, c
     expected = steps(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
     for losses, mine in simulate(DP, rank_fn):
         close(losses, expected)
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+        close(mine, modules.detached(whole))
 
 
 @every(2, name=[*CONTAINERS, *FOREIGN], strategy=["ddp", "zero3"])
@@ -165,15 +164,13 @@ def test_containers(name, strategy):
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_weight_in_an_object_of_another_class_is_refused(name):
-    def rank_fn(comm):
-        box, _ = FOREIGN[name]
-        model = Outer(lambda self, x, given: (x, [box(self.weight[0])]), lambda self, out, given: out)
-        model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
-        with pytest.raises(TreeError, match=rf"module 'inner' returns or keeps a parameter, .* in a {name}\..* register"):
-            model(torch.ones(2, 4))
-
-    simulate(fs.Mesh({"dp": 1}), rank_fn)
+@on_ranks(fs.Mesh({"dp": 1}))
+def test_a_weight_in_an_object_of_another_class_is_refused(comm, name):
+    box, _ = FOREIGN[name]
+    model = Outer(lambda self, x, given: (x, [box(self.weight[0])]), lambda self, out, given: out)
+    model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
+    with pytest.raises(TreeError, match=rf"module 'inner' returns or keeps a parameter, .* in a {name}\..* register"):
+        model(torch.ones(2, 4))
 
 
 @every(4, view=VIEWS, way=["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
@@ -355,14 +352,12 @@ def test_forward_hooks_see_what_others_see(strategy, nesting):
         (lambda h: Plain(filter(None, [h])), "filter"),
     ],
 )
-def test_what_computes_later_is_refused(late, name):
-    def rank_fn(comm):
-        model = Outer(lambda self, x, given: late(self.hidden(x)), lambda self, out, given: 0)
-        model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
-        with pytest.raises(TreeError, match=rf"returns a {name}, which would compute after its parameters are released"):
-            model(torch.ones(2, 4))
-
-    simulate(fs.Mesh({"dp": 1}), rank_fn)
+@on_ranks(fs.Mesh({"dp": 1}))
+def test_what_computes_later_is_refused(comm, late, name):
+    model = Outer(lambda self, x, given: late(self.hidden(x)), lambda self, out, given: 0)
+    model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
+    with pytest.raises(TreeError, match=rf"returns a {name}, which would compute after its parameters are released"):
+        model(torch.ones(2, 4))
 
 
 def test_what_is_returned_is_changed_where_others_have_it():

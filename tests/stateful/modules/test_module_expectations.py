@@ -11,6 +11,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, descend, each_strategy, train, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, STRATEGIES, assert_same
 
 ONE = fs.Mesh({"dp": 1})
@@ -41,65 +42,57 @@ def averaged(model, optimizer):
 
 @pytest.mark.parametrize("way", [unsharded, written, adopted, averaged], ids=lambda way: way.__name__)
 @each_strategy
-def test_a_forward_for_a_metric_is_in_nobodys_way(way, strategy):
+@on_ranks(DP)
+def test_a_forward_for_a_metric_is_in_nobodys_way(comm, way, strategy):
     """Without torch.no_grad(), in the first step and in one that follows a plan; what it returned may still be there."""
 
-    def rank_fn(comm):
-        def make():
-            model, _ = wrap(comm, strategy)
-            return model, fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
+    def make():
+        model, _ = wrap(comm, strategy)
+        return model, fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
 
-        (model, optimizer), (expected, other) = make(), make()
-        kept = []
-        for x, y in modules.batches(comm, 3):
-            kept.append(model(x))
-            way(model, optimizer)
-            train(model, optimizer, [(x, y)])
-            kept.append(model(x, y)["loss"])
-            way(model, optimizer)
-            train(expected, other, [(x, y)])
-        return values(model), values(expected)
-
-    for mine, expected in simulate(DP, rank_fn):
-        assert_same(mine, expected)
+    (model, optimizer), (expected, other) = make(), make()
+    kept = []
+    for x, y in modules.batches(comm, 3):
+        kept.append(model(x))
+        way(model, optimizer)
+        train(model, optimizer, [(x, y)])
+        kept.append(model(x, y)["loss"])
+        way(model, optimizer)
+        train(expected, other, [(x, y)])
+    assert_same(values(model), values(expected))
 
 
 @each_strategy
-def test_a_backward_that_comes_after_all_is_refused(strategy):
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy)
-        [(x, y)] = modules.batches(comm, 1)
-        loss = model(x, y)["loss"]
-        with model.unsharded():
-            pass
-        with pytest.raises(ScheduleError, match=r"for a forward that unsharded\(\) had discarded.*call the model again"):
-            loss.backward()
-        train(model, optimizer, [(x, y)])
-        expected, other = wrap(comm, strategy)
-        train(expected, other, [(x, y)])
-        return values(model), values(expected)
-
-    for mine, expected in simulate(DP, rank_fn):
-        assert_same(mine, expected)
+@on_ranks(DP)
+def test_a_backward_that_comes_after_all_is_refused(comm, strategy):
+    model, optimizer = wrap(comm, strategy)
+    [(x, y)] = modules.batches(comm, 1)
+    loss = model(x, y)["loss"]
+    with model.unsharded():
+        pass
+    with pytest.raises(ScheduleError, match=r"for a forward that unsharded\(\) had discarded.*call the model again"):
+        loss.backward()
+    train(model, optimizer, [(x, y)])
+    expected, other = wrap(comm, strategy)
+    train(expected, other, [(x, y)])
+    assert_same(values(model), values(expected))
 
 
-def test_gradients_are_not_given_up():
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3")
-        [(x, y)] = modules.batches(comm, 1)
-        with pytest.raises(ScheduleError, match="there are no gradients"):
-            model.clip_grad_norm_(1.0)
-        with model.accumulate():
-            model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
-            unsharded(model, optimizer)
+@on_ranks(ONE)
+def test_gradients_are_not_given_up(comm):
+    model, optimizer = wrap(comm, "zero3")
+    [(x, y)] = modules.batches(comm, 1)
+    with pytest.raises(ScheduleError, match="there are no gradients"):
+        model.clip_grad_norm_(1.0)
+    with model.accumulate():
         model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients"):
-            unsharded(model, optimizer)
-        optimizer.zero_grad()
+    with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
         unsharded(model, optimizer)
-
-    simulate(ONE, rank_fn)
+    model(x, y)["loss"].backward()
+    with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients"):
+        unsharded(model, optimizer)
+    optimizer.zero_grad()
+    unsharded(model, optimizer)
 
 
 # Parameters
@@ -125,27 +118,25 @@ def test_complex_parameters_are_refused_by_name():
 
 
 @each_strategy
-def test_frozen_parameters_that_are_rounded_say_so(strategy):
-    def rank_fn(comm):
-        net = modules.make("adapted")
-        expected = {name: p.detach().clone() for name, p in net.named_parameters()}
-        options = {"mesh": comm, "strategy": STRATEGIES[strategy][1], "units": [Block]}
-        model = fs.shard_module(net, precision=fs.Precision(compute=torch.bfloat16), **options)
-        said = r"frozen parameters such as 'embed\.weight' were float32, and rest rounded in bfloat16.*trained=True"
-        with pytest.warns(UserWarning, match=rf"full_parameters\(\): \d+ {said}"):
-            found = dict(model.full_parameters())
-        with pytest.warns(UserWarning, match=rf"unsharded\(\): \d+ {said}"), model.unsharded():
-            assert model.embed.weight.dtype == torch.bfloat16
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        for name, value in expected.items():
-            assert torch.equal(found[name], value if name in trained else value.bfloat16())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert set(dict(model.full_parameters(trained=True))) == trained
-            exact = fs.shard_module(modules.make("adapted"), **options)
-            assert_same(dict(exact.full_parameters()), {name: expected[name] for name in dict(exact.full_parameters())})
-
-    simulate(ONE, rank_fn)
+@on_ranks(ONE)
+def test_frozen_parameters_that_are_rounded_say_so(comm, strategy):
+    net = modules.make("adapted")
+    expected = {name: p.detach().clone() for name, p in net.named_parameters()}
+    options = {"mesh": comm, "strategy": STRATEGIES[strategy][1], "units": [Block]}
+    model = fs.shard_module(net, precision=fs.Precision(compute=torch.bfloat16), **options)
+    said = r"frozen parameters such as 'embed\.weight' were float32, and rest rounded in bfloat16.*trained=True"
+    with pytest.warns(UserWarning, match=rf"full_parameters\(\): \d+ {said}"):
+        found = dict(model.full_parameters())
+    with pytest.warns(UserWarning, match=rf"unsharded\(\): \d+ {said}"), model.unsharded():
+        assert model.embed.weight.dtype == torch.bfloat16
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, value in expected.items():
+        assert torch.equal(found[name], value if name in trained else value.bfloat16())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(dict(model.full_parameters(trained=True))) == trained
+        exact = fs.shard_module(modules.make("adapted"), **options)
+        assert_same(dict(exact.full_parameters()), {name: expected[name] for name in dict(exact.full_parameters())})
 
 
 # Optimizers
@@ -172,41 +163,36 @@ def test_an_optimizer_of_before_refuses_to_step(way):
 
 
 @each_strategy
-def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy)
-        [(x, y)] = modules.batches(comm, 1)
-        with pytest.raises(ScheduleError, match=r"create_graph=True.*fn, params = model\.functional\(\)"):
-            model(x, y)["loss"].backward(create_graph=True)
-        optimizer.zero_grad()
-        loss = model(x, y)["loss"]
-        loss.backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises((ScheduleError, RuntimeError), match=r"call backward before optimizer\.step"):
-            loss.backward()
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_backward_passes_that_cannot_be_say_what_to_do(comm, strategy):
+    model, optimizer = wrap(comm, strategy)
+    [(x, y)] = modules.batches(comm, 1)
+    with pytest.raises(ScheduleError, match=r"create_graph=True.*fn, params = model\.functional\(\)"):
+        model(x, y)["loss"].backward(create_graph=True)
+    optimizer.zero_grad()
+    loss = model(x, y)["loss"]
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises((ScheduleError, RuntimeError), match=r"call backward before optimizer\.step"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_gradient_that_all_ranks_give_up(strategy, size):
+@on_ranks(lambda size: fs.Mesh({"dp": size}))
+def test_a_gradient_that_all_ranks_give_up(comm, strategy, size):
     """Of a short leaf some ranks hold nothing: that is no difference between them."""
-
-    def rank_fn(comm):
-        model = fs.shard_module(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        before = values(model)
-        for _ in range(4):
-            model(torch.ones(2, 4)).square().mean().backward()
-            model.bias.grad = None
-            assert model.bias.grad is None
-            optimizer.step()
-            optimizer.zero_grad()
-        same = {name for name, value in values(model).items() if torch.equal(value, before[name])}
-        assert same == {"bias"}
-
-    simulate(fs.Mesh({"dp": size}), rank_fn)
+    model = fs.shard_module(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    before = values(model)
+    for _ in range(4):
+        model(torch.ones(2, 4)).square().mean().backward()
+        model.bias.grad = None
+        assert model.bias.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    same = {name for name, value in values(model).items() if torch.equal(value, before[name])}
+    assert same == {"bias"}
 
 
 def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
@@ -291,15 +277,13 @@ def test_a_parameter_that_is_kept_elsewhere_too_is_refused():
 
 
 @each_strategy
-def test_what_is_sharded_is_not_sharded_again(strategy):
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy)
-        for other in (model, model.head, nn.Sequential(model, nn.Linear(2, 2))):
-            with pytest.raises(TreeError, match="belongs to a ShardedModule already"):
-                fs.shard_module(other, mesh=comm)
-        train(model, optimizer, modules.batches(comm, 1))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_what_is_sharded_is_not_sharded_again(comm, strategy):
+    model, optimizer = wrap(comm, strategy)
+    for other in (model, model.head, nn.Sequential(model, nn.Linear(2, 2))):
+        with pytest.raises(TreeError, match="belongs to a ShardedModule already"):
+            fs.shard_module(other, mesh=comm)
+    train(model, optimizer, modules.batches(comm, 1))
 
 
 def test_zero_gradients_are_not_kept():

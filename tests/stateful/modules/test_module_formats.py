@@ -15,7 +15,9 @@ import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.formats import hadamard, mxint4, mxint8, stochastic
 from fsharp.testing import DebugPolicy, simulate
-from tests.scheduling import DP, ON_TWO_AXES, STRATEGIES, assert_same, buffers, every
+from tests.modules import descend
+from tests.ranks import on_ranks
+from tests.scheduling import DP, ON_TWO_AXES, STRATEGIES, assert_same, buffers, every, mesh_of
 
 WIRES = {"outer": stochastic(hadamard(mxint4)), "inner": mxint8}
 PRECISIONS = {
@@ -65,9 +67,7 @@ def train(comm, model, optimizer, first, last):
     for step in range(first, last):
         with model.accumulate():
             (model(inputs(comm, step, 0), by_other=True).square().mean() / 2).backward()
-        (model(inputs(comm, step, 1), by_other=True).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(inputs(comm, step, 1), by_other=True).square().mean() / 2, optimizer)
 
 
 def has_residuals(model):
@@ -78,71 +78,76 @@ def bits(state):
     return [buffer.clone() for buffer in buffers((state.params, state.main, state.opt))]
 
 
+def assert_bits_of_functions(comm, how, precision):
+    """Train a module and its functions, also in a precision of no formats, which has other bits."""
+    model, optimizer = make(comm, how, precision)
+    assert all(group.dtypes == precision.resolve(torch.float32) for unit in model.layout.units for group in unit.groups)
+    train(comm, model, optimizer, 0, 4)
+    other, _ = make(comm, how, precision)
+    fn, _ = other.functional()
+
+    def loss_fn(params, x, comm):
+        return fn(params, x, by_other=True, comm=comm).square().mean()
+
+    state, step = other.train_state, fs.train_step(loss_fn, fs.optim.adamw(1e-1), microbatches=2)
+    for i in range(4):
+        state, _ = step(state, torch.cat([inputs(comm, i, half) for half in range(2)]), comm)
+    assert_same(bits(model.train_state), bits(state))
+    plain, its_optimizer = make(comm, how, fs.Precision(main=torch.float32))
+    train(comm, plain, its_optimizer, 0, 4)
+    assert any(not torch.equal(a, b) for a, b in zip(bits(plain.train_state), bits(state), strict=False))
+
+
 @every(3, case=CASES)
-def test_modules_have_the_bits_of_functions(case):
-    (mesh, how), precision = STRATEGIES[case[0]], fs.Precision(main=torch.float32, **PRECISIONS[case[1]])
+@on_ranks(lambda case: STRATEGIES[case[0]][0])
+def test_modules_have_the_bits_of_functions(comm, case):
+    assert_bits_of_functions(comm, STRATEGIES[case[0]][1], fs.Precision(main=torch.float32, **PRECISIONS[case[1]]))
 
-    def rank_fn(comm):
-        model, optimizer = make(comm, how, precision)
-        train(comm, model, optimizer, 0, 4)
-        other, _ = make(comm, how, precision)
-        fn, _ = other.functional()
 
-        def loss_fn(params, x, comm):
-            return fn(params, x, by_other=True, comm=comm).square().mean()
-
-        state, step = other.train_state, fs.train_step(loss_fn, fs.optim.adamw(1e-1), microbatches=2)
-        for i in range(4):
-            state, _ = step(state, torch.cat([inputs(comm, i, half) for half in range(2)]), comm)
-        assert_same(bits(model.train_state), bits(state))
-        plain, its_optimizer = make(comm, how, fs.Precision(main=torch.float32))
-        train(comm, plain, its_optimizer, 0, 4)
-        assert any(not torch.equal(a, b) for a, b in zip(bits(plain.train_state), bits(state), strict=False))
-
-    simulate(mesh, rank_fn)
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "zero3x2"])
+@on_ranks(mesh_of)
+def test_modules_have_the_bits_of_functions_with_a_wire_for_each_axis(comm, strategy):
+    precision = fs.Precision(main=torch.float32, wire={"outer": hadamard(mxint4), "inner": mxint8})
+    assert_bits_of_functions(comm, STRATEGIES[strategy][1], precision)
 
 
 @every(4, case=CASES)
-def test_a_run_goes_on_from_a_checkpoint_of_the_train_state(case, tmp_path):
-    (mesh, how), precision = STRATEGIES[case[0]], fs.Precision(main=torch.float32, **PRECISIONS[case[1]])
-
-    def rank_fn(comm):
-        pairs = [make(comm, how, precision) for _ in range(2)]
-        (model, _), (other, _) = pairs
-        train(comm, *pairs[0], 0, 3)
-        fs.checkpoint.save(tmp_path, model.train_state, step=3, comm=comm)
-        other.train_state = fs.checkpoint.load(tmp_path, other.train_state, comm=comm)
-        for pair in pairs:
-            train(comm, *pair, 3, 6)
-        assert_same(bits(other.train_state), bits(model.train_state))
-        assert_same(other.train_state.residuals, model.train_state.residuals)
-
-    simulate(mesh, rank_fn)
+@on_ranks(lambda case: STRATEGIES[case[0]][0])
+def test_a_run_goes_on_from_a_checkpoint_of_the_train_state(comm, case, tmp_path):
+    how, precision = STRATEGIES[case[0]][1], fs.Precision(main=torch.float32, **PRECISIONS[case[1]])
+    pairs = [make(comm, how, precision) for _ in range(2)]
+    (model, _), (other, _) = pairs
+    train(comm, *pairs[0], 0, 3)
+    fs.checkpoint.save(tmp_path, model.train_state, step=3, comm=comm)
+    other.train_state = fs.checkpoint.load(tmp_path, other.train_state, comm=comm)
+    for pair in pairs:
+        train(comm, *pair, 3, 6)
+    assert_same(bits(other.train_state), bits(model.train_state))
+    assert_same(other.train_state.residuals, model.train_state.residuals)
 
 
 @pytest.mark.parametrize("optimizer", [fs.optim.adamw(1e-1), torch.optim.SGD], ids=["pair", "class"])
-def test_a_run_goes_on_from_a_checkpoint_of_state_dicts_with_residuals_and_step(optimizer, tmp_path):
-    def rank_fn(comm):
-        precision = fs.Precision(**PRECISIONS["both"])
-        pairs = [make(comm, fs.zero2("dp"), precision, optimizer) for _ in range(2)]
-        trees = []
-        for model, its_optimizer in pairs:
-            train(comm, model, its_optimizer, 0, 3 - len(trees))  # the other one has less behind it
-            state = model.train_state
-            trees.append({"model": model, "optimizer": its_optimizer, "residuals": state.residuals, "step": state.step})
-        fs.checkpoint.save(tmp_path, trees[0], step=3, comm=comm)
-        loaded = fs.checkpoint.load(tmp_path, trees[1], comm=comm)
-        (model, _), (other, _) = pairs
-        other.train_state = other.train_state._replace(residuals=loaded["residuals"], step=loaded["step"])
-        for pair in pairs:
-            train(comm, *pair, 3, 6)
-        assert_same(bits(other.train_state), bits(model.train_state))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_run_goes_on_from_a_checkpoint_of_state_dicts_with_residuals_and_step(comm, optimizer, tmp_path):
+    precision = fs.Precision(**PRECISIONS["both"])
+    pairs = [make(comm, fs.zero2("dp"), precision, optimizer) for _ in range(2)]
+    trees = []
+    for model, its_optimizer in pairs:
+        train(comm, model, its_optimizer, 0, 3 - len(trees))  # the other one has less behind it
+        state = model.train_state
+        trees.append({"model": model, "optimizer": its_optimizer, "residuals": state.residuals, "step": state.step})
+    fs.checkpoint.save(tmp_path, trees[0], step=3, comm=comm)
+    loaded = fs.checkpoint.load(tmp_path, trees[1], comm=comm)
+    (model, _), (other, _) = pairs
+    other.train_state = other.train_state._replace(residuals=loaded["residuals"], step=loaded["step"])
+    for pair in pairs:
+        train(comm, *pair, 3, 6)
+    assert_same(bits(other.train_state), bits(model.train_state))
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_over_steps_nothing_of_a_gradient_is_lost(strategy):
+@on_ranks(DP)
+def test_over_steps_nothing_of_a_gradient_is_lost(comm, strategy):
     """What all steps have sent, and what is kept at the end, add up to the sum of all gradients."""
     tx = fs.optim.sgd(1.0)
 
@@ -151,121 +156,105 @@ def test_over_steps_nothing_of_a_gradient_is_lost(strategy):
         model, optimizer = make(comm, STRATEGIES[strategy][1], precision, tx)
         before = {name: value.clone() for name, value in model.full_parameters()}
         for step in range(12):
-            model.second(inputs(comm, step, 0)[:, :5]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model.second(inputs(comm, step, 0)[:, :5]).sum(), optimizer)
         return torch.cat([(value - before[name]).flatten() for name, value in model.full_parameters() if "second" in name])
 
-    def rank_fn(comm):
-        exact = moved(comm, fs.Precision())
-        fed_back, lossy = (moved(comm, fs.Precision(wire=mxint4, feedback=each)) for each in (True, False))
-        assert (fed_back - exact).norm() < 0.3 * (lossy - exact).norm()
-
-    simulate(DP, rank_fn)
+    exact = moved(comm, fs.Precision())
+    fed_back, lossy = (moved(comm, fs.Precision(wire=mxint4, feedback=each)) for each in (True, False))
+    assert (fed_back - exact).norm() < 0.3 * (lossy - exact).norm()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_state_dict_begins_from_zero_residuals(strategy):
-    def rank_fn(comm):
-        model, optimizer = make(comm, STRATEGIES[strategy][1], FED_BACK)
-        train(comm, model, optimizer, 0, 2)
-        assert has_residuals(model)
-        model.load_state_dict(model.state_dict())
-        assert not has_residuals(model)
-        train(comm, model, optimizer, 2, 3)
-        assert has_residuals(model)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_state_dict_begins_from_zero_residuals(comm, strategy):
+    model, optimizer = make(comm, STRATEGIES[strategy][1], FED_BACK)
+    train(comm, model, optimizer, 0, 2)
+    assert has_residuals(model)
+    model.load_state_dict(model.state_dict())
+    assert not has_residuals(model)
+    train(comm, model, optimizer, 2, 3)
+    assert has_residuals(model)
 
 
 @pytest.mark.parametrize("precision", [FED_BACK, fs.Precision(wire=hadamard(mxint4))], ids=["feedback", "hadamard"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_parameter_without_a_gradient_stays_and_counts_in_no_norm(strategy, precision):
+@on_ranks(DP)
+def test_a_parameter_without_a_gradient_stays_and_counts_in_no_norm(comm, strategy, precision):
     """Also where its unit's other leaves have one, and the format mixes them."""
-
-    def rank_fn(comm):
-        torch.manual_seed(3)
-        model = fs.shard_module(Net(), mesh=comm, strategy=STRATEGIES[strategy][1], precision=precision)  # one unit
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(1e-1))
-        train(comm, model, optimizer, 0, 1)
-        before = dict(model.full_parameters())
-        model(inputs(comm, 0, 0)).square().sum().backward()
-        assert model.other.weight.grad is None
-        present = [p.grad.norm().double() for p in model.parameters() if p.grad is not None]
-        torch.testing.assert_close(model.clip_grad_norm_(1e3).double(), torch.stack(present).norm(), rtol=1e-6, atol=0)
-        optimizer.step()
-        after = dict(model.full_parameters())
-        assert {name for name in after if torch.equal(after[name], before[name])} == {"other.weight", "other.bias"}
-
-    simulate(DP, rank_fn)
+    torch.manual_seed(3)
+    model = fs.shard_module(Net(), mesh=comm, strategy=STRATEGIES[strategy][1], precision=precision)  # one unit
+    optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(1e-1))
+    train(comm, model, optimizer, 0, 1)
+    before = dict(model.full_parameters())
+    model(inputs(comm, 0, 0)).square().sum().backward()
+    assert model.other.weight.grad is None
+    present = [p.grad.norm().double() for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(model.clip_grad_norm_(1e3).double(), torch.stack(present).norm(), rtol=1e-6, atol=0)
+    optimizer.step()
+    after = dict(model.full_parameters())
+    assert {name for name in after if torch.equal(after[name], before[name])} == {"other.weight", "other.bias"}
 
 
-def test_what_would_count_a_loss_twice_is_refused():
-    def rank_fn(comm):
-        model, optimizer = make(comm, fs.zero1("dp"), FED_BACK)
-        x = inputs(comm, 0, 0)
-        with pytest.raises(ScheduleError, match=r"torch.autograd.grad.*feedback=True"):
-            torch.autograd.grad(model(x).sum(), [model.first.weight])
-        optimizer.zero_grad()
+@on_ranks(DP)
+def test_what_would_count_a_loss_twice_is_refused(comm):
+    model, optimizer = make(comm, fs.zero1("dp"), FED_BACK)
+    x = inputs(comm, 0, 0)
+    with pytest.raises(ScheduleError, match=r"torch.autograd.grad.*feedback=True"):
+        torch.autograd.grad(model(x).sum(), [model.first.weight])
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    with pytest.raises(ScheduleError, match=r"reduced with feedback.*model.accumulate"):
         model(x).sum().backward()
-        with pytest.raises(ScheduleError, match=r"reduced with feedback.*model.accumulate"):
-            model(x).sum().backward()
-        optimizer.zero_grad()
-        scaler = fs.GradScaler("cpu")
-        scaler.scale(model(x).sum()).backward()
-        with pytest.raises(ScheduleError, match=r"unscale_\(\): the module has Precision\(feedback=True\)"):
-            scaler.unscale_(optimizer)
-        optimizer.zero_grad()
-        assert not has_residuals(model)  # those of scaled gradients are gone
-        with pytest.raises(TreeError, match=r"no residuals. Assign state._replace\(residuals=model.train_state.residuals\)"):
-            model.train_state = model.train_state._replace(residuals=None)
-        train(comm, model, optimizer, 0, 1)
-        fresh, its_optimizer = make(comm, fs.zero1("dp"), FED_BACK)
-        train(comm, fresh, its_optimizer, 0, 1)
-        assert_same(bits(model.train_state), bits(fresh.train_state))
-        assert_same(model.train_state.residuals, fresh.train_state.residuals)
-
-    simulate(DP, rank_fn)
+    optimizer.zero_grad()
+    scaler = fs.GradScaler("cpu")
+    scaler.scale(model(x).sum()).backward()
+    with pytest.raises(ScheduleError, match=r"unscale_\(\): the module has Precision\(feedback=True\)"):
+        scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    assert not has_residuals(model)  # those of scaled gradients are gone
+    with pytest.raises(TreeError, match=r"no residuals. Assign state._replace\(residuals=model.train_state.residuals\)"):
+        model.train_state = model.train_state._replace(residuals=None)
+    train(comm, model, optimizer, 0, 1)
+    fresh, its_optimizer = make(comm, fs.zero1("dp"), FED_BACK)
+    train(comm, fresh, its_optimizer, 0, 1)
+    assert_same(bits(model.train_state), bits(fresh.train_state))
+    assert_same(model.train_state.residuals, fresh.train_state.residuals)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_the_loss_scaler_of_torch_is_refused_as_well(strategy):
-    def rank_fn(comm):
-        model, optimizer = make(comm, STRATEGIES[strategy][1], FED_BACK)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model(inputs(comm, 0, 0)).sum()).backward()
-        with pytest.raises(ScheduleError, match=r"unscale_\(\): the module has Precision\(feedback=True\)"):
-            scaler.step(optimizer)
-        assert not has_residuals(model)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_the_loss_scaler_of_torch_is_refused_as_well(comm, strategy):
+    model, optimizer = make(comm, STRATEGIES[strategy][1], FED_BACK)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(inputs(comm, 0, 0)).sum()).backward()
+    with pytest.raises(ScheduleError, match=r"unscale_\(\): the module has Precision\(feedback=True\)"):
+        scaler.step(optimizer)
+    assert not has_residuals(model)
 
 
 @pytest.mark.parametrize("is_paused", [False, True], ids=["unused", "paused"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hfsdp"])
-def test_a_unit_without_a_gradient_keeps_its_residuals(strategy, is_paused):
-    mesh, how = STRATEGIES[strategy]
+@on_ranks(mesh_of)
+def test_a_unit_without_a_gradient_keeps_its_residuals(comm, strategy, is_paused):
+    _, how = STRATEGIES[strategy]
 
     def of_other(model):
         return [x.clone() for key, each in model.train_state.residuals.value.items() if "other" in key for x in each]
 
-    def rank_fn(comm):
-        model, optimizer = make(comm, how, FED_BACK)
-        train(comm, model, optimizer, 0, 2)
-        kept = of_other(model)
-        assert any(x.count_nonzero() for x in kept)
-        model.other.requires_grad_(not is_paused)
-        for step in range(2, 4):
-            model(inputs(comm, step, 0), by_other=is_paused).square().mean().backward()
-            assert model.other.weight.grad is None
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(of_other(model), kept)
-        model.other.requires_grad_(True)
-        train(comm, model, optimizer, 4, 5)
-        assert not all(map(torch.equal, of_other(model), kept))
-
-    simulate(mesh, rank_fn)
+    model, optimizer = make(comm, how, FED_BACK)
+    train(comm, model, optimizer, 0, 2)
+    kept = of_other(model)
+    assert any(x.count_nonzero() for x in kept)
+    model.other.requires_grad_(not is_paused)
+    for step in range(2, 4):
+        model(inputs(comm, step, 0), by_other=is_paused).square().mean().backward()
+        assert model.other.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(of_other(model), kept)
+    model.other.requires_grad_(True)
+    train(comm, model, optimizer, 4, 5)
+    assert not all(map(torch.equal, of_other(model), kept))
 
 
 class Chain(nn.Module):

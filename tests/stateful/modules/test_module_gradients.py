@@ -11,10 +11,9 @@ import fsharp as fs
 from fsharp.errors import LayoutError, ScheduleError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import DIM, VOCAB, Block, descend, each_strategy, values, wrap
-from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
-
-ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+from tests.modules import ADAMW, DIM, VOCAB, Block, descend, each_strategy, values, wrap
+from tests.ranks import on_ranks
+from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every, mesh_of
 
 
 class Choosy(nn.Module):
@@ -176,117 +175,95 @@ def mean_gradients(comm, strategy, kind="plain"):
 
 
 @every(4, strategy=FLAT, kind=[kind for kind in modules.KINDS if "reentrant" not in kind])  # which torch refuses
-def test_autograd_grad_has_the_bits_of_backward(strategy, kind):
+@on_ranks(DP)
+def test_autograd_grad_has_the_bits_of_backward(comm, strategy, kind):
     """And changes nothing of the training around it."""
-
-    def plain(comm):
-        model, optimizer = wrap(comm, strategy, kind)
-        for x, y in modules.batches(comm, 3):
-            descend(model(x, y)["loss"], optimizer)
-        return values(model)
-
-    for found, expected in zip(simulate(DP, lambda comm: mean_gradients(comm, strategy, kind)), simulate(DP, plain)):
-        assert_same(found, expected)
+    model, optimizer = wrap(comm, strategy, kind)
+    modules.train(model, optimizer, modules.batches(comm, 3))
+    assert_same(mean_gradients(comm, strategy, kind), values(model))
 
 
-def test_autograd_grad_with_respect_to_activations_as_well():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3")
-        x, y = modules.batches(comm, 1)[0]
-        scale = torch.ones((), requires_grad=True)
-        loss = model(x, y)["loss"] * scale
-        by_scale, part = torch.autograd.grad(loss, [scale, model.head.weight])
-        assert torch.equal(by_scale, loss.detach())
-        if torch.__version__ >= (2, 13):  # before, torch takes no dictionaries
-            with_names = torch.autograd.grad(model(x, y)["loss"], {"head": model.head.weight})
-            assert torch.equal(with_names["head"].local, part.local)
-        return part.full_shape
-
-    assert simulate(DP, rank_fn) == [torch.Size([VOCAB, DIM])] * 2
+@on_ranks(DP)
+def test_autograd_grad_with_respect_to_activations_as_well(comm):
+    model, _ = wrap(comm, "zero3")
+    x, y = modules.batches(comm, 1)[0]
+    scale = torch.ones((), requires_grad=True)
+    loss = model(x, y)["loss"] * scale
+    by_scale, part = torch.autograd.grad(loss, [scale, model.head.weight])
+    assert torch.equal(by_scale, loss.detach())
+    if torch.__version__ >= (2, 13):  # before, torch takes no dictionaries
+        with_names = torch.autograd.grad(model(x, y)["loss"], {"head": model.head.weight})
+        assert torch.equal(with_names["head"].local, part.local)
+    assert part.full_shape == torch.Size([VOCAB, DIM])
 
 
-def test_a_pass_that_comes_to_no_parameter_leaves_a_forward_its_backward():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3")
-        [(x, y)] = modules.batches(comm, 1)
-        loss, other = model(x, y)["loss"], torch.ones((), requires_grad=True)
-        assert torch.autograd.grad(other * 2, [model.head.weight], allow_unused=True) == (None,)
-        loss.backward()
-        return model.head.weight.grad is not None
-
-    assert simulate(DP, rank_fn) == [True] * 2
+@on_ranks(DP)
+def test_a_pass_that_comes_to_no_parameter_leaves_a_forward_its_backward(comm):
+    model, _ = wrap(comm, "zero3")
+    [(x, y)] = modules.batches(comm, 1)
+    loss, other = model(x, y)["loss"], torch.ones((), requires_grad=True)
+    assert torch.autograd.grad(other * 2, [model.head.weight], allow_unused=True) == (None,)
+    loss.backward()
+    assert model.head.weight.grad is not None
 
 
-def test_a_checkpoint_of_a_functional_module_has_to_be_a_unit():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3", "checkpointed", units=None)
-        [(x, y)] = modules.batches(comm, 1)
-        fn, params = model.functional()
-        grad = fs.value_and_grad(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"])
-        with pytest.raises(LayoutError, match=r"has to be a unit or inside of one, and of model\.functional\(\) a unit"):
-            grad(params, (x, y), comm=comm)
-        with torch.no_grad(), pytest.raises(LayoutError) as caught:
-            model.head.weight.view(-1)
-        assert "checkpoint" not in str(caught.value)
-        return True
-
-    assert simulate(DP, rank_fn) == [True] * 2
+@on_ranks(DP)
+def test_a_checkpoint_of_a_functional_module_has_to_be_a_unit(comm):
+    model, _ = wrap(comm, "zero3", "checkpointed", units=None)
+    [(x, y)] = modules.batches(comm, 1)
+    fn, params = model.functional()
+    grad = fs.value_and_grad(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"])
+    with pytest.raises(LayoutError, match=r"has to be a unit or inside of one, and of model\.functional\(\) a unit"):
+        grad(params, (x, y), comm=comm)
+    with torch.no_grad(), pytest.raises(LayoutError) as caught:
+        model.head.weight.view(-1)
+    assert "checkpoint" not in str(caught.value)
 
 
-def test_parameters_of_two_modules_are_refused():
-    def rank_fn(comm):
-        a, b = (fs.shard_module(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
-        with pytest.raises(ScheduleError, match=r"'weight' is a parameter of another module\. Call it once for each"):
-            torch.autograd.grad(b(a(torch.ones(2, 3))).sum(), [a.weight, b.weight])
-        with pytest.raises(LayoutError, match=r"Use torch\.autograd\.grad"):
-            a(torch.ones(2, 3)).sum().backward(inputs=[a.weight])
-        other = fs.shard_module(nn.Linear(3, 3), mesh=comm, sync_from=0)
-        x = torch.ones((), requires_grad=True)
-        assert torch.autograd.grad(x * 2, [other.weight], allow_unused=True) == (None,)
-        return True
-
-    assert simulate(DP, rank_fn) == [True] * 2
+@on_ranks(DP)
+def test_parameters_of_two_modules_are_refused(comm):
+    a, b = (fs.shard_module(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
+    with pytest.raises(ScheduleError, match=r"'weight' is a parameter of another module\. Call it once for each"):
+        torch.autograd.grad(b(a(torch.ones(2, 3))).sum(), [a.weight, b.weight])
+    with pytest.raises(LayoutError, match=r"Use torch\.autograd\.grad"):
+        a(torch.ones(2, 3)).sum().backward(inputs=[a.weight])
+    other = fs.shard_module(nn.Linear(3, 3), mesh=comm, sync_from=0)
+    x = torch.ones((), requires_grad=True)
+    assert torch.autograd.grad(x * 2, [other.weight], allow_unused=True) == (None,)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_what_is_missing_costs_one_small_collective_along_each_axis(strategy):
-    mesh = STRATEGIES[strategy][0]
-
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        model, optimizer = sharded(counting, strategy, torch.optim.SGD, lr=0.1)
-        found = []
-        for x, y in modules.batches(comm, 4, size=8 // comm.mesh.size):
-            counting.calls.clear()
-            descend(model(x, y), optimizer)
-            small = [call for call in counting.calls.elements() if call.op == "all_reduce" and call.nbytes < 40]
-            found.append([sum(call.axis == axis for call in small) for axis in mesh.names])
-        assert len(list(model.parameters())) == 23
-        return found[1:]  # in the first one a unit of 20 bytes goes alone
-
-    assert simulate(mesh, rank_fn) == [[[1] * len(mesh.names)] * 3] * mesh.size
+@on_ranks(mesh_of)
+def test_what_is_missing_costs_one_small_collective_along_each_axis(comm, strategy):
+    counting = fs.collectives.CountingComm(comm)
+    model, optimizer = sharded(counting, strategy, torch.optim.SGD, lr=0.1)
+    found = []
+    for x, y in modules.batches(comm, 4, size=8 // comm.mesh.size):
+        counting.calls.clear()
+        descend(model(x, y), optimizer)
+        small = [call for call in counting.calls.elements() if call.op == "all_reduce" and call.nbytes < 40]
+        found.append([sum(call.axis == axis for call in small) for axis in comm.mesh.names])
+    assert len(list(model.parameters())) == 23
+    assert found[1:] == [[1] * len(comm.mesh.names)] * 3
 
 
-def test_what_autograd_grad_refuses():
-    def rank_fn(comm):
-        model, optimizer = sharded(comm, "zero3")
-        x, y = modules.batches(comm, 1)[0]
-        every = list(model.parameters())
-        with pytest.raises(ScheduleError, match=r"create_graph.*model.functional\(\)"):
-            torch.autograd.grad(model(x, y), every, create_graph=True)
-        optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"input 'unused' was not used\. Set allow_unused"):
-            torch.autograd.grad(model(x, y), every)
-        found = dict(zip(dict(model.named_parameters()), torch.autograd.grad(model(x, y), every, allow_unused=True)))
-        assert {name for name, grad in found.items() if grad is None} >= {"unused", "forks.0.spare.weight", "block.gain"}
-        filled = torch.autograd.grad(model(x, y), every, materialize_grads=True)
-        assert not any(grad.local.any() for grad, name in zip(filled, found) if found[name] is None)
-        model(x, y).backward()
-        with pytest.raises(ScheduleError, match="this step has gradients of other backward passes"):
-            torch.autograd.grad(model(x, y), every, allow_unused=True)
-        return True
-
-    assert simulate(DP, rank_fn) == [True] * 2
+@on_ranks(DP)
+def test_what_autograd_grad_refuses(comm):
+    model, optimizer = sharded(comm, "zero3")
+    x, y = modules.batches(comm, 1)[0]
+    every = list(model.parameters())
+    with pytest.raises(ScheduleError, match=r"create_graph.*model.functional\(\)"):
+        torch.autograd.grad(model(x, y), every, create_graph=True)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"input 'unused' was not used\. Set allow_unused"):
+        torch.autograd.grad(model(x, y), every)
+    found = dict(zip(dict(model.named_parameters()), torch.autograd.grad(model(x, y), every, allow_unused=True)))
+    assert {name for name, grad in found.items() if grad is None} >= {"unused", "forks.0.spare.weight", "block.gain"}
+    filled = torch.autograd.grad(model(x, y), every, materialize_grads=True)
+    assert not any(grad.local.any() for grad, name in zip(filled, found) if found[name] is None)
+    model(x, y).backward()
+    with pytest.raises(ScheduleError, match="this step has gradients of other backward passes"):
+        torch.autograd.grad(model(x, y), every, allow_unused=True)
 
 
 GRADIENTS = {
@@ -298,23 +275,20 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("what", GRADIENTS)
-def test_gradients_that_ranks_have_not_summed_are_not_shown(what):
+@on_ranks(DP)
+def test_gradients_that_ranks_have_not_summed_are_not_shown(comm, what):
     """As None they would be left out of norms and of what is set to None; frozen parameters have none."""
-
-    def rank_fn(comm):
-        model, _ = modules.wrap(comm, "zero2", "frozen")
-        [(x, y)] = modules.batches(comm, 1)
-        with model.accumulate():
-            model(x, y)["loss"].backward()
-        assert model.embed.weight.grad is None
-        with pytest.raises(ScheduleError, match=r"grad of parameter '(head|layers\.0)\..*inside of accumulate"):
-            GRADIENTS[what](model)
-        model.zero_grad()
-        assert model.head.weight.grad is None
+    model, _ = modules.wrap(comm, "zero2", "frozen")
+    [(x, y)] = modules.batches(comm, 1)
+    with model.accumulate():
         model(x, y)["loss"].backward()
-        assert model.head.weight.grad.norm() > 0
-
-    simulate(DP, rank_fn)
+    assert model.embed.weight.grad is None
+    with pytest.raises(ScheduleError, match=r"grad of parameter '(head|layers\.0)\..*inside of accumulate"):
+        GRADIENTS[what](model)
+    model.zero_grad()
+    assert model.head.weight.grad is None
+    model(x, y)["loss"].backward()
+    assert model.head.weight.grad.norm() > 0
 
 
 PASSES = ((0,), (0,), (0, 0), (1, 0, 0), (0, 0, 0), (0, 0), (0,), (1, 0, 0), (0, 0), (0,), (0, 0, 0))
@@ -322,26 +296,22 @@ PASSES = ((0,), (0,), (0, 0), (1, 0, 0), (0, 0, 0), (0, 0), (0,), (1, 0, 0), (0,
 
 
 @every(2, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), ranks=(2, 3))
-def test_any_number_of_backward_passes_add_up(strategy, ranks):
+@on_ranks(lambda strategy, ranks: fs.Mesh({"dp": ranks}) if strategy in FLAT else STRATEGIES[strategy][0])
+def test_any_number_of_backward_passes_add_up(comm, strategy, ranks):
     """More in one step than in the one that was recorded, and fewer: without accumulate() each of them takes its sums back."""
-    mesh = fs.Mesh({"dp": ranks}) if strategy in FLAT else STRATEGIES[strategy][0]
-
-    def rank_fn(comm):
-        net = nn.Linear(3, 1, bias=False)
-        nn.init.ones_(net.weight)
-        model = fs.shard_module(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=DebugPolicy(poison=True))
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
-        found = []
-        for i, passes in enumerate(PASSES):
-            for accumulate in passes:
-                with model.accumulate() if accumulate else nullcontext():
-                    model(torch.ones(1, 3)).sum().backward()
-                if i % 2:
-                    with torch.no_grad():
-                        model(torch.ones(1, 3))
-            found.append(model.weight.grad.sum().item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    assert simulate(mesh, rank_fn) == [pytest.approx([3.0 * len(passes) for passes in PASSES])] * mesh.size
+    net = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(net.weight)
+    model = fs.shard_module(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=DebugPolicy(poison=True))
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+    found = []
+    for i, passes in enumerate(PASSES):
+        for accumulate in passes:
+            with model.accumulate() if accumulate else nullcontext():
+                model(torch.ones(1, 3)).sum().backward()
+            if i % 2:
+                with torch.no_grad():
+                    model(torch.ones(1, 3))
+        found.append(model.weight.grad.sum().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == pytest.approx([3.0 * len(passes) for passes in PASSES])

@@ -9,6 +9,7 @@ from fsharp.errors import TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, descend, train, values
+from tests.ranks import on_ranks
 from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 
@@ -115,7 +116,7 @@ def reference(case, steps, kind="plain"):
     model = modules.make(kind)
     optimizer = cls(params(model), **options)
     train(model, optimizer, modules.batches(None, steps))
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return modules.detached(model)
 
 
 @every(2, where=WHOLE, case=CASES)
@@ -158,49 +159,34 @@ def test_refused_where_leaves_are_cut(case, strategy):
     assert "'embed.weight'" in found[0]
 
 
-def test_a_learning_rate_of_zero_hides_nothing():
-    def rank_fn(comm):
-        model = wrapped(comm, fs.zero3("dp"))
-        with pytest.raises(TreeError, match="Lamb looks at"):
-            fs.ShardedOptimizer(model.parameters(), Lamb, lr=0.0)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_learning_rate_of_zero_hides_nothing(comm):
+    model = wrapped(comm, fs.zero3("dp"))
+    with pytest.raises(TreeError, match="Lamb looks at"):
+        fs.ShardedOptimizer(model.parameters(), Lamb, lr=0.0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_elementwise_ones_have_flat_buffers(strategy):
+@on_ranks(DP)
+def test_elementwise_ones_have_flat_buffers(comm, strategy):
     """A class that nobody has heard of too, where leaves are cut: one tensor for each buffer, and the same bits."""
-
-    def rank_fn(comm):
-        found = []
-        for cls in (Kept, torch.optim.SGD):
-            model = wrapped(comm, STRATEGIES[strategy][1])
-            optimizer = fs.ShardedOptimizer(model.parameters(), cls, lr=0.1, momentum=0.9)
-            if (cls, strategy) == (Kept, "ddp"):
-                shapes = sorted(p.shape for p in optimizer.inner.param_groups[0]["params"])
-                assert shapes == sorted(p.leaf.shape for p in model.parameters())
-            else:
-                assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [1] * len(model.layout.units)
-            train(model, optimizer, modules.batches(comm, 3))
-            found.append(values(model))
-        return found
-
-    for mine, expected in simulate(DP, rank_fn):
-        assert_same(mine, expected)
+    found = []
+    for cls in (Kept, torch.optim.SGD):
+        model = wrapped(comm, STRATEGIES[strategy][1])
+        optimizer = fs.ShardedOptimizer(model.parameters(), cls, lr=0.1, momentum=0.9)
+        if (cls, strategy) == (Kept, "ddp"):
+            shapes = sorted(p.shape for p in optimizer.inner.param_groups[0]["params"])
+            assert shapes == sorted(p.leaf.shape for p in model.parameters())
+        else:
+            assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [1] * len(model.layout.units)
+        train(model, optimizer, modules.batches(comm, 3))
+        found.append(values(model))
+    assert_same(*found)
 
 
 def test_what_a_class_does_at_other_sizes_alone_is_right_where_leaves_are_whole():
-    model = modules.make("plain")
-    train(model, Large(model.parameters(), lr=0.1, momentum=0.9), modules.batches(None, 3))
-
-    def rank_fn(comm):
-        sharded = wrapped(comm, fs.ddp("dp"))
-        train(sharded, fs.ShardedOptimizer(sharded.parameters(), Large, lr=0.1, momentum=0.9), modules.batches(comm, 3))
-        return values(sharded)
-
-    expected = {name: p.detach() for name, p in model.named_parameters()}
-    for mine in simulate(DP, rank_fn):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    settings = {"lr": 0.1, "momentum": 0.9}
+    modules.assert_trains_as_alone("ddp", train, optimizer=Large, settings=settings, count=3, units=[Block])
 
 
 def test_a_trial_at_the_size_of_the_parameters():
@@ -223,24 +209,21 @@ def test_a_trial_at_the_size_of_the_parameters():
 def test_the_way_of_each_group_is_its_own():
     """Groups of one class, of which one is elementwise: it may be sharded."""
 
+    def groups(model):
+        by_rows, named = {"head.weight", "embed.weight"}, list(model.named_parameters())
+        return [{"params": [p for n, p in named if (n in by_rows) is rows], "rows": rows} for rows in (True, False)]
+
     def rank_fn(comm):
         model = wrapped(comm, {"**": fs.zero3("dp"), "head": fs.ddp("dp"), "embed": fs.ddp("dp")})
-        by_rows = {"head.weight", "embed.weight"}
-        named = list(model.named_parameters())
-        optimizer = fs.ShardedOptimizer(
-            [{"params": [p for n, p in named if (n in by_rows) is rows], "rows": rows} for rows in (True, False)], Half
-        )
+        optimizer = fs.ShardedOptimizer(groups(model), Half)
         assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [2, 2]
         train(model, optimizer, modules.batches(comm, 3))
         return values(model)
 
     model = modules.make()
-    by_rows = {"head.weight", "embed.weight"}
-    named = list(model.named_parameters())
-    optimizer = Half([{"params": [p for n, p in named if (n in by_rows) is rows], "rows": rows} for rows in (True, False)])
-    train(model, optimizer, modules.batches(None, 3))
+    train(model, Half(groups(model)), modules.batches(None, 3))
     for mine in simulate(DP, rank_fn):
-        close(mine, {name: p.detach() for name, p in model.named_parameters()})
+        close(mine, modules.detached(model))
 
 
 def test_what_cannot_be_tried_is_refused():

@@ -229,7 +229,7 @@ def test_experts_without_tokens(plan, sparse):
         optimizer.zero_grad()
         alone(x, used).backward()
         optimizer.step()
-    expected = {name: p.detach() for name, p in alone.named_parameters()}
+    expected = modules.detached(alone)
     for rank, (found, recordings) in enumerate(simulate(EP, rank_fn)):
         first = EP.coord("ep", rank) * EXPERTS // 2
         for name, value in found.items():
@@ -320,7 +320,7 @@ def alone(kind=Dense, *args, clip=None, steps=4):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}, norms
+    return modules.detached(model), norms
 
 
 def run(model, data, clip=None):

@@ -13,6 +13,7 @@ from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import close, descend, train, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
 from tests.stateful.modules.test_module_gradients import Choosy, sharded
 from tests.stateful.modules.test_module_optimizers import Lamb
@@ -58,7 +59,7 @@ def test_states_of_whole_parameters(name, cls):
     found = simulate(DP, other)
     assert_same(gathered([again for again, _ in found])["state"], state)
     for _, mine in found:
-        close(mine, {n: p.detach() for n, p in alone.named_parameters()})
+        close(mine, modules.detached(alone))
 
 
 TEMPLATES = {
@@ -100,50 +101,43 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_is_what_a_first_step_makes(name):
+@on_ranks(THREE)
+def test_a_template_is_what_a_first_step_makes(comm, name):
     """It has the same names, shapes and parts; training is that of an optimizer that nobody has asked, and starts from it."""
     cls, options = TEMPLATES[name]
     atoms = fs.layouts.Whole() if cls in (torch.optim.Adafactor, Lamb) else fs.layouts.Element()
-
-    def rank_fn(comm):
-        runs = []
-        for way in ("alone", "asked", "loaded"):
-            model = fs.shard_module(Small(), mesh=comm, strategy=fs.zero3("dp"), atoms=atoms)
-            optimizer = fs.ShardedOptimizer(model.parameters(), cls, **copy.deepcopy(options))
-            before = values(model)
-            if way != "alone":
-                drawn = torch.random.get_rng_state()
-                template = optimizer.state_template()
-                assert torch.equal(torch.random.get_rng_state(), drawn)
-                assert_same(values(model), before)
-                if cls is not torch.optim.Adagrad:  # which makes its state when it is made
-                    assert optimizer.state_dict()["state"] == {}
-                for state in template["state"].values():
-                    step = state.get("step", 0)
-                    assert not (step.local if isinstance(step, fs.modules.ShardedTensor) else torch.as_tensor(step)).any()
-            if way == "loaded":
-                optimizer.load_state_dict(template)
-            for _ in range(2):
-                descend(model(torch.linspace(0, 1 + comm.rank, 5)), optimizer)
-            runs.append(values(model))
-        saved = optimizer.state_dict()
-        assert about(template["state"]) == about({name: saved["state"].get(name, {}) for name in template["state"]})
-        assert saved["state"].keys() <= {"a", "b"} == template["state"].keys()
-        assert saved["param_groups"] == template["param_groups"]
-        return runs
-
-    for first, *others in simulate(THREE, rank_fn):
-        for other in others:
-            assert_same(other, first)
+    runs = []
+    for way in ("alone", "asked", "loaded"):
+        model = fs.shard_module(Small(), mesh=comm, strategy=fs.zero3("dp"), atoms=atoms)
+        optimizer = fs.ShardedOptimizer(model.parameters(), cls, **copy.deepcopy(options))
+        before = values(model)
+        if way != "alone":
+            drawn = torch.random.get_rng_state()
+            template = optimizer.state_template()
+            assert torch.equal(torch.random.get_rng_state(), drawn)
+            assert_same(values(model), before)
+            if cls is not torch.optim.Adagrad:  # which makes its state when it is made
+                assert optimizer.state_dict()["state"] == {}
+            for state in template["state"].values():
+                step = state.get("step", 0)
+                assert not (step.local if isinstance(step, fs.modules.ShardedTensor) else torch.as_tensor(step)).any()
+        if way == "loaded":
+            optimizer.load_state_dict(template)
+        for _ in range(2):
+            descend(model(torch.linspace(0, 1 + comm.rank, 5)), optimizer)
+        runs.append(values(model))
+    saved = optimizer.state_dict()
+    assert about(template["state"]) == about({name: saved["state"].get(name, {}) for name in template["state"]})
+    assert saved["state"].keys() <= {"a", "b"} == template["state"].keys()
+    assert saved["param_groups"] == template["param_groups"]
+    assert_same(runs, [runs[0]] * 3)
 
 
-def test_a_template_of_a_pair_is_its_state():
-    def rank_fn(comm):
-        model, _ = world(comm, "zero3")
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
-        assert optimizer.state_template()["state"] is model.train_state.opt
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_template_of_a_pair_is_its_state(comm):
+    model, _ = world(comm, "zero3")
+    optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
+    assert optimizer.state_template()["state"] is model.train_state.opt
 
 
 def test_parameters_without_a_gradient_have_no_state():
@@ -181,17 +175,14 @@ def test_parameters_without_a_gradient_have_no_state():
         assert mine.keys() == dict(model.named_parameters()).keys()
 
 
-def test_many_exchanges_of_the_state_leave_no_trace():
+@on_ranks(fs.Mesh({"dp": 1}))
+def test_many_exchanges_of_the_state_leave_no_trace(comm):
     """Labels of runs do not grow."""
-
-    def rank_fn(comm):
-        model, optimizer = world(comm, "alone", cls=torch.optim.SGD)
-        for _ in range(50):
-            model.train_state = model.train_state
-            optimizer._recut_by_labels(optimizer._labels, optimizer._states_by_path())
-        assert {label for labels in optimizer._labels for label in labels.values()} == {0}
-
-    simulate(fs.Mesh({"dp": 1}), rank_fn)
+    model, optimizer = world(comm, "alone", cls=torch.optim.SGD)
+    for _ in range(50):
+        model.train_state = model.train_state
+        optimizer._recut_by_labels(optimizer._labels, optimizer._states_by_path())
+    assert {label for labels in optimizer._labels for label in labels.values()} == {0}
 
 
 # What is refused
@@ -232,34 +223,29 @@ WRONG = {
 
 
 @every(2, name=WRONG, ranks=((0, 1), (1,)))
-def test_wrong_state_dicts_of_an_optimizer(name, ranks):
+@on_ranks(DP)
+def test_wrong_state_dicts_of_an_optimizer(comm, name, ranks):
     wrong, match = WRONG[name]
-
-    def rank_fn(comm):
-        model, optimizer = world(comm, "zero3")
-        train(model, optimizer, modules.batches(comm, 1))
-        before = copy.deepcopy(optimizer.state_dict())
-        good = {**before, "param_groups": [{**before["param_groups"][0], "lr": 7.0}]}
-        with pytest.raises((TreeError, AgreementError), match=match):
-            optimizer.load_state_dict(wrong(good) if comm.rank in ranks else good)
-        assert optimizer.state_dict()["param_groups"] == before["param_groups"]
-        assert_same(about(optimizer.state_dict()["state"]), about(before["state"]))
-
-    simulate(DP, rank_fn)
+    model, optimizer = world(comm, "zero3")
+    train(model, optimizer, modules.batches(comm, 1))
+    before = copy.deepcopy(optimizer.state_dict())
+    good = {**before, "param_groups": [{**before["param_groups"][0], "lr": 7.0}]}
+    with pytest.raises((TreeError, AgreementError), match=match):
+        optimizer.load_state_dict(wrong(good) if comm.rank in ranks else good)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert_same(about(optimizer.state_dict()["state"]), about(before["state"]))
 
 
-def test_ranks_with_other_options_or_counts():
-    def rank_fn(comm):
-        model, optimizer = world(comm, "zero3")
-        train(model, optimizer, modules.batches(comm, 1))
-        state = copy.deepcopy(optimizer.state_dict())
-        own = [{**state["param_groups"][0], "lr": 1e-2 * (1 + comm.rank)}]
-        with pytest.raises(AgreementError, match=r"group 0 +rank 0: lr=0.01(.|\n)*rank 1: lr=0.02"):
-            optimizer.load_state_dict({**state, "param_groups": own})
-        with pytest.raises(AgreementError, match=r"head.bias +rank 1: other values than rank 0"):
-            optimizer.load_state_dict(change(state, "head.bias", step=torch.tensor(1.0 + comm.rank)))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_ranks_with_other_options_or_counts(comm):
+    model, optimizer = world(comm, "zero3")
+    train(model, optimizer, modules.batches(comm, 1))
+    state = copy.deepcopy(optimizer.state_dict())
+    own = [{**state["param_groups"][0], "lr": 1e-2 * (1 + comm.rank)}]
+    with pytest.raises(AgreementError, match=r"group 0 +rank 0: lr=0.01(.|\n)*rank 1: lr=0.02"):
+        optimizer.load_state_dict({**state, "param_groups": own})
+    with pytest.raises(AgreementError, match=r"head.bias +rank 1: other values than rank 0"):
+        optimizer.load_state_dict(change(state, "head.bias", step=torch.tensor(1.0 + comm.rank)))
 
 
 class Listing(torch.optim.SGD):
@@ -272,52 +258,41 @@ class Listing(torch.optim.SGD):
             self.state[p].setdefault("history", []).append(1)
 
 
-def test_states_that_cannot_be_told_to_others_are_refused():
-    def rank_fn(comm):
-        model, optimizer = world(comm, "zero3", cls=Listing)
-        train(model, optimizer, modules.batches(comm, 1))
-        with pytest.raises(TreeError, match=r"'history' of '.*' is a list, expected a tensor, a number, a string or None"):
-            optimizer.state_dict()
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_states_that_cannot_be_told_to_others_are_refused(comm):
+    model, optimizer = world(comm, "zero3", cls=Listing)
+    train(model, optimizer, modules.batches(comm, 1))
+    with pytest.raises(TreeError, match=r"'history' of '.*' is a list, expected a tensor, a number, a string or None"):
+        optimizer.state_dict()
 
 
-def test_ranks_that_keep_different_states():
-    def rank_fn(comm):
-        model, optimizer = world(comm, "ddp")
-        train(model, optimizer, modules.batches(comm, 1))
-        if comm.rank:
-            next(iter(optimizer.inner.state.values()))["step"].add_(1)
-        with pytest.raises(AgreementError, match=r"ranks keep different states of(.|\n)*rank 0(.|\n)*rank 1"):
-            optimizer.state_dict()
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_ranks_that_keep_different_states(comm):
+    model, optimizer = world(comm, "ddp")
+    train(model, optimizer, modules.batches(comm, 1))
+    if comm.rank:
+        next(iter(optimizer.inner.state.values()))["step"].add_(1)
+    with pytest.raises(AgreementError, match=r"ranks keep different states of(.|\n)*rank 0(.|\n)*rank 1"):
+        optimizer.state_dict()
 
 
 PAIR = fs.optim.adamw(1e-2)
 OTHERS = {
-    "another transformation": (
-        fs.optim.sgd(1e-2),
-        "zero1",
-        "the state (is of another transformation|has another layout)",
-    ),
+    "another transformation": (fs.optim.sgd(1e-2), "zero1", "the state (is of another transformation|has another layout)"),
     "another layout": (PAIR, "zero3", "the state has another layout"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_states_of_other_pairs(name):
+@on_ranks(DP)
+def test_states_of_other_pairs(comm, name):
     tx, strategy, match = OTHERS[name]
-
-    def rank_fn(comm):
-        model, _ = world(comm, strategy)
-        other = fs.ShardedOptimizer(model.parameters(), tx).state_dict()
-        model, _ = world(comm, "zero1")
-        optimizer = fs.ShardedOptimizer(model.parameters(), PAIR)
-        with pytest.raises(TreeError, match=match):
-            optimizer.load_state_dict(other)
-
-    simulate(DP, rank_fn)
+    model, _ = world(comm, strategy)
+    other = fs.ShardedOptimizer(model.parameters(), tx).state_dict()
+    model, _ = world(comm, "zero1")
+    optimizer = fs.ShardedOptimizer(model.parameters(), PAIR)
+    with pytest.raises(TreeError, match=match):
+        optimizer.load_state_dict(other)
 
 
 def test_the_state_of_a_pair_of_another_rank_is_refused():
@@ -343,73 +318,64 @@ def test_the_state_of_a_pair_of_another_rank_is_refused():
     simulate(DP, partial(rank_fn, load=True))
 
 
-def test_the_state_of_a_pair_is_copied():
+@on_ranks(DP)
+def test_the_state_of_a_pair_is_copied(comm):
     """It may be loaded twice, and is refused once the optimizer that has given it goes on."""
-
-    def rank_fn(comm):
-        model, _ = world(comm, "zero1")
-        optimizer = fs.ShardedOptimizer(model.parameters(), PAIR)
-        data = modules.batches(comm, 2)
-        train(model, optimizer, data[:1])
-        state = optimizer.state_dict()
-        others = [world(comm, "zero1") for _ in range(2)]
-        found = []
-        for other, _ in others:
-            other.load_state_dict(model.state_dict())
-            second = fs.ShardedOptimizer(other.parameters(), PAIR)
-            second.load_state_dict(state)
-            train(other, second, data[1:])
-            found.append(values(other))
-        train(model, optimizer, data[1:])
-        assert_same(found, [values(model)] * 2)
-        with pytest.raises(TreeError, match=r"load_state_dict\(\): unit .* belongs to a donated state"):
-            second.load_state_dict(state)
-
-    simulate(DP, rank_fn)
+    model, _ = world(comm, "zero1")
+    optimizer = fs.ShardedOptimizer(model.parameters(), PAIR)
+    data = modules.batches(comm, 2)
+    train(model, optimizer, data[:1])
+    state = optimizer.state_dict()
+    others = [world(comm, "zero1") for _ in range(2)]
+    found = []
+    for other, _ in others:
+        other.load_state_dict(model.state_dict())
+        second = fs.ShardedOptimizer(other.parameters(), PAIR)
+        second.load_state_dict(state)
+        train(other, second, data[1:])
+        found.append(values(other))
+    train(model, optimizer, data[1:])
+    assert_same(found, [values(model)] * 2)
+    with pytest.raises(TreeError, match=r"load_state_dict\(\): unit .* belongs to a donated state"):
+        second.load_state_dict(state)
 
 
 @every(2, strategy=["ddp", "zero1", "zero2", "zero3"], optimizer=[torch.optim.AdamW, torch.optim.SGD])
-def test_state_by_parameter(strategy, optimizer):
+@on_ranks(DP)
+def test_state_by_parameter(comm, strategy, optimizer):
     """``optimizer.state[p]`` as torch's users read it: this rank's part, whose norm is that of the whole state."""
     options = {"lr": 1e-2, "momentum": 0.9} if optimizer is torch.optim.SGD else {"lr": 1e-2, "amsgrad": True}
 
-    def run(model, optimizer, data):
-        for x, y in data:
-            descend(model(x, y)["loss"], optimizer)
-
-    def rank_fn(comm):
-        model = wrap(comm, strategy)[0]
-        own = fs.ShardedOptimizer(model.parameters(), optimizer, **options)
-        assert not own.state
-        assert dict(own.state[model.head.weight]) == {}
-        run(model, own, modules.batches(comm, 3))
-        plain = modules.make()
-        reference = optimizer(plain.parameters(), **options)
-        run(plain, reference, modules.batches(None, 3))
-        assert len(own.state) == len(reference.state)
-        names = [dict(model.named_parameters())[name] for name, _ in plain.named_parameters()]
-        for mine, theirs in zip(names, plain.parameters(), strict=True):
-            assert mine in own.state
-            for key, value in reference.state[theirs].items():
-                if key == "step":
-                    assert own.state[mine][key] == value
-                    continue
-                assert own.state[mine][key].shape == value.shape
-                torch.testing.assert_close(own.state[mine][key].norm(), value.norm(), rtol=1e-3, atol=1e-6)
-        with pytest.raises(TypeError, match="does not support item assignment"):
-            own.state[model.head.weight]["exp_avg"] = None
-        with pytest.raises(TreeError, match=r"state cannot be replaced: load_state_dict"):
-            own.state = {}
-        with pytest.raises(TreeError, match=r"asked for a Parameter \[11, 6\], expected one of model\.parameters"):
-            _ = own.state[plain.head.weight]
-        with torch.no_grad():
-            for p in own.state:
-                for value in own.state[p].values():
-                    value.zero_()
-        saved = own.state_dict()["state"]["head.weight"]
-        assert all(float(part.norm()) == 0 for part in saved.values() if isinstance(part, fs.modules.ShardedTensor))
-        pair = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
-        with pytest.raises(TreeError, match=r"an \(init, update\) pair is a tree.*train_state\.opt"):
-            _ = pair.state
-
-    simulate(DP, rank_fn)
+    model = wrap(comm, strategy)[0]
+    own = fs.ShardedOptimizer(model.parameters(), optimizer, **options)
+    assert not own.state
+    assert dict(own.state[model.head.weight]) == {}
+    train(model, own, modules.batches(comm, 3))
+    plain = modules.make()
+    reference = optimizer(plain.parameters(), **options)
+    train(plain, reference, modules.batches(None, 3))
+    assert len(own.state) == len(reference.state)
+    names = [dict(model.named_parameters())[name] for name, _ in plain.named_parameters()]
+    for mine, theirs in zip(names, plain.parameters(), strict=True):
+        assert mine in own.state
+        for key, value in reference.state[theirs].items():
+            if key == "step":
+                assert own.state[mine][key] == value
+                continue
+            assert own.state[mine][key].shape == value.shape
+            torch.testing.assert_close(own.state[mine][key].norm(), value.norm(), rtol=1e-3, atol=1e-6)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        own.state[model.head.weight]["exp_avg"] = None
+    with pytest.raises(TreeError, match=r"state cannot be replaced: load_state_dict"):
+        own.state = {}
+    with pytest.raises(TreeError, match=r"asked for a Parameter \[11, 6\], expected one of model\.parameters"):
+        _ = own.state[plain.head.weight]
+    with torch.no_grad():
+        for p in own.state:
+            for value in own.state[p].values():
+                value.zero_()
+    saved = own.state_dict()["state"]["head.weight"]
+    assert all(float(part.norm()) == 0 for part in saved.values() if isinstance(part, fs.modules.ShardedTensor))
+    pair = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
+    with pytest.raises(TreeError, match=r"an \(init, update\) pair is a tree.*train_state\.opt"):
+        _ = pair.state

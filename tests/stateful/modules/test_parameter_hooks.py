@@ -8,6 +8,7 @@ from fsharp.errors import LayoutError, ScheduleError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import ADAMW, close, each_strategy, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP
 
 
@@ -15,7 +16,7 @@ def alone(use, steps=4):
     """The unsharded module after ``use(model, data)``, and what that returns."""
     model = modules.make()
     seen = use(model, torch.optim.AdamW(model.parameters(), **ADAMW), modules.batches(None, steps))
-    return seen, {name: p.detach() for name, p in model.named_parameters()}
+    return seen, modules.detached(model)
 
 
 def sharded(use, strategy, steps=4):
@@ -145,12 +146,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("act", REFUSED)
-def test_refused(act):
+@on_ranks(DP)
+def test_refused(comm, act):
     use, kind, match = REFUSED[act]
-
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3")
-        with pytest.raises(kind, match=match):
-            use(model)
-
-    simulate(DP, rank_fn)
+    model, _ = wrap(comm, "zero3")
+    with pytest.raises(kind, match=match):
+        use(model)

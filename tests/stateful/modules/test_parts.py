@@ -12,6 +12,7 @@ from fsharp.errors import FsharpError, LayoutError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import batches, descend, make, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, every
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -103,32 +104,29 @@ WRITES = {
 
 
 @every(12, write=WRITES, strategy=STRATEGIES, ranks=(1, 2, 3))
-def test_writes_are_seen(strategy, ranks, write):
+@on_ranks(lambda ranks: MESHES[ranks])
+def test_writes_are_seen(comm, strategy, ranks, write):
     """By the next evaluation and by training that goes on."""
-
-    def rank_fn(comm):
-        model, optimizer, plain = with_gradients(comm, strategy)
-        reference = torch.optim.AdamW(plain.parameters(), **modules.ADAMW)
-        for each in (model, plain):
-            with torch.no_grad():
-                for p in each.parameters():
-                    WRITES[write](p, p.grad)
-        x = torch.arange(5)
+    model, optimizer, plain = with_gradients(comm, strategy)
+    reference = torch.optim.AdamW(plain.parameters(), **modules.ADAMW)
+    for each in (model, plain):
         with torch.no_grad():
-            close(model(x), plain(x))
-        optimizer.step()
-        reference.step()
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(values(model)[name], p.detach(), rtol=1e-3, atol=1e-5)
-
-    simulate(MESHES[ranks], rank_fn)
+            for p in each.parameters():
+                WRITES[write](p, p.grad)
+    x = torch.arange(5)
+    with torch.no_grad():
+        close(model(x), plain(x))
+    optimizer.step()
+    reference.step()
+    torch.testing.assert_close(values(model), modules.detached(plain), rtol=1e-3, atol=1e-5)
 
 
 WAYS = ("torch", "foreach", "in two", "model", "value")
 
 
 @every(19, strategy=STRATEGIES, ranks=(1, 2, 3), norm_type=(2.0, 1.0, torch.inf, 3), way=WAYS)
-def test_clipping(strategy, ranks, norm_type, way):
+@on_ranks(lambda ranks: MESHES[ranks])
+def test_clipping(comm, strategy, ranks, norm_type, way):
     """By torch's functions and by the module's own: the gradients and norms of plain torch."""
 
     def clip(model, way):
@@ -142,18 +140,14 @@ def test_clipping(strategy, ranks, norm_type, way):
             return model.clip_grad_norm_(0.1, norm_type, error_if_nonfinite=True, foreach=None)
         return nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=True if way == "foreach" else None)
 
-    def rank_fn(comm):
-        model, optimizer, plain = with_gradients(comm, strategy)
-        torch.testing.assert_close(clip(model, way), clip(plain, way), rtol=1e-4, atol=1e-6)
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            close(mine.grad.norm(), theirs.grad.norm())
-        optimizer.step()
-        reference = torch.optim.AdamW(plain.parameters(), **modules.ADAMW)
-        reference.step()
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(values(model)[name], p.detach(), rtol=1e-3, atol=1e-4)
-
-    simulate(MESHES[ranks], rank_fn)
+    model, optimizer, plain = with_gradients(comm, strategy)
+    torch.testing.assert_close(clip(model, way), clip(plain, way), rtol=1e-4, atol=1e-6)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        close(mine.grad.norm(), theirs.grad.norm())
+    optimizer.step()
+    reference = torch.optim.AdamW(plain.parameters(), **modules.ADAMW)
+    reference.step()
+    torch.testing.assert_close(values(model), modules.detached(plain), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3"])
@@ -182,21 +176,18 @@ def test_parameters_that_vary_are_reduced_over_all_ranks(kind):
 
 
 @pytest.mark.parametrize("way", ["torch", "model"])
-def test_gradients_that_are_not_finite(way):
+@on_ranks(DP)
+def test_gradients_that_are_not_finite(comm, way):
     """Found on all ranks, by one rank's elements; nothing is scaled."""
-
-    def rank_fn(comm):
-        model, *_ = with_gradients(comm, "zero3")
-        grad = model.head.weight.grad
-        if comm.rank == 1:
-            grad.local[0] = torch.inf
-        before = grad.local.clone()
-        clip = model.clip_grad_norm_ if way == "model" else partial(nn.utils.clip_grad_norm_, list(model.parameters()))
-        with pytest.raises(RuntimeError, match=r"norm of order 2\.0.* (is inf|non-finite)"):
-            clip(1.0, error_if_nonfinite=True)
-        assert torch.equal(grad.local, before)
-
-    simulate(DP, rank_fn)
+    model, *_ = with_gradients(comm, "zero3")
+    grad = model.head.weight.grad
+    if comm.rank == 1:
+        grad.local[0] = torch.inf
+    before = grad.local.clone()
+    clip = model.clip_grad_norm_ if way == "model" else partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0.* (is inf|non-finite)"):
+        clip(1.0, error_if_nonfinite=True)
+    assert torch.equal(grad.local, before)
 
 
 def test_options_of_clipping_are_those_of_torch():
@@ -240,33 +231,30 @@ def test_a_teacher_follows(strategy, way):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_transformations_of_torch_func(strategy):
+@on_ranks(DP)
+def test_transformations_of_torch_func(comm, strategy):
     """Refused by name where a step would have to be differentiated; the function of a module is what they take."""
-
-    def rank_fn(comm):
-        net = nn.Sequential(nn.Linear(3, 3))
-        with torch.no_grad():
-            for p in net.parameters():
-                p.fill_(0.5)
-        model = fs.shard_module(net, mesh=comm, strategy=getattr(fs, strategy)("dp"))
-        x = torch.ones(2, 3)
-        refused = (
-            lambda: torch.func.grad(lambda x: model(x).sum())(x),
-            lambda: torch.vmap(model)(x),
-            lambda: torch.func.jacrev(model)(x),
-            lambda: torch.func.jvp(model, (x,), (x,)),
-        )
-        for transformed in refused:
-            with pytest.raises(FsharpError, match=r"inside of a transformation of torch\.func.*model\.functional\(\)"):
-                transformed()
-        with torch.no_grad():
-            close(torch.vmap(model)(x), torch.full((2, 3), 2.0))
-        fn, params = model.functional()
-        close(torch.func.grad(lambda x: fn(params, x, comm=comm).sum())(x), torch.full((2, 3), 1.5))
-        model(x).sum().backward()
-        close(model[0].weight.grad.sum(), torch.tensor(18.0))
-
-    simulate(DP, rank_fn)
+    net = nn.Sequential(nn.Linear(3, 3))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(0.5)
+    model = fs.shard_module(net, mesh=comm, strategy=getattr(fs, strategy)("dp"))
+    x = torch.ones(2, 3)
+    refused = (
+        lambda: torch.func.grad(lambda x: model(x).sum())(x),
+        lambda: torch.vmap(model)(x),
+        lambda: torch.func.jacrev(model)(x),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+    )
+    for transformed in refused:
+        with pytest.raises(FsharpError, match=r"inside of a transformation of torch\.func.*model\.functional\(\)"):
+            transformed()
+    with torch.no_grad():
+        close(torch.vmap(model)(x), torch.full((2, 3), 2.0))
+    fn, params = model.functional()
+    close(torch.func.grad(lambda x: fn(params, x, comm=comm).sum())(x), torch.full((2, 3), 1.5))
+    model(x).sum().backward()
+    close(model[0].weight.grad.sum(), torch.tensor(18.0))
 
 
 REFUSED = {
@@ -284,23 +272,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("act", REFUSED)
-def test_refused(act):
+@on_ranks(DP)
+def test_refused(comm, act):
     use, match = REFUSED[act]
-
-    def rank_fn(comm):
-        model, *_ = with_gradients(comm, "zero3")
-        with torch.no_grad(), pytest.raises(LayoutError, match=match):
-            use(model.head.weight, model.embed.weight)
-        frozen = fs.shard_module(make().requires_grad_(False), mesh=comm, strategy=fs.zero1("dp"), units=[modules.Block])
-        with (
-            torch.no_grad(),
-            pytest.raises(LayoutError, match=r"'head\.weight'.*freeze a teacher by requires_grad_\(False\) after"),
-        ):
-            frozen.head.weight.lerp_(wrap(comm, "zero1")[0].head.weight, 0.5)
-        scale = torch.ones((), requires_grad=True)
-        with pytest.raises(LayoutError, match=r"mul\(\) of a tensor that requires a gradient and of the part 'head\.weight'"):
-            model.head.weight.grad * scale
-        with pytest.raises(FsharpError, match=r"'head\.weight' is used by norm\(\) outside of the forward.*torch\.no_grad"):
-            model.head.weight.norm()
-
-    simulate(DP, rank_fn)
+    model, *_ = with_gradients(comm, "zero3")
+    with torch.no_grad(), pytest.raises(LayoutError, match=match):
+        use(model.head.weight, model.embed.weight)
+    frozen = fs.shard_module(make().requires_grad_(False), mesh=comm, strategy=fs.zero1("dp"), units=[modules.Block])
+    with (
+        torch.no_grad(),
+        pytest.raises(LayoutError, match=r"'head\.weight'.*freeze a teacher by requires_grad_\(False\) after"),
+    ):
+        frozen.head.weight.lerp_(wrap(comm, "zero1")[0].head.weight, 0.5)
+    scale = torch.ones((), requires_grad=True)
+    with pytest.raises(LayoutError, match=r"mul\(\) of a tensor that requires a gradient and of the part 'head\.weight'"):
+        model.head.weight.grad * scale
+    with pytest.raises(FsharpError, match=r"'head\.weight' is used by norm\(\) outside of the forward.*torch\.no_grad"):
+        model.head.weight.norm()

@@ -10,7 +10,8 @@ import fsharp as fs
 from fsharp.errors import LayoutError
 from fsharp.testing import simulate
 from tests import modules
-from tests.modules import batches, values, wrap
+from tests.modules import batches, descend, detached, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, every
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -82,8 +83,7 @@ def compare(strategy, ranks, change, *, optimizer="AdamW", kind="plain", steps=6
     expected = run(plain, cls(plain.parameters(), **options), data, change, inside=inside)
     for seen, whole, _ in found:
         assert seen == expected
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(whole[name], p.detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(whole, detached(plain), rtol=1e-3, atol=1e-4)
     return found
 
 
@@ -125,9 +125,7 @@ def test_gradients_pass_through_a_module_that_is_paused(strategy):
             second.step()
             second.zero_grad()
             model.requires_grad_(True)
-            (model(x).square().mean() - model(other(x).detach()).mean()).backward()
-            first.step()
-            first.zero_grad()
+            descend(model(x).square().mean() - model(other(x).detach()).mean(), first)
 
     def pair():
         torch.manual_seed(0)
@@ -148,10 +146,9 @@ def test_gradients_pass_through_a_module_that_is_paused(strategy):
 
     found = simulate(DP, rank_fn)
     rounds(*plain, *[torch.optim.Adam(each.parameters(), lr=1e-2) for each in plain], xs.flatten(1, 2))
-    expected = dict(plain[0].named_parameters()) | {f"other.{name}": p for name, p in plain[1].named_parameters()}
+    expected = detached(plain[0]) | {f"other.{name}": p for name, p in detached(plain[1]).items()}
     for whole in found:
-        for name, p in expected.items():
-            torch.testing.assert_close(whole[name], p.detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(whole, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -166,22 +163,15 @@ def test_frozen_between_a_forward_and_its_backward(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_a_pair_leaves_alone_what_is_paused(strategy):
+@on_ranks(DP)
+def test_a_pair_leaves_alone_what_is_paused(comm, strategy):
     """As its class of torch.optim does, momentum and decay included."""
-
-    def rank_fn(comm):
-        results = []
-        for kind in (torch.optim.SGD, None):
-            model, _ = wrap(comm, strategy)
-            options = (torch.optim.SGD,) if kind else (fs.optim.sgd(0.05, momentum=0.9),)
-            optimizer = fs.ShardedOptimizer(model.parameters(), *options, **({"lr": 0.05, "momentum": 0.9} if kind else {}))
-            run(model, optimizer, batches(comm, 6), prefix)
-            results.append(values(model))
-        return results
-
-    for first, second in simulate(DP, rank_fn):
-        for name, value in first.items():
-            torch.testing.assert_close(second[name], value, rtol=1e-4, atol=1e-5)
+    found = []
+    for kind, options in ((torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}), (fs.optim.sgd(0.05, momentum=0.9), {})):
+        model, _ = wrap(comm, strategy)
+        run(model, fs.ShardedOptimizer(model.parameters(), kind, **options), batches(comm, 6), prefix)
+        found.append(values(model))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_hundreds_of_alternations():
@@ -196,9 +186,7 @@ def test_hundreds_of_alternations():
         counts = []
         for i in range(400):
             model[0].requires_grad_(i % 2 == 0)
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(x).square().mean(), optimizer)
             if i in (100, 399):
                 gc.collect()
                 counts.append(
@@ -211,17 +199,15 @@ def test_hundreds_of_alternations():
     assert many <= few + 5
 
 
-def test_refused():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3", "frozen")
-        frozen = model.layers[1].norm.weight
-        frozen.requires_grad_(False)
-        with pytest.raises(LayoutError, match=r"'layers\.1\.norm\.weight' was frozen when its module was sharded"):
-            frozen.requires_grad = True
-        assert not frozen.requires_grad
-        model.head.requires_grad_(False)
-        model.train_state = model.train_state
-        assert not model.head.weight.requires_grad
-        assert len(dict(model.full_parameters(trained=True))) == sum(p.is_trained for p in model.parameters())
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_refused(comm):
+    model, _ = wrap(comm, "zero3", "frozen")
+    frozen = model.layers[1].norm.weight
+    frozen.requires_grad_(False)
+    with pytest.raises(LayoutError, match=r"'layers\.1\.norm\.weight' was frozen when its module was sharded"):
+        frozen.requires_grad = True
+    assert not frozen.requires_grad
+    model.head.requires_grad_(False)
+    model.train_state = model.train_state
+    assert not model.head.weight.requires_grad
+    assert len(dict(model.full_parameters(trained=True))) == sum(p.is_trained for p in model.parameters())

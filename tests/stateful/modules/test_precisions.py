@@ -14,6 +14,8 @@ import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, OptionError, PatternError, TreeError
 from fsharp.stateful.modules.values.casts import cast_tensors
 from fsharp.testing import DebugPolicy, simulate
+from tests.modules import descend
+from tests.ranks import on_ranks
 from tests.scheduling import assert_same, every
 
 LOW, HIGH = torch.bfloat16, torch.float32
@@ -141,9 +143,7 @@ def test_the_bits_of_casts_by_hand(ranks, strategy, frozen):
             loss, out = model(batch)
             assert out["logits"].dtype == HIGH
             assert batch.x.dtype == HIGH
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss, optimizer)
             losses.append(loss.detach())
         return losses, dict(model.full_parameters(trained=True)), model.step.num_unscheduled_calls
 
@@ -154,47 +154,39 @@ def test_the_bits_of_casts_by_hand(ranks, strategy, frozen):
         assert recordings == 1
 
 
-def test_nested_units_that_have_nothing_of_their_own_cast_too():
-    def rank_fn(comm):
-        rules = {"**": FULL, "layers": MIXED, "layers.*.norm": MIXED, "embed": MIXED}
-        model, _ = shard(comm, "zero3", precision={**rules, "head": FULL})
-        with torch.no_grad():
-            model.layers[0](Pair(torch.ones(2, DIM), 0), scale=torch.ones(DIM))
-        return model.layers[0].seen
-
-    assert simulate(fs.Mesh({"dp": 1}), rank_fn) == [(LOW, LOW)]
+@on_ranks(fs.Mesh({"dp": 1}))
+def test_nested_units_that_have_nothing_of_their_own_cast_too(comm):
+    rules = {"**": FULL, "layers": MIXED, "layers.*.norm": MIXED, "embed": MIXED}
+    model, _ = shard(comm, "zero3", precision={**rules, "head": FULL})
+    with torch.no_grad():
+        model.layers[0](Pair(torch.ones(2, DIM), 0), scale=torch.ones(DIM))
+    assert model.layers[0].seen == (LOW, LOW)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_outputs_of_the_root_and_inputs_that_stay(grad):
-    def rank_fn(comm):
-        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-        seen = []
-        model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-        precision = fs.Precision(compute=LOW, main=HIGH, output=torch.float64, cast_inputs=False)
-        fs.shard_module(model, mesh=comm, strategy=fs.zero3("dp"), precision=precision, sync_from=0)
-        with torch.set_grad_enabled(grad):
-            out = model(torch.ones(2, DIM, dtype=LOW))
-        with pytest.raises(RuntimeError, match=r"(?i)bfloat16"), torch.no_grad():
-            model(torch.ones(2, DIM))
-        return out.dtype, seen
-
-    for dtype, seen in simulate(fs.Mesh({"dp": 2}), rank_fn):
-        assert dtype == torch.float64
-        assert seen == [LOW, HIGH]
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_outputs_of_the_root_and_inputs_that_stay(comm, grad):
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    precision = fs.Precision(compute=LOW, main=HIGH, output=torch.float64, cast_inputs=False)
+    fs.shard_module(model, mesh=comm, strategy=fs.zero3("dp"), precision=precision, sync_from=0)
+    with torch.set_grad_enabled(grad):
+        out = model(torch.ones(2, DIM, dtype=LOW))
+    with pytest.raises(RuntimeError, match=r"(?i)bfloat16"), torch.no_grad():
+        model(torch.ones(2, DIM))
+    assert out.dtype == torch.float64
+    assert seen == [LOW, HIGH]
 
 
-def test_the_function_of_a_module_casts_as_the_module_does():
-    def rank_fn(comm):
-        model, _ = shard(comm, "zero3")
-        [batch] = batches(1)
-        with torch.no_grad():
-            expected = model(batch)
-            fn, params = model.functional()
-            return expected, fn(params, batch, comm=comm)
-
-    for expected, found in simulate(fs.Mesh({"dp": 2}), rank_fn):
-        assert_same(found, expected)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_the_function_of_a_module_casts_as_the_module_does(comm):
+    model, _ = shard(comm, "zero3")
+    [batch] = batches(1)
+    with torch.no_grad():
+        expected = model(batch)
+        fn, params = model.functional()
+        assert_same(fn(params, batch, comm=comm), expected)
 
 
 # What is cast
@@ -303,9 +295,7 @@ def test_functions_have_no_inputs_and_outputs_to_cast(other):
         ({**RULES, "layers.0.up.bias": fs.Precision(HIGH)}, "layers.0.up.bias: float32/float32/float32/float32"),
     ],
 )
-def test_ranks_that_cast_differently(rules, expected):
-    def rank_fn(comm):
-        with pytest.raises(AgreementError, match=expected):
-            shard(comm, "zero3", precision=rules if comm.rank else RULES)
-
-    simulate(fs.Mesh({"dp": 2}), rank_fn)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_ranks_that_cast_differently(comm, rules, expected):
+    with pytest.raises(AgreementError, match=expected):
+        shard(comm, "zero3", precision=rules if comm.rank else RULES)

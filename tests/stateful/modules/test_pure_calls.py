@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.testing import simulate
+from tests.ranks import on_ranks
 from tests.scheduling import DP, FLAT, assert_same
 
 
@@ -57,7 +57,8 @@ def leaves(tree, comm):
 @pytest.mark.parametrize("is_scheduled", [False, True], ids=["blocking", "scheduled"])
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_training_has_the_bits_of_calls_without_checkpoints(strategy, keep, is_scheduled):
+@on_ranks(DP)
+def test_training_has_the_bits_of_calls_without_checkpoints(comm, strategy, keep, is_scheduled):
     """Also after the first update, when the module's own parameters are others."""
 
     def trained(comm, keep):
@@ -71,14 +72,12 @@ def test_training_has_the_bits_of_calls_without_checkpoints(strategy, keep, is_s
         assert_same(list(model.buffers()), before)
         return leaves(state.params, comm)
 
-    def rank_fn(comm):
-        assert_same(trained(comm, KEEPS[keep]), trained(comm, None))
-
-    simulate(DP, rank_fn)
+    assert_same(trained(comm, KEEPS[keep]), trained(comm, None))
 
 
 @pytest.mark.parametrize("keep", KEEPS)
-def test_several_calls_and_a_step_of_the_module_wait_for_their_backward(keep):
+@on_ranks(DP)
+def test_several_calls_and_a_step_of_the_module_wait_for_their_backward(comm, keep):
     """Each computes again with its own parameters, in whatever order backwards run."""
 
     def gradients(comm, keep):
@@ -94,24 +93,19 @@ def test_several_calls_and_a_step_of_the_module_wait_for_their_backward(keep):
         of_module.backward()
         return leaves(fs.reduce_scatter(grads, comm=comm), comm), [p.grad.local.clone() for p in model.parameters()]
 
-    def rank_fn(comm):
-        assert_same(gradients(comm, KEEPS[keep]), gradients(comm, None))
-
-    simulate(DP, rank_fn)
+    assert_same(gradients(comm, KEEPS[keep]), gradients(comm, None))
 
 
-def test_a_call_keeps_its_parameters_only_as_long_as_its_graph():
-    def rank_fn(comm):
-        model = make(comm, "zero3", KEEPS["again"])
-        fn, params = model.functional()
-        calls = model._fsharp[0].calls.pure_calls
-        for i in range(3):
-            loss = fn(params, inputs(comm, i).requires_grad_(), comm=comm)
-            assert [source() is not None for _, _, source in calls._calls] == [True]
-            del loss
-        assert [source() for _, _, source in calls._calls] == [None]
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_call_keeps_its_parameters_only_as_long_as_its_graph(comm):
+    model = make(comm, "zero3", KEEPS["again"])
+    fn, params = model.functional()
+    calls = model._fsharp[0].calls.pure_calls
+    for i in range(3):
+        loss = fn(params, inputs(comm, i).requires_grad_(), comm=comm)
+        assert [source() is not None for _, _, source in calls._calls] == [True]
+        del loss
+    assert [source() for _, _, source in calls._calls] == [None]
 
 
 def test_calls_of_two_threads_that_have_the_same_numbers_are_refused():

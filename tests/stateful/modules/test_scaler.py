@@ -8,7 +8,8 @@ from fsharp.errors import AgreementError, LayoutError, LossError, ScheduleError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import ADAMW, values, wrap
-from tests.scheduling import DP, STRATEGIES, assert_same, every
+from tests.ranks import on_ranks
+from tests.scheduling import DP, STRATEGIES, assert_same, every, mesh_of
 
 SCALER = {"init_scale": 2.0**10, "growth_interval": 2}
 
@@ -40,22 +41,19 @@ def train(model, optimizer, scaler, data, *, bad=(), parts=1, clip=None, zero="a
 
 
 @every(5, strategy=STRATEGIES, parts=(1, 2), optimizer=("torch", "pair"))
-def test_the_same_bits_as_without(strategy, parts, optimizer):
-    mesh = STRATEGIES[strategy][0]
-
-    def rank_fn(comm, enabled):
+@on_ranks(mesh_of)
+def test_the_same_bits_as_without(comm, strategy, parts, optimizer):
+    found = []
+    for enabled in (False, True):
         model, opt = wrap(comm, strategy)
         if optimizer == "pair":
             opt = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
         scaler = fs.GradScaler("cpu", enabled=enabled, **SCALER)
-        data = modules.batches(comm, 4)
-        return train(model, opt, scaler, data, parts=parts, clip=0.5), values(model), model.step.num_unscheduled_calls
-
-    plain = simulate(mesh, lambda comm: rank_fn(comm, False))
-    for (scales, mine, recordings), (_, expected, _) in zip(simulate(mesh, lambda comm: rank_fn(comm, True)), plain):
-        assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
-        assert_same(mine, expected)
-        assert recordings == 1
+        scales = train(model, opt, scaler, modules.batches(comm, 4), parts=parts, clip=0.5)
+        found.append(values(model))
+        assert model.step.num_unscheduled_calls == 1
+    assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
+    assert_same(*found)
 
 
 def infinite_on_one_rank(comm, strategy, zero="after"):
@@ -69,11 +67,11 @@ def infinite_on_one_rank(comm, strategy, zero="after"):
 
 
 @every(2, strategy=STRATEGIES, zero=("after", "before"))
-def test_an_infinity_on_one_rank_is_left_out_on_all(strategy, zero):
-    found = simulate(STRATEGIES[strategy][0], lambda comm: infinite_on_one_rank(comm, strategy, zero))
-    for scales, mine, expected in found:
-        assert scales == [2.0**10, 2.0**9, 2.0**9]
-        assert_same(mine, expected)
+@on_ranks(mesh_of)
+def test_an_infinity_on_one_rank_is_left_out_on_all(comm, strategy, zero):
+    scales, mine, expected = infinite_on_one_rank(comm, strategy, zero)
+    assert scales == [2.0**10, 2.0**9, 2.0**9]
+    assert_same(mine, expected)
 
 
 def test_a_not_a_number_in_an_empty_part_of_others():
@@ -116,77 +114,65 @@ def test_other_optimizers_are_as_with_torch():
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        return scaler.get_scale(), {name: p.detach() for name, p in model.named_parameters()}
+        return scaler.get_scale(), modules.detached(model)
 
     (scale, mine), (expected, theirs) = steps(fs.GradScaler("cpu")), steps(torch.amp.GradScaler("cpu"))
     assert scale == expected
     assert_same(mine, theirs)
 
 
-def test_refused():
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3")
-        [(x, y)] = modules.batches(comm, 1)
-        scaler = fs.GradScaler("cpu")
-        scaler.scale(torch.ones(()))
-        with pytest.raises(ScheduleError, match=r"unscale_\(\): there are no gradients"):
-            scaler.step(optimizer)
-        with model.accumulate():
-            scaler.scale(model(x, y)["loss"]).backward()
-        with pytest.raises(LossError, match=r"unscale_\(\): all backward passes so far were inside of accumulate"):
-            scaler.unscale_(optimizer)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_refused(comm):
+    model, optimizer = wrap(comm, "zero3")
+    [(x, y)] = modules.batches(comm, 1)
+    scaler = fs.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ScheduleError, match=r"unscale_\(\): there are no gradients"):
+        scaler.step(optimizer)
+    with model.accumulate():
         scaler.scale(model(x, y)["loss"]).backward()
-        plain = torch.amp.GradScaler("cpu")
-        plain.scale(torch.ones(()))
-        with pytest.raises(LayoutError, match=r"'embed\.weight' is sharded.*of torch.s GradScaler would.*Take fs\.GradScaler"):
-            plain.unscale_(optimizer)
+    with pytest.raises(LossError, match=r"unscale_\(\): all backward passes so far were inside of accumulate"):
         scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
-            scaler.unscale_(optimizer)
-        with pytest.raises(ScheduleError, match="a backward came after gradients had been changed"):
-            scaler.scale(model(x, y)["loss"]).backward()
-
-    simulate(fs.Mesh({"dp": 2}), rank_fn)
-
-
-def test_gradients_of_half_precision():
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3", precision=fs.Precision(compute=torch.float16, main=torch.float16))
-        scaler = fs.GradScaler("cpu", init_scale=2.0)
-        [(x, y)] = modules.batches(comm, 1)
+    scaler.scale(model(x, y)["loss"]).backward()
+    plain = torch.amp.GradScaler("cpu")
+    plain.scale(torch.ones(()))
+    with pytest.raises(LayoutError, match=r"'embed\.weight' is sharded.*of torch.s GradScaler would.*Take fs\.GradScaler"):
+        plain.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(ScheduleError, match="a backward came after gradients had been changed"):
         scaler.scale(model(x, y)["loss"]).backward()
-        with pytest.raises(ValueError, match=r"summed in float16.*accumulate=torch\.float32"):
-            scaler.step(optimizer)
 
-    simulate(DP, rank_fn)
+
+@on_ranks(DP)
+def test_gradients_of_half_precision(comm):
+    model, optimizer = wrap(comm, "zero3", precision=fs.Precision(compute=torch.float16, main=torch.float16))
+    scaler = fs.GradScaler("cpu", init_scale=2.0)
+    [(x, y)] = modules.batches(comm, 1)
+    scaler.scale(model(x, y)["loss"]).backward()
+    with pytest.raises(ValueError, match=r"summed in float16.*accumulate=torch\.float32"):
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_half_precision_to_compute(strategy):
+@on_ranks(DP)
+def test_half_precision_to_compute(comm, strategy):
     """What would underflow in float16 is there: as near to float32 as float16 is."""
-
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.float16, main=torch.float32))
-        train(model, optimizer, fs.GradScaler("cpu", **SCALER), modules.batches(comm, 3))
-        return values(model)
-
-    def whole(comm):
-        model, optimizer = wrap(comm, strategy)
-        train(model, optimizer, fs.GradScaler("cpu", enabled=False), modules.batches(comm, 3))
-        return values(model)
-
-    for mine, expected in zip(simulate(DP, rank_fn), simulate(DP, whole)):
-        torch.testing.assert_close(mine, expected, rtol=0.05, atol=0.01)
+    found = []
+    for compute, scaler in ((torch.float16, SCALER), (torch.float32, {"enabled": False})):
+        model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=compute, main=torch.float32))
+        train(model, optimizer, fs.GradScaler("cpu", **scaler), modules.batches(comm, 3))
+        found.append(values(model))
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.01)
 
 
-def test_plain_torch_where_parameters_are_whole():
+@on_ranks(DP)
+def test_plain_torch_where_parameters_are_whole(comm):
     """Under ddp torch's own scaler sees whole gradients, the same on all ranks, and is right."""
-
-    def rank_fn(comm, kind):
+    data, found = modules.batches(comm, 3), []
+    for kind in (torch.amp.GradScaler, fs.GradScaler):
         model, optimizer = wrap(comm, "ddp")
-        data, scaler = modules.batches(comm, 3), kind("cpu", init_scale=2.0**10)
-        scales = train(model, optimizer, scaler, data, bad=(1,) if comm.rank else ())
-        return scales, values(model)
-
-    found = [simulate(DP, lambda comm, kind=kind: rank_fn(comm, kind)) for kind in (torch.amp.GradScaler, fs.GradScaler)]
+        scales = train(model, optimizer, kind("cpu", init_scale=2.0**10), data, bad=(1,) if comm.rank else ())
+        found.append((scales, values(model)))
     assert_same(*found)

@@ -9,31 +9,28 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, batches, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_full_parameters_have_what_was_renamed(strategy, kind):
+@on_ranks(DP)
+def test_full_parameters_have_what_was_renamed(comm, strategy, kind):
     """An activation-checkpoint wrapper puts its own name in the middle of others."""
-
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy, kind)
-        before = dict(model.full_parameters())
-        apply_activation_checkpointing(
-            model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda each: isinstance(each, Block)
-        )
-        after = dict(model.full_parameters())
-        assert after.keys() == dict(model.named_parameters()).keys() != before.keys()
-        renamed = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in after.items()}
-        assert renamed.keys() == before.keys()
-        assert all(torch.equal(value, before[name]) for name, value in renamed.items())
-        modules.train(model, optimizer, batches(comm, 1))
-
-    simulate(DP, rank_fn)
+    model, optimizer = wrap(comm, strategy, kind)
+    before = dict(model.full_parameters())
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda each: isinstance(each, Block)
+    )
+    after = dict(model.full_parameters())
+    assert after.keys() == dict(model.named_parameters()).keys() != before.keys()
+    renamed = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in after.items()}
+    assert renamed.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in renamed.items())
+    modules.train(model, optimizer, batches(comm, 1))
 
 
 class Keeps(nn.Module):

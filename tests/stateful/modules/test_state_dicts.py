@@ -13,6 +13,7 @@ from fsharp.errors import AgreementError, ScheduleError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, descend, train, values
+from tests.ranks import on_ranks
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
 
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
@@ -143,20 +144,18 @@ def test_training_goes_on_across_worlds(here, there, kind, shard):
 
 
 @every(4, name=("ddp", "zero1", "zero3", "hsdp"), shard=({}, {"precision": MIXED}))
-def test_parts_are_loaded_where_they_were_saved(name, shard):
-    def rank_fn(comm):
-        model, optimizer = world(comm, name, "tied", shard=shard)
-        data = modules.batches(comm, 4)
-        train(model, optimizer, data[:2])
-        saved = copy.deepcopy(state_of(model, optimizer))
-        train(model, optimizer, data[2:])
-        expected = values(model)
-        load(model, optimizer, saved)
-        assert not any(x is y for x, y in zip(model.state_dict().values(), saved["model"].values(), strict=True))
-        train(model, optimizer, data[2:])
-        assert_same(values(model), expected)
-
-    simulate(WORLDS[name][0], rank_fn)
+@on_ranks(lambda name: WORLDS[name][0])
+def test_parts_are_loaded_where_they_were_saved(comm, name, shard):
+    model, optimizer = world(comm, name, "tied", shard=shard)
+    data = modules.batches(comm, 4)
+    train(model, optimizer, data[:2])
+    saved = copy.deepcopy(state_of(model, optimizer))
+    train(model, optimizer, data[2:])
+    expected = values(model)
+    load(model, optimizer, saved)
+    assert not any(x is y for x, y in zip(model.state_dict().values(), saved["model"].values(), strict=True))
+    train(model, optimizer, data[2:])
+    assert_same(values(model), expected)
 
 
 def test_parts_are_in_the_memory_of_the_module():
@@ -176,69 +175,62 @@ def test_parts_are_in_the_memory_of_the_module():
     assert sorted(run for [run] in simulate(fs.Mesh({"dp": 3}), rank_fn)) == [(0, 0), (0, 0), (0, 1)]
 
 
-def test_copies_of_parts_are_parts_and_files_have_whole_ones():
-    def rank_fn(comm):
-        model, optimizer = world(comm, "zero3")
-        train(model, optimizer, modules.batches(comm, 1))
-        part = model.state_dict()["head.weight"]
-        for copied in (part.clone(), part.cpu(), part.to(torch.float64), copy.deepcopy(part)):
-            assert (type(copied), copied.flat_range, copied.place) == (fs.modules.ShardedTensor, part.flat_range, part.place)
-            assert copied.local.tolist() == part.local.tolist()
-        assert copy.deepcopy(part).data_ptr() != part.data_ptr()
-        for state in (model.state_dict(), optimizer.state_dict()):
-            match = rf"'embed.weight' cannot be pickled: rank {comm.rank} holds elements .* of \[11, 6\].*fs.checkpoint.save"
-            with pytest.raises(TreeError, match=match):
-                torch.save(state, io.BytesIO())
-        whole, optimizer = world(comm, "ddp")
-        train(whole, optimizer, modules.batches(comm, 1))
-        file = io.BytesIO()
-        torch.save(state_of(whole, optimizer), file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        assert {type(each) for each in loaded["model"].values()} == {torch.Tensor}
-        assert_same({name: x for name, x in loaded["model"].items() if name != "calls"}, values(whole))
-        load(*world(comm, "zero3"), loaded)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_copies_of_parts_are_parts_and_files_have_whole_ones(comm):
+    model, optimizer = world(comm, "zero3")
+    train(model, optimizer, modules.batches(comm, 1))
+    part = model.state_dict()["head.weight"]
+    for copied in (part.clone(), part.cpu(), part.to(torch.float64), copy.deepcopy(part)):
+        assert (type(copied), copied.flat_range, copied.place) == (fs.modules.ShardedTensor, part.flat_range, part.place)
+        assert copied.local.tolist() == part.local.tolist()
+    assert copy.deepcopy(part).data_ptr() != part.data_ptr()
+    for state in (model.state_dict(), optimizer.state_dict()):
+        match = rf"'embed.weight' cannot be pickled: rank {comm.rank} holds elements .* of \[11, 6\].*fs.checkpoint.save"
+        with pytest.raises(TreeError, match=match):
+            torch.save(state, io.BytesIO())
+    whole, optimizer = world(comm, "ddp")
+    train(whole, optimizer, modules.batches(comm, 1))
+    file = io.BytesIO()
+    torch.save(state_of(whole, optimizer), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert {type(each) for each in loaded["model"].values()} == {torch.Tensor}
+    assert_same({name: x for name, x in loaded["model"].items() if name != "calls"}, values(whole))
+    load(*world(comm, "zero3"), loaded)
 
 
-def test_names_may_be_left_out_where_torch_allows_it():
+@on_ranks(DP)
+def test_names_may_be_left_out_where_torch_allows_it(comm):
     """And what is not named stays as it is."""
-
-    def rank_fn(comm):
-        model, _ = world(comm, "zero1", shard={"precision": MIXED})
-        before, new = values(model), torch.full((11, 6), 0.5)
-        result = model.load_state_dict({"head.weight": new, "other": new}, strict=False)
-        alone = modules.make()
-        assert result == alone.load_state_dict({"head.weight": new, "other": new}, strict=False)
-        assert_same(values(model), {**before, "head.weight": new})
-        x, _ = modules.batches(comm, 1)[0]
-        with torch.no_grad():
-            assert model(x).dtype == torch.bfloat16
-
-    simulate(DP, rank_fn)
+    model, _ = world(comm, "zero1", shard={"precision": MIXED})
+    before, new = values(model), torch.full((11, 6), 0.5)
+    result = model.load_state_dict({"head.weight": new, "other": new}, strict=False)
+    alone = modules.make()
+    assert result == alone.load_state_dict({"head.weight": new, "other": new}, strict=False)
+    assert_same(values(model), {**before, "head.weight": new})
+    x, _ = modules.batches(comm, 1)[0]
+    with torch.no_grad():
+        assert model(x).dtype == torch.bfloat16
 
 
-def test_hooks_of_torch_are_asked():
+@on_ranks(DP)
+def test_hooks_of_torch_are_asked(comm):
     """Those that rename what is loaded see this rank's dict, and the module's own parameters come back after an error."""
 
     def rename(module, state_dict, prefix, *_):
         state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}matrix")
 
-    def rank_fn(comm):
-        net = modules.make()
-        net.head.register_load_state_dict_pre_hook(rename)
-        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
-        own = list(model.parameters())
-        state = modules.make(seed=1).state_dict()
-        state["head.matrix"] = state.pop("head.weight")
-        assert model.load_state_dict(state) == ([], [])
-        assert torch.equal(values(model)["head.weight"], state["head.matrix"])
-        with pytest.raises(TreeError, match=r'Missing key\(s\) in state_dict: "embed.weight"'):
-            model.load_state_dict({name: x for name, x in state.items() if name != "embed.weight"})
-        assert all(x is y for x, y in zip(model.parameters(), own, strict=True))
-
-    simulate(DP, rank_fn)
+    net = modules.make()
+    net.head.register_load_state_dict_pre_hook(rename)
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
+    own = list(model.parameters())
+    state = modules.make(seed=1).state_dict()
+    state["head.matrix"] = state.pop("head.weight")
+    assert model.load_state_dict(state) == ([], [])
+    assert torch.equal(values(model)["head.weight"], state["head.matrix"])
+    with pytest.raises(TreeError, match=r'Missing key\(s\) in state_dict: "embed.weight"'):
+        model.load_state_dict({name: x for name, x in state.items() if name != "embed.weight"})
+    assert all(x is y for x, y in zip(model.parameters(), own, strict=True))
 
 
 # What is refused
@@ -274,24 +266,21 @@ WRONG = {
 
 
 @every(2, name=WRONG, ranks=((0, 1), (1,)))
-def test_wrong_state_dicts_of_a_module(name, ranks):
+@on_ranks(DP)
+def test_wrong_state_dicts_of_a_module(comm, name, ranks):
     """All ranks raise, and nothing has changed."""
     change, match = WRONG[name]
-
-    def run(comm):
-        model, _ = world(comm, "zero3")
-        good = copy.deepcopy(dict(model.state_dict()))
-        good["embed.weight"].local.zero_()
-        good["calls"] += 7
-        before = values(model)
-        with pytest.raises((TreeError, AgreementError), match=match):
-            model.load_state_dict(change(good, comm) if comm.rank in ranks or name.startswith(("values", "a whole")) else good)
-        assert_same(values(model), before)
-        assert model.calls == 0
-        model.load_state_dict(good)
-        assert not values(model)["embed.weight"].any()
-
-    simulate(DP, run)
+    model, _ = world(comm, "zero3")
+    good = copy.deepcopy(dict(model.state_dict()))
+    good["embed.weight"].local.zero_()
+    good["calls"] += 7
+    before = values(model)
+    with pytest.raises((TreeError, AgreementError), match=match):
+        model.load_state_dict(change(good, comm) if comm.rank in ranks or name.startswith(("values", "a whole")) else good)
+    assert_same(values(model), before)
+    assert model.calls == 0
+    model.load_state_dict(good)
+    assert not values(model)["embed.weight"].any()
 
 
 def test_parts_of_another_rank_or_layout_are_refused():
@@ -347,38 +336,33 @@ def test_parts_of_another_rank_are_right_where_it_is_a_replica():
     simulate(HYBRID, rank_fn)
 
 
-def test_replicas_that_differ_are_refused():
+@on_ranks(DP)
+def test_replicas_that_differ_are_refused(comm):
     """Of parts that several ranks have, and of whole tensors, where each would take a part of something else."""
-
-    def rank_fn(comm):
-        for name, shown in (("ddp", "part"), ("zero3", "whole")):
-            model, optimizer = world(comm, name)
-            train(model, optimizer, modules.batches(comm, 1))
-            state = copy.deepcopy(state_of(model, optimizer))
-            weights = state["model"] if shown == "part" else {**values(model), "calls": model.calls}
-            moments = state["optimizer"]["state"]["head.weight"]
-            if shown == "whole":
-                moments["exp_avg"] = torch.zeros(11, 6)
-            if comm.rank:
-                for each in (weights["head.weight"], moments["exp_avg"]):
-                    (each.local if isinstance(each, fs.modules.ShardedTensor) else each)[0, 0] = 7.0
-            with pytest.raises(AgreementError, match=r"head.weight +rank 1: other values than rank 0"):
-                model.load_state_dict(weights)
-            with pytest.raises(AgreementError, match=r"head.weight.* +rank 1: other values than rank 0"):
-                optimizer.load_state_dict(state["optimizer"])
-
-    simulate(DP, rank_fn)
+    for name, shown in (("ddp", "part"), ("zero3", "whole")):
+        model, optimizer = world(comm, name)
+        train(model, optimizer, modules.batches(comm, 1))
+        state = copy.deepcopy(state_of(model, optimizer))
+        weights = state["model"] if shown == "part" else {**values(model), "calls": model.calls}
+        moments = state["optimizer"]["state"]["head.weight"]
+        if shown == "whole":
+            moments["exp_avg"] = torch.zeros(11, 6)
+        if comm.rank:
+            for each in (weights["head.weight"], moments["exp_avg"]):
+                (each.local if isinstance(each, fs.modules.ShardedTensor) else each)[0, 0] = 7.0
+        with pytest.raises(AgreementError, match=r"head.weight +rank 1: other values than rank 0"):
+            model.load_state_dict(weights)
+        with pytest.raises(AgreementError, match=r"head.weight.* +rank 1: other values than rank 0"):
+            optimizer.load_state_dict(state["optimizer"])
 
 
-def test_names_of_one_tensor_with_different_values():
-    def rank_fn(comm):
-        model, _ = world(comm, "zero3", "tied")
-        state = modules.make("tied").state_dict()
-        with pytest.raises(TreeError, match=r"'embed.weight' is tied, and its names have different values"):
-            model.load_state_dict({**state, "head.weight": state["embed.weight"] + 1})
-        assert model.load_state_dict(without(state, "head.weight"), strict=False).missing_keys == ["head.weight"]
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_names_of_one_tensor_with_different_values(comm):
+    model, _ = world(comm, "zero3", "tied")
+    state = modules.make("tied").state_dict()
+    with pytest.raises(TreeError, match=r"'embed.weight' is tied, and its names have different values"):
+        model.load_state_dict({**state, "head.weight": state["embed.weight"] + 1})
+    assert model.load_state_dict(without(state, "head.weight"), strict=False).missing_keys == ["head.weight"]
 
 
 class Sparse(nn.Module):
@@ -422,20 +406,18 @@ def test_parameters_of_which_ranks_have_their_own(name):
     simulate(mesh, rank_fn)
 
 
-def test_at_the_wrong_time():
-    def rank_fn(comm):
-        model, _ = world(comm, "zero3")
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
-        state = copy.deepcopy(dict(model.state_dict()))
-        with pytest.raises(TreeError, match=r"load_state_dict\(assign=True\): parameters of a ShardedModule rest in memory"):
-            model.load_state_dict(state, assign=True)
-        with optimizer.averaged(), pytest.raises(ScheduleError, match=r"load_state_dict\(\): inside of averaged"):
-            model.load_state_dict(state)
-        [(x, y)] = modules.batches(comm, 1)
-        model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match=r"load_state_dict\(\): a step is under way"):
-            model.load_state_dict(state)
-        optimizer.zero_grad()
+@on_ranks(DP)
+def test_at_the_wrong_time(comm):
+    model, _ = world(comm, "zero3")
+    optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
+    state = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(TreeError, match=r"load_state_dict\(assign=True\): parameters of a ShardedModule rest in memory"):
+        model.load_state_dict(state, assign=True)
+    with optimizer.averaged(), pytest.raises(ScheduleError, match=r"load_state_dict\(\): inside of averaged"):
         model.load_state_dict(state)
-
-    simulate(DP, rank_fn)
+    [(x, y)] = modules.batches(comm, 1)
+    model(x, y)["loss"].backward()
+    with pytest.raises(ScheduleError, match=r"load_state_dict\(\): a step is under way"):
+        model.load_state_dict(state)
+    optimizer.zero_grad()
+    model.load_state_dict(state)

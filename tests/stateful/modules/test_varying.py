@@ -15,6 +15,7 @@ from fsharp.errors import LayoutError, StrategyError
 from fsharp.functional.layout.placement import Place
 from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.ranks import on_ranks
 from tests.scheduling import STRATEGIES, assert_same, every
 
 S, V = fs.layouts.Shard, fs.layouts.Vary
@@ -133,8 +134,7 @@ def joined(results):
 
 
 def assert_close(tree, other):
-    for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(optree.tree_leaves(tree), optree.tree_leaves(other), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -200,32 +200,27 @@ def test_a_tree_that_varies_is_as_many_trainings_as_there_are_coordinates(name, 
     for own in range(2):
         alone = simulate(mesh, lambda comm: steps(comm, make_params(seed=own), batches_of(own, comm.rank), strategy))
         for rank, tree in enumerate(alone):
-            for a, b in zip(*map(optree.tree_leaves, (tree, found[own * mesh.size + rank])), strict=True):
-                assert torch.equal(a, b)
+            assert_same(tree, found[own * mesh.size + rank])
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_traffic_is_predicted_to_the_byte(name):
+@on_ranks(MESH)
+def test_traffic_is_predicted_to_the_byte(comm, name):
     dense, sparse = PLACES[name]
+    params = own_params(comm)
+    layout = fs.plan(params, comm.mesh, {"**": dense, "layers.*.experts": sparse}, units="layers.*.*")
+    tx = fs.optim.adamw(1e-2)
+    state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+    counting = fs.collectives.CountingComm(comm)
+    batch = make_batches(1, 4)[0]
 
-    def rank_fn(comm):
-        params = own_params(comm)
-        layout = fs.plan(params, comm.mesh, {"**": dense, "layers.*.experts": sparse}, units="layers.*.*")
-        tx = fs.optim.adamw(1e-2)
-        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-        counting = fs.collectives.CountingComm(comm)
-        batch = make_batches(1, 4)[0]
+    def loss(params, batch, inner):  # tokens' own way is not a step's
+        return moe_loss(params, batch, _Split(inner, comm))
 
-        def loss(params, batch, inner):  # tokens' own way is not a step's
-            return moe_loss(params, batch, _Split(inner, comm))
-
-        fs.train_step(loss, tx)(state, batch, counting)
-        return layout, counting.calls
-
-    for layout, calls in simulate(MESH, rank_fn):
-        assert calls == fs.inspect.step_traffic(layout)
-        own = fs.Layout(layout.mesh, tuple(unit for unit in layout.units if unit.strategy == sparse), layout.spec)
-        assert {call.axis for call in fs.inspect.step_traffic(own) if call.nbytes != 2 * 8} == {"dp"}  # 16 bytes: the loss
+    fs.train_step(loss, tx)(state, batch, counting)
+    assert counting.calls == fs.inspect.step_traffic(layout)
+    own = fs.Layout(layout.mesh, tuple(unit for unit in layout.units if unit.strategy == sparse), layout.spec)
+    assert {call.axis for call in fs.inspect.step_traffic(own) if call.nbytes != 2 * 8} == {"dp"}  # 16 bytes: the loss
 
 
 class _Split:
@@ -269,14 +264,12 @@ def test_initial_values_differ_along_that_axis_and_no_other():
         assert torch.equal(value, small[rank % 2])
 
 
-def test_norm_counts_each_value_once():
-    def rank_fn(comm):
-        params = {"own": torch.full((3,), float(comm.rank % 2)), "shared": torch.ones(5)}
-        layout = fs.plan(params, comm.mesh, {"own": fs.zero3("dp").varying("ep"), "shared": fs.ddp("dp", "ep")}, units="*")
-        tree = fs.shard(params, layout, comm)
-        return [fs.optim.global_norm(tree, comm=comm, deterministic=d).item() for d in (False, True)]
-
-    assert simulate(MESH, rank_fn) == [[pytest.approx(8**0.5)] * 2] * 4
+@on_ranks(MESH)
+def test_norm_counts_each_value_once(comm):
+    params = {"own": torch.full((3,), float(comm.rank % 2)), "shared": torch.ones(5)}
+    layout = fs.plan(params, comm.mesh, {"own": fs.zero3("dp").varying("ep"), "shared": fs.ddp("dp", "ep")}, units="*")
+    tree = fs.shard(params, layout, comm)
+    assert [fs.optim.global_norm(tree, comm=comm, deterministic=d).item() for d in (False, True)] == [pytest.approx(8**0.5)] * 2
 
 
 # ---------------------------------------------------------------- the strategy

@@ -54,7 +54,7 @@ def test_evaluations_see_writes(strategy, write, precision, trained):
             assert turn == 0 or write != "doubled" or found > 0
         return dict(values(model))
 
-    before = {name: p.detach() for name, p in modules.make().named_parameters()}
+    before = modules.detached(modules.make())
     for whole in simulate(DP, rank_fn):
         for name, value in whole.items():
             if not trained:

@@ -9,13 +9,12 @@ from fsharp.errors import ScheduleError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import ADAMW, close, values, wrap
+from tests.ranks import on_ranks
 from tests.scheduling import DP, FLAT, every
 
 
 def after(model, optimizer, x, y):
-    model(x, y)["loss"].backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    modules.descend(model(x, y)["loss"], optimizer)
 
 
 def at_the_start(model, optimizer, x, y):
@@ -144,14 +143,12 @@ def test_as_in_torch(strategy, way):
 
 
 @pytest.mark.parametrize("way", [between_two_backwards, left_out], ids=lambda way: way.__name__)
-def test_steps_of_one_kind_share_a_schedule(way):
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3")
-        for x, y in modules.batches(comm, 8):
-            way(model, optimizer, x, y)
-        return model.step.num_unscheduled_calls
-
-    assert all(number <= 4 for number in simulate(DP, rank_fn))
+@on_ranks(DP)
+def test_steps_of_one_kind_share_a_schedule(comm, way):
+    model, optimizer = wrap(comm, "zero3")
+    for x, y in modules.batches(comm, 8):
+        way(model, optimizer, x, y)
+    assert model.step.num_unscheduled_calls <= 4
 
 
 def step_again(model, optimizer, scaler, x, y):
@@ -203,7 +200,7 @@ def test_gradients_are_used_once(strategy, again, left_out):
     for x, y in modules.batches(None, 3)[left_out * 2 :: 2]:
         after(whole, optimizer, x, y)
     for mine in simulate(DP, rank_fn):
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+        close(mine, modules.detached(whole))
 
 
 def test_one_rank_alone_without_zero_grad_is_heard_of_by_all():
@@ -222,15 +219,13 @@ def test_one_rank_alone_without_zero_grad_is_heard_of_by_all():
         assert "has used up the gradients of the previous step, such as the gradient of 'embed.weight'" in text
 
 
-def test_zero_grad_inside_of_a_backward_is_refused():
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, "zero3")
-        [(x, y)] = modules.batches(comm, 1)
-        model.layers[1].register_full_backward_hook(lambda *args: optimizer.zero_grad())
-        with pytest.raises(ScheduleError, match=r"zero_grad\(\): a backward is under way"):
-            model(x, y)["loss"].backward()
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_zero_grad_inside_of_a_backward_is_refused(comm):
+    model, optimizer = wrap(comm, "zero3")
+    [(x, y)] = modules.batches(comm, 1)
+    model.layers[1].register_full_backward_hook(lambda *args: optimizer.zero_grad())
+    with pytest.raises(ScheduleError, match=r"zero_grad\(\): a backward is under way"):
+        model(x, y)["loss"].backward()
 
 
 @every(3, zero_at=[(), (1,), (1, 3), (0, 2, 3, 4, 5), range(7)], strategy=FLAT, foreach=[False, True])
@@ -255,6 +250,5 @@ def test_torch_optimizers_of_parts_use_gradients_again(strategy, zero_at, foreac
 
     whole = modules.make()
     expected = steps(whole, modules.batches(None, 7))
-    for seen, mine in simulate(DP, rank_fn):
-        close(seen, expected)
-        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+    for found in simulate(DP, rank_fn):
+        close(found, (expected, modules.detached(whole)))
