@@ -7,6 +7,7 @@ from torch.func import grad, jvp, vjp, vmap
 import fsharp as fs
 from fsharp.testing import simulate
 from tests.gpt_like import logits, loss_fn, make_batches, make_params, plain_logits
+from tests.ranks import on_ranks
 
 MESH = fs.Mesh({"outer": 2, "inner": 3})
 C = 4
@@ -75,22 +76,18 @@ def test_transpose_identity_and_inputs_untouched(name):
     assert abs(sides[0]) > 1e-3
 
 
-def test_round_trips():
+@on_ranks(MESH)
+def test_round_trips(comm):
     """Gather and slice are inverses; a sum of equal parts is a multiple; an all_reduce is its two halves, bit for bit."""
-
-    def rank_fn(comm):
-        x, full = draw(comm, 2, C), torch.arange(3.0 * C)
-        whole = fs.collectives.all_gather_last(x, comm, "inner")
-        parts = draw(comm, 3 * C, seed=2)
-        halves = fs.collectives.all_gather_last(fs.collectives.reduce_scatter_last(parts, comm, "inner"), comm, "inner")
-        return (
-            torch.equal(fs.collectives.local_slice(whole, comm, "inner"), x),
-            torch.equal(fs.collectives.all_gather_last(fs.collectives.local_slice(full, comm, "inner"), comm, "inner"), full),
-            torch.equal(fs.collectives.reduce_scatter_last(torch.cat([full] * 3), comm, "inner"), 3 * full),
-            torch.equal(halves, fs.collectives.all_reduce(parts, comm, "inner")),
-        )
-
-    assert simulate(MESH, rank_fn) == [(True,) * 4] * 6
+    x, full = draw(comm, 2, C), torch.arange(3.0 * C)
+    whole = fs.collectives.all_gather_last(x, comm, "inner")
+    parts = draw(comm, 3 * C, seed=2)
+    halves = fs.collectives.all_gather_last(fs.collectives.reduce_scatter_last(parts, comm, "inner"), comm, "inner")
+    again = fs.collectives.all_gather_last(fs.collectives.local_slice(full, comm, "inner"), comm, "inner")
+    assert torch.equal(fs.collectives.local_slice(whole, comm, "inner"), x)
+    assert torch.equal(again, full)
+    assert torch.equal(fs.collectives.reduce_scatter_last(torch.cat([full] * 3), comm, "inner"), 3 * full)
+    assert torch.equal(halves, fs.collectives.all_reduce(parts, comm, "inner"))
 
 
 @operations
@@ -102,89 +99,70 @@ def test_dtype_is_kept(name, dtype):
 
 
 @operations
-def test_autograd_and_func_give_the_transpose(name):
+@on_ranks(MESH)
+def test_autograd_and_func_give_the_transpose(comm, name):
     op, transpose, n_in, n_out = OPERATIONS[name]
-
-    def rank_fn(comm):
-        x, y = draw(comm, n_in).requires_grad_(), draw(comm, n_out, seed=1)
-        (by_autograd,) = torch.autograd.grad(op(x, comm), x, y)
-        _, pullback = vjp(lambda x: op(x, comm), x.detach())
-        (by_func,) = pullback(y)
-        return by_autograd, by_func, transpose(y, comm)
-
-    for by_autograd, by_func, expected in simulate(MESH, rank_fn):
-        torch.testing.assert_close(by_autograd, expected)
-        torch.testing.assert_close(by_func, expected)
+    x, y = draw(comm, n_in).requires_grad_(), draw(comm, n_out, seed=1)
+    (by_autograd,) = torch.autograd.grad(op(x, comm), x, y)
+    _, pullback = vjp(lambda x: op(x, comm), x.detach())
+    (by_func,) = pullback(y)
+    expected = transpose(y, comm)
+    torch.testing.assert_close(by_autograd, expected)
+    torch.testing.assert_close(by_func, expected)
 
 
 @operations
-def test_tangents_travel_as_values_do(name):
+@on_ranks(MESH)
+def test_tangents_travel_as_values_do(comm, name):
     op, _, n_in, _ = OPERATIONS[name]
-
-    def rank_fn(comm):
-        x, t = draw(comm, n_in), draw(comm, n_in, seed=1)
-        _, tangent = jvp(lambda x: op(x, comm), (x,), (t,))
-        return tangent, op(t, comm)
-
-    for tangent, expected in simulate(MESH, rank_fn):
-        torch.testing.assert_close(tangent, expected, rtol=0, atol=0)
+    x, t = draw(comm, n_in), draw(comm, n_in, seed=1)
+    _, tangent = jvp(lambda x: op(x, comm), (x,), (t,))
+    torch.testing.assert_close(tangent, op(t, comm), rtol=0, atol=0)
 
 
 @operations
 @pytest.mark.parametrize("in_dim", [0, 1])
-def test_a_batch_is_a_loop(name, in_dim):
+@on_ranks(MESH)
+def test_a_batch_is_a_loop(comm, name, in_dim):
     op, _, n_in, _ = OPERATIONS[name]
-
-    def rank_fn(comm):
-        x = draw(comm, 5, n_in)
-        batched = vmap(lambda x: op(x, comm), in_dims=in_dim)(x.T.contiguous() if in_dim else x)
-        return batched, torch.stack([op(row, comm) for row in x])
-
-    for batched, loop in simulate(MESH, rank_fn):
-        torch.testing.assert_close(batched, loop, rtol=0, atol=0)
+    x = draw(comm, 5, n_in)
+    batched = vmap(lambda x: op(x, comm), in_dims=in_dim)(x.T.contiguous() if in_dim else x)
+    torch.testing.assert_close(batched, torch.stack([op(row, comm) for row in x]), rtol=0, atol=0)
 
 
 @operations
-def test_batched_gradients_and_batched_batches(name):
+@on_ranks(MESH)
+def test_batched_gradients_and_batched_batches(comm, name):
     """vmap(grad), vmap(vmap(grad)) and grad of a sum over vmap."""
     op, _, n_in, _ = OPERATIONS[name]
-
-    def rank_fn(comm):
-        x = draw(comm, 2, 5, n_in)
-        f = grad(lambda x: (op(x, comm) ** 2).sum())
-        loop = torch.stack([torch.stack([f(v) for v in row]) for row in x])
-        once = torch.stack([vmap(f)(row) for row in x])
-        outer = grad(lambda x: (vmap(lambda v: op(v, comm))(x) ** 2).sum())(x[0])
-        return loop, once, vmap(vmap(f))(x), outer
-
-    for loop, once, twice, outer in simulate(MESH, rank_fn):
-        torch.testing.assert_close(once, loop)
-        torch.testing.assert_close(twice, loop)
-        torch.testing.assert_close(outer, loop[0])
+    x = draw(comm, 2, 5, n_in)
+    f = grad(lambda x: (op(x, comm) ** 2).sum())
+    loop = torch.stack([torch.stack([f(v) for v in row]) for row in x])
+    once = torch.stack([vmap(f)(row) for row in x])
+    outer = grad(lambda x: (vmap(lambda v: op(v, comm))(x) ** 2).sum())(x[0])
+    torch.testing.assert_close(once, loop)
+    torch.testing.assert_close(vmap(vmap(f))(x), loop)
+    torch.testing.assert_close(outer, loop[0])
 
 
 @operations
-def test_second_order(name):
+@on_ranks(MESH)
+def test_second_order(comm, name):
     """Hessian-vector products of sum_r |A x|^4: by double backward, forward over reverse, and reverse over reverse."""
     op, transpose, n_in, _ = OPERATIONS[name]
+    x, v = draw(comm, n_in), draw(comm, n_in, seed=1)
 
-    def rank_fn(comm):
-        x, v = draw(comm, n_in), draw(comm, n_in, seed=1)
+    def f(x):
+        return (op(x, comm) ** 4).sum()
 
-        def f(x):
-            return (op(x, comm) ** 4).sum()
-
-        expected = transpose(12 * op(x, comm) ** 2 * op(v, comm), comm)
-        forward_over_reverse = jvp(grad(f), (x,), (v,))[1]
-        reverse_over_reverse = vjp(grad(f), x)[1](v)[0]
-        leaf = x.clone().requires_grad_()
-        (g,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
-        (double_backward,) = torch.autograd.grad(g, leaf, v)
-        return expected, forward_over_reverse, reverse_over_reverse, double_backward
-
-    for expected, *ways in simulate(MESH, rank_fn):
-        for way in ways:
-            torch.testing.assert_close(way, expected)
+    expected = transpose(12 * op(x, comm) ** 2 * op(v, comm), comm)
+    forward_over_reverse = jvp(grad(f), (x,), (v,))[1]
+    reverse_over_reverse = vjp(grad(f), x)[1](v)[0]
+    leaf = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    (double_backward,) = torch.autograd.grad(g, leaf, v)
+    for way in (forward_over_reverse, reverse_over_reverse, double_backward):
+        torch.testing.assert_close(way, expected)
 
 
 # A whole model under ZeRO-3, against the same model on the user's own tree.

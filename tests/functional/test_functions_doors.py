@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 from tests.scheduling import every
 
 STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": fs.zero3}
@@ -404,41 +405,35 @@ def two_trees(comm, strategy, *, tied=False):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
-def test_units_of_one_name_from_two_trees_in_one_call_are_each_their_own(strategy, order):
-    def rank_fn(comm):
-        trees = two_trees(comm, strategy)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_units_of_one_name_from_two_trees_in_one_call_are_each_their_own(comm, strategy, order):
+    trees = two_trees(comm, strategy)
 
-        def loss(params, x, comm):
-            both = [(params, trees[1])[i]["a"] for i in order]
-            return fs.forward(lambda q, x: (x @ (q[0]["w"] - 3 * q[1]["w"])).square().mean(), both, x, comm=comm)
+    def loss(params, x, comm):
+        both = [(params, trees[1])[i]["a"] for i in order]
+        return fs.forward(lambda q, x: (x @ (q[0]["w"] - 3 * q[1]["w"])).square().mean(), both, x, comm=comm)
 
-        step = fs.value_and_grad(loss)
-        x = torch.eye(4)
-        expected, grads = step(trees[0], x, comm=comm)
-        scheduled = fs.Scheduler(comm)(step)
-        for _ in range(3):
-            found, same = scheduled(trees[0], x)
-            assert torch.equal(found.sum, expected.sum)
-            for a, b in zip(fs.layouts.units_of(grads), fs.layouts.units_of(same), strict=True):
-                assert all(map(torch.equal, a.buffers, b.buffers))
-        return expected.mean.item()
-
-    values = (1.0, 2.0)
-    a, b = (values[i] for i in order)
-    assert simulate(fs.Mesh({"dp": 2}), rank_fn) == [(a - 3 * b) ** 2] * 2
+    step = fs.value_and_grad(loss)
+    x = torch.eye(4)
+    expected, grads = step(trees[0], x, comm=comm)
+    scheduled = fs.Scheduler(comm)(step)
+    for _ in range(3):
+        found, same = scheduled(trees[0], x)
+        assert torch.equal(found.sum, expected.sum)
+        for a, b in zip(fs.layouts.units_of(grads), fs.layouts.units_of(same), strict=True):
+            assert all(map(torch.equal, a.buffers, b.buffers))
+    first, second = (i + 1.0 for i in order)
+    assert expected.mean.item() == (first - 3 * second) ** 2
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_ties_to_one_name_in_two_trees_are_refused(scheduled):
-    def rank_fn(comm):
-        first, second = two_trees(comm, fs.zero3, tied=True)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_ties_to_one_name_in_two_trees_are_refused(comm, scheduled):
+    first, second = two_trees(comm, fs.zero3, tied=True)
 
-        def call(units, ties, comm):
-            return fs.forward(lambda q: q[0]["w"] - q[1]["w"], units, comm=comm, ties=ties)
+    def call(units, ties, comm):
+        return fs.forward(lambda q: q[0]["w"] - q[1]["w"], units, comm=comm, ties=ties)
 
-        run = fs.Scheduler(comm)(call) if scheduled else partial(call, comm=comm)
-        with pytest.raises(TreeError, match=r"tied to unit 'a', and two units of that name"):
-            run((first["c"], second["c"]), [first["a"], second["a"]])
-        return True
-
-    assert simulate(fs.Mesh({"dp": 2}), rank_fn) == [True, True]
+    run = fs.Scheduler(comm)(call) if scheduled else partial(call, comm=comm)
+    with pytest.raises(TreeError, match=r"tied to unit 'a', and two units of that name"):
+        run((first["c"], second["c"]), [first["a"], second["a"]])

@@ -7,11 +7,12 @@ import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.ranks import on_ranks
 
 DP = fs.Mesh({"dp": 2})
 
 
-def on_ranks(fn, strategy=fs.zero3, scheduled=False):
+def on_two_ranks(fn, strategy=fs.zero3, scheduled=False):
     """``fn(state, batch, comm)`` on two ranks, the counted comm of each."""
 
     def rank_fn(comm):
@@ -44,7 +45,7 @@ def test_gradients_divided_twice_or_never(strategy, scheduled):
         assert counting.num_calls == before
         fs.update(fs.optim.adamw(1e-2), means, state, comm=comm)
 
-    on_ranks(use, strategy, scheduled)
+    on_two_ranks(use, strategy, scheduled)
 
 
 def test_gradients_that_the_caller_has_divided_are_taken():
@@ -55,7 +56,7 @@ def test_gradients_that_the_caller_has_divided_are_taken():
         mine = optree.tree_map(lambda g: g / 8, fs.reduce_scatter(grads, comm=comm))
         fs.update(fs.optim.adamw(1e-2), mine, state, comm=comm)
 
-    on_ranks(use)
+    on_two_ranks(use)
 
 
 OTHERS = {
@@ -80,7 +81,7 @@ def test_the_state_of_another_optimizer(name, scheduled):
         new = fs.update(fs.optim.adamw(3e-2, weight_decay=0.1), means, state, comm=comm)  # other numbers are no other optimizer
         assert new.made_by == state.made_by
 
-    on_ranks(use, scheduled=scheduled)
+    on_two_ranks(use, scheduled=scheduled)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -115,22 +116,19 @@ def test_a_donated_state_used_again(strategy, scheduled):
 
 
 @pytest.mark.parametrize("release", [True, False])
-def test_parameters_changed_between_forward_and_backward(release):
+@on_ranks(DP)
+def test_parameters_changed_between_forward_and_backward(comm, release):
     tree = {"w": torch.ones(4, 4)}
+    params = fs.shard(tree, fs.plan(tree, DP, fs.zero3("dp")), comm)
 
-    def rank_fn(comm):
-        params = fs.shard(tree, fs.plan(tree, DP, fs.zero3("dp")), comm)
+    def loss(p, x, comm):
+        out = fs.forward(lambda q, x: x @ q["w"], p, x, comm=comm, release=release).square().sum()
+        params.buffers[0].add_(1)
+        return out
 
-        def loss(p, x, comm):
-            out = fs.forward(lambda q, x: x @ q["w"], p, x, comm=comm, release=release).square().sum()
-            params.buffers[0].add_(1)
-            return out
-
-        x = torch.ones(2, 4, requires_grad=True)
-        if release:
-            with pytest.raises(TreeError, match=r"unit \(root\) were changed in place between its forward and its backward"):
-                fs.value_and_grad(loss)(params, x, comm=comm)
-        else:
-            fs.value_and_grad(loss)(params, x, comm=comm)  # what was gathered is another tensor
-
-    simulate(DP, rank_fn)
+    x = torch.ones(2, 4, requires_grad=True)
+    if release:
+        with pytest.raises(TreeError, match=r"unit \(root\) were changed in place between its forward and its backward"):
+            fs.value_and_grad(loss)(params, x, comm=comm)
+    else:
+        fs.value_and_grad(loss)(params, x, comm=comm)  # what was gathered is another tensor

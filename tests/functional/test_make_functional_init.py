@@ -8,6 +8,7 @@ import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.testing import processes, simulate
 from tests.gpt_like import make_params
+from tests.ranks import on_ranks
 
 ONE = fs.SingleComm()
 DP = fs.Mesh({"dp": 3})
@@ -172,25 +173,20 @@ def test_dropout_and_autocast_are_those_of_the_forward():
     assert torch.equal(results[0][2], results[0][0][0][0] + results[1][0][0][0])
 
 
-def test_forward_takes_and_returns_any_tree():
-    layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
-
-    def rank_fn(comm):
-        p = fs.shard(make_params(), layout, comm)
-        x = torch.ones(2, 6, requires_grad=True)
-
-        def fn(trees, x, *, scale, flag):
-            a, b = trees["pair"]
-            out = {"y": (x * scale) @ a["w"], "same": x, "n": 3, "flag": flag, "count": (x > 0).sum(), "none": None}
-            return out, b["b"] * 2
-
-        out, b2 = fs.forward(fn, {"pair": [p["layers"][0], p["layers"][1]]}, x, scale=torch.tensor(2.0), flag="on", comm=comm)
-        (g,) = torch.autograd.grad(out["y"].sum() + out["same"].sum(), x)
-        return out, b2, g
-
+@on_ranks(DP)
+def test_forward_takes_and_returns_any_tree(comm):
     expected = make_params()
-    for out, b2, g in simulate(DP, rank_fn):
-        assert (out["n"], out["flag"], out["none"], int(out["count"])) == (3, "on", None, 12)
-        torch.testing.assert_close(out["y"], 2 * torch.ones(2, 6) @ expected["layers"][0]["w"])
-        torch.testing.assert_close(b2, expected["layers"][1]["b"] * 2)
-        torch.testing.assert_close(g, 1 + 2 * expected["layers"][0]["w"].sum(1).expand(2, 6))
+    p = fs.shard(expected, fs.plan(expected, DP, fs.zero3("dp"), units="layers.*"), comm)
+    x = torch.ones(2, 6, requires_grad=True)
+
+    def fn(trees, x, *, scale, flag):
+        a, b = trees["pair"]
+        out = {"y": (x * scale) @ a["w"], "same": x, "n": 3, "flag": flag, "count": (x > 0).sum(), "none": None}
+        return out, b["b"] * 2
+
+    out, b2 = fs.forward(fn, {"pair": [p["layers"][0], p["layers"][1]]}, x, scale=torch.tensor(2.0), flag="on", comm=comm)
+    (g,) = torch.autograd.grad(out["y"].sum() + out["same"].sum(), x)
+    assert (out["n"], out["flag"], out["none"], int(out["count"])) == (3, "on", None, 12)
+    torch.testing.assert_close(out["y"], 2 * torch.ones(2, 6) @ expected["layers"][0]["w"])
+    torch.testing.assert_close(b2, expected["layers"][1]["b"] * 2)
+    torch.testing.assert_close(g, 1 + 2 * expected["layers"][0]["w"].sum(1).expand(2, 6))

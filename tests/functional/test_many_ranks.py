@@ -12,6 +12,7 @@ import fsharp as fs
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.functional.layout.slicing import shard_for
+from tests.functional.layout.test_layout import llama
 
 RANK = 5
 
@@ -94,19 +95,8 @@ def test_a_step_of_one_of_16384_ranks_makes_the_predicted_calls(sizes, strategy,
     assert sent == sum(call.nbytes * count for call, count in predicted.items())
 
 
-def llama_8b():
-    def empty(*shape):
-        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
-
-    d, f, kv = 4096, 14336, 8 * 128
-    shapes = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d), "w1": (d, f), "w2": (f, d), "w3": (d, f)}
-    norms = {"attn_norm": (d,), "mlp_norm": (d,)}
-    layers = [{name: empty(*shape) for name, shape in {**shapes, **norms}.items()} for _ in range(32)]
-    return {"embed": empty(128256, d), "layers": layers, "norm": empty(d), "head": empty(d, 128256)}
-
-
 def bytes_of_llama(mesh, strategy):
-    comm, tree = connect(mesh), llama_8b()
+    comm, tree = connect(mesh), llama(4096, 14336, 32)
     layout = fs.plan(tree, mesh, strategy, units="layers.*", precision=fs.Precision(torch.bfloat16, torch.float32))
     state = fs.init_state(fs.optim.adamw(1e-3), shard_for(tree, layout, RANK, place="optim"), comm=comm)  # compares no values
     held = nbytes(state.params), nbytes(state.main), nbytes(state.opt)

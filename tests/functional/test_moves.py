@@ -11,6 +11,8 @@ from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.traffic import gather_calls, reduce_calls
 from fsharp.testing import simulate
 from fsharp.testing.generate import FLOATS, cases, integers_like, precisions
+from tests import scheduling
+from tests.ranks import on_ranks
 
 NAMES = ("params", "optim", "full")
 
@@ -120,10 +122,7 @@ def test_full_gives_every_rank_the_tree(case):
         return fs.full_tree(fs.shard(case.tree, case.layout, comm), comm=comm)
 
     for tree in simulate(case.layout.mesh, rank_fn):
-        assert optree.tree_structure(tree) == optree.tree_structure(case.tree)
-        for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(case.tree), strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)
+        scheduling.assert_same(tree, case.tree)
 
 
 @given(cases(dtypes=FLOATS), st.integers(0, 1 << 40))
@@ -139,9 +138,7 @@ def test_init_depends_on_key_and_path_alone(case, key):
         return fs.full_tree(fs.init_params(fs.init.normal(), layout, comm, key=key), comm=comm)
 
     for tree in simulate(layout.mesh, rank_fn):
-        for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(expected), strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)
+        scheduling.assert_same(tree, expected)
     other = fs.full_tree(
         fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key + 1), comm=fs.SingleComm(alone.mesh)
     )
@@ -160,18 +157,17 @@ def test_patterns_choose_initializers_and_the_last_counts():
 
 
 @pytest.mark.parametrize("axes", [("o", "i"), ("i", "o")])
-def test_finer_axes_are_gathered_first(axes):
+@on_ranks(fs.Mesh({"o": 2, "i": 2}))
+def test_finer_axes_are_gathered_first(comm, axes):
     """The slow axis, if it cuts first, moves n times the bytes only after the fast axis has made parts whole."""
     mesh = fs.Mesh({"o": 2, "i": 2})
     rules = dict.fromkeys(axes, fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Shard, fs.layouts.Shard))
     tree = {"w": torch.arange(16.0)}
     layout = fs.plan(tree, mesh, fs.Strategy(rules))
-
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        whole = fs.gather(fs.shard_for(tree, layout, comm.rank), comm=counting)
-        return list(counting.calls), whole.buffers[0]
-
-    for calls, buffer in simulate(mesh, rank_fn):
-        assert calls == [fs.collectives.Call("all_gather", axes[1], 16), fs.collectives.Call("all_gather", axes[0], 32)]
-        assert torch.equal(buffer, tree["w"])
+    counting = fs.collectives.CountingComm(comm)
+    whole = fs.gather(fs.shard_for(tree, layout, comm.rank), comm=counting)
+    assert list(counting.calls) == [
+        fs.collectives.Call("all_gather", axes[1], 16),
+        fs.collectives.Call("all_gather", axes[0], 32),
+    ]
+    assert torch.equal(whole.buffers[0], tree["w"])

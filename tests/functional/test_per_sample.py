@@ -13,6 +13,7 @@ import fsharp as fs
 from fsharp.errors import LayoutError, LossError
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, make_batches, make_params
+from tests.ranks import on_ranks
 from tests.scheduling import every
 
 MESHES = {
@@ -84,22 +85,19 @@ def expected_norms(tree, batch):
 
 
 @every(2, name=MESHES, chunk_size=[None, 2], scheduled=[False, True])
-def test_norms_are_those_of_a_loop_over_samples(name, chunk_size, scheduled):
+@on_ranks(lambda name: MESHES[name][0])
+def test_norms_are_those_of_a_loop_over_samples(comm, name, chunk_size, scheduled):
     mesh, strategy = MESHES[name]
     tree = make_tree()
     layout = make_layout(tree, mesh, strategy)
     norms = fs.per_sample_norms(loss_fn, chunk_size=chunk_size)
-
-    def rank_fn(comm):
-        params = fs.shard(tree, layout, comm)
-        run = fs.Scheduler(comm)(norms) if scheduled else lambda *args: norms(*args, comm=comm)
-        return [run(params, batch_of(comm.rank)) for _ in range(3 if scheduled else 1)]
-
-    for rank, results in enumerate(simulate(mesh, rank_fn)):
-        expected = expected_norms(tree, batch_of(rank))
-        for got in results:
-            assert (got.dtype, len(got)) == (torch.float32, SIZES[rank])
-            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+    params = fs.shard(tree, layout, comm)
+    run = fs.Scheduler(comm)(norms) if scheduled else lambda *args: norms(*args, comm=comm)
+    results = [run(params, batch_of(comm.rank)) for _ in range(3 if scheduled else 1)]
+    expected = expected_norms(tree, batch_of(comm.rank))
+    for got in results:
+        assert (got.dtype, len(got)) == (torch.float32, SIZES[comm.rank])
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def on_ranks(norms, tree, name="zero3", **kwargs):

@@ -12,6 +12,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, LossError, MeshError, TreeError
 from fsharp.functional.layout.packing import pack
 from fsharp.testing import processes, simulate
+from tests.ranks import on_ranks
 
 ONE = fs.SingleComm()
 DP = fs.Mesh({"dp": 2})
@@ -88,29 +89,24 @@ def test_a_tree_tied_otherwise_than_planned_is_refused():
     fs.shard({"a": nan, "b": b, "c": nan.clone()}, layout, ONE)  # equal bits are equal
 
 
-def test_gradients_that_autograd_shares_between_units_are_not_added_twice():
+@on_ranks(DP)
+def test_gradients_that_autograd_shares_between_units_are_not_added_twice(comm):
     tree = {"a": torch.ones(3), "b": torch.ones(3)}
 
-    def rank_fn(comm):
-        params = fs.shard(tree, fs.plan(tree, DP, fs.ddp("dp"), units=["a", "b"]), comm)
+    params = fs.shard(tree, fs.plan(tree, DP, fs.ddp("dp"), units=["a", "b"]), comm)
 
-        def loss(p, batch, comm):
-            g = fs.gather(p, comm=comm)
-            return ((g["a"].buffers[0] + g["b"].buffers[0]) * batch[0]).sum() + g["a"].buffers[0].sum()
+    def loss(p, batch, comm):
+        g = fs.gather(p, comm=comm)
+        return ((g["a"].buffers[0] + g["b"].buffers[0]) * batch[0]).sum() + g["a"].buffers[0].sum()
 
-        total, grads = fs.value_and_grad(loss, microbatches=2)(params, torch.ones(2), comm=comm)
-        first = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
-        again = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
-        return [fs.full_tree(g, comm=comm) for g in (grads_of(grads, comm), first, again)]
-
-    def grads_of(grads, comm):
-        return fs.reduce_scatter(grads, comm=comm)
-
-    for summed, first, again in simulate(DP, rank_fn):
-        assert torch.equal(summed["a"], torch.full((3,), 8.0))
-        assert torch.equal(summed["b"], torch.full((3,), 4.0))
-        assert torch.equal(first["a"], torch.full((3,), 2.0))
-        assert torch.equal(first["a"], again["a"])
+    total, grads = fs.value_and_grad(loss, microbatches=2)(params, torch.ones(2), comm=comm)
+    first = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
+    again = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
+    summed, first, again = (fs.full_tree(g, comm=comm) for g in (fs.reduce_scatter(grads, comm=comm), first, again))
+    assert torch.equal(summed["a"], torch.full((3,), 8.0))
+    assert torch.equal(summed["b"], torch.full((3,), 4.0))
+    assert torch.equal(first["a"], torch.full((3,), 2.0))
+    assert torch.equal(first["a"], again["a"])
 
 
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
@@ -164,24 +160,19 @@ def test_any_exception_on_one_rank_reaches_the_others():
     assert second is not None
 
 
-def test_leaves_on_different_devices_are_refused_on_all_ranks():
+@on_ranks(DP)
+def test_leaves_on_different_devices_are_refused_on_all_ranks(comm):
     tree = {"a": torch.ones(4), "b": torch.ones(4, device="meta")}
     layout = fs.plan(tree, DP, fs.zero3("dp"))
-
-    def rank_fn(comm):
-        with pytest.raises(TreeError, match="'b'  on meta, expected all leaves on one device"):
-            fs.shard(tree, layout, comm)
-
-    simulate(DP, rank_fn)
+    with pytest.raises(TreeError, match="'b'  on meta, expected all leaves on one device"):
+        fs.shard(tree, layout, comm)
 
 
-def test_ranks_with_different_schedules_are_found():
-    def rank_fn(comm):
-        tx = fs.optim.sgd(fs.optim.cosine_decay_schedule(0.1 * (comm.rank + 1), 5))
-        with pytest.raises(AgreementError, match=r"tx  rank 0: .*init_value=0.1"):
-            fs.init_state(tx, sharded({"w": torch.ones(4)}, comm=comm), comm=comm)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_ranks_with_different_schedules_are_found(comm):
+    tx = fs.optim.sgd(fs.optim.cosine_decay_schedule(0.1 * (comm.rank + 1), 5))
+    with pytest.raises(AgreementError, match=r"tx  rank 0: .*init_value=0.1"):
+        fs.init_state(tx, sharded({"w": torch.ones(4)}, comm=comm), comm=comm)
 
 
 def test_a_device_mesh_in_another_order_is_refused():
@@ -196,13 +187,11 @@ def test_a_device_mesh_in_another_order_is_refused():
 
 
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
-def test_a_loss_that_no_parameter_reaches_is_refused(strategy):
-    def rank_fn(comm):
-        params = sharded({"w": torch.ones(4)}, strategy, comm)
-        with pytest.raises(LossError, match="no parameter reaches it"):
-            gradient(lambda q, x: q["w"].detach().sum(), params, comm)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_loss_that_no_parameter_reaches_is_refused(comm, strategy):
+    params = sharded({"w": torch.ones(4)}, strategy, comm)
+    with pytest.raises(LossError, match="no parameter reaches it"):
+        gradient(lambda q, x: q["w"].detach().sum(), params, comm)
 
 
 def test_an_initializer_may_return_its_values():
@@ -219,33 +208,29 @@ def test_keys_that_dotted_paths_cannot_tell_apart_are_refused(tree):
         fs.plan(tree, ONE.mesh, fs.zero3("dp"), units="*")
 
 
-def test_a_part_that_does_not_divide_is_refused():
-    def rank_fn(comm):
-        for fn in (fs.collectives.local_slice, fs.collectives.reduce_scatter_last):
-            with pytest.raises(TreeError, match="a last dim of 5 does not divide into 2 parts"):
-                fn(torch.ones(5), comm, "dp")
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_part_that_does_not_divide_is_refused(comm):
+    for fn in (fs.collectives.local_slice, fs.collectives.reduce_scatter_last):
+        with pytest.raises(TreeError, match="a last dim of 5 does not divide into 2 parts"):
+            fn(torch.ones(5), comm, "dp")
 
 
-def test_a_tied_unit_among_the_arguments_is_found_and_its_traffic_predicted():
+@on_ranks(DP)
+def test_a_tied_unit_among_the_arguments_is_found_and_its_traffic_predicted(comm):
     shared = torch.ones(4, 2)
     tree = {"a": {"w": shared}, "b": {"w": shared, "v": torch.ones(3)}}
     layout = fs.plan(tree, DP, fs.zero3("dp"), units=["a", "b"])
 
-    def rank_fn(comm):
-        def loss(p, batch, comm):
-            together = fs.forward(
-                lambda t: (t["b"]["w"] * t["a"]["w"]).sum() + t["b"]["v"].sum(), {"a": p["a"], "b": p["b"]}, comm=comm
-            )
-            return together + fs.forward(lambda t: t["w"].sum() + t["v"].sum(), p["b"], comm=comm, ties=[p["a"]])
+    def loss(p, batch, comm):
+        together = fs.forward(
+            lambda t: (t["b"]["w"] * t["a"]["w"]).sum() + t["b"]["v"].sum(), {"a": p["a"], "b": p["b"]}, comm=comm
+        )
+        return together + fs.forward(lambda t: t["w"].sum() + t["v"].sum(), p["b"], comm=comm, ties=[p["a"]])
 
-        counting = fs.collectives.CountingComm(comm)
-        state = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm), comm=comm)
-        fs.train_step(loss, fs.optim.sgd(0.1))(state, None, counting)
-        return counting.calls
-
-    assert simulate(DP, rank_fn) == [fs.inspect.step_traffic(layout, uses={"a": 2, "b": 2})] * 2
+    counting = fs.collectives.CountingComm(comm)
+    state = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm), comm=comm)
+    fs.train_step(loss, fs.optim.sgd(0.1))(state, None, counting)
+    assert counting.calls == fs.inspect.step_traffic(layout, uses={"a": 2, "b": 2})
 
 
 def test_a_metric_is_no_weight():

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.testing import checking_remat, simulate
+from fsharp.testing import checking_remat
 from tests.gpt_like import block, embed, head, make_batches, make_params
+from tests.ranks import on_ranks
 from tests.scheduling import every
 
 DP = fs.Mesh({"dp": 2})
@@ -56,16 +57,13 @@ def value_and_grad(params, batch, comm, **options):
 
 
 @every(2, remat=REMATS, strategy=[fs.ddp, fs.zero2, fs.zero3], scheduled=[False, True])
-def test_the_same_bits_and_no_more_collectives(remat, strategy, scheduled):
-    def rank_fn(comm):
-        plain, calls = gradients(comm, strategy, value_and_grad)
-        found, counted = gradients(comm, strategy, partial(value_and_grad, remat=REMATS[remat]), scheduled=scheduled)
-        assert all(map(torch.equal, found, plain))
-        return calls, counted
-
-    for calls, counted in simulate(DP, rank_fn):
-        assert set(counted) <= set(calls)
-        assert all(counted[call] <= calls[call] for call in counted) if scheduled else counted == calls
+@on_ranks(DP)
+def test_the_same_bits_and_no_more_collectives(comm, remat, strategy, scheduled):
+    plain, calls = gradients(comm, strategy, value_and_grad)
+    found, counted = gradients(comm, strategy, partial(value_and_grad, remat=REMATS[remat]), scheduled=scheduled)
+    assert all(map(torch.equal, found, plain))
+    assert set(counted) <= set(calls)
+    assert all(counted[call] <= calls[call] for call in counted) if scheduled else counted == calls
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -159,22 +157,20 @@ def test_an_argument_that_is_written_to_before_the_backward_is_an_error(nested):
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_parameters_that_are_changed_before_the_backward_are_an_error(scheduled):
-    def rank_fn(comm):
-        tree = {"w": torch.ones(4, 4)}
-        params = fs.shard(tree, fs.plan(tree, DP, fs.zero3("dp")), comm)
+@on_ranks(DP)
+def test_parameters_that_are_changed_before_the_backward_are_an_error(comm, scheduled):
+    tree = {"w": torch.ones(4, 4)}
+    params = fs.shard(tree, fs.plan(tree, DP, fs.zero3("dp")), comm)
 
-        def loss(p, x, comm):
-            out = fs.forward(lambda q, x: torch.tanh(x @ q["w"]), p, x, comm=comm, remat=True).sum()
-            params.buffers[0].add_(1)
-            return out
+    def loss(p, x, comm):
+        out = fs.forward(lambda q, x: torch.tanh(x @ q["w"]), p, x, comm=comm, remat=True).sum()
+        params.buffers[0].add_(1)
+        return out
 
-        step = fs.value_and_grad(loss)
-        run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
-        with pytest.raises((TreeError, ScheduleError), match=r"changed.* between (its|a) forward and its backward"):
-            run(params, torch.ones(2, 4))
-
-    simulate(DP, rank_fn)
+    step = fs.value_and_grad(loss)
+    run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
+    with pytest.raises((TreeError, ScheduleError), match=r"changed.* between (its|a) forward and its backward"):
+        run(params, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("remat", ["everything", 1, None])

@@ -11,6 +11,7 @@ import fsharp as fs
 from fsharp.errors import LossError, TreeError
 from fsharp.testing import simulate
 from tests.functional.test_functions_doors import batch_of, linear, make_tree, plain_forward, plain_gradients
+from tests.ranks import on_ranks
 from tests.scheduling import every
 
 DP = fs.Mesh({"dp": 2})
@@ -162,19 +163,16 @@ def test_within_the_loss(name, strategy):
 
 
 @each_program
-def test_around_the_loss(name, strategy):
+@on_ranks(DP)
+def test_around_the_loss(comm, name, strategy):
     """torch.func.grad of the same losses."""
     layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
 
-    def rank_fn(comm):
-        def loss(params):
-            forward, whole = partial(fs.forward, comm=comm), partial(fs.gather, comm=comm)
-            return PROGRAMS[name](forward, whole, params, batch_of(comm.rank)) / DP.size
+    def loss(params):
+        forward, whole = partial(fs.forward, comm=comm), partial(fs.gather, comm=comm)
+        return PROGRAMS[name](forward, whole, params, batch_of(comm.rank)) / DP.size
 
-        return fs.full_tree(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm)
-
-    for got in simulate(DP, rank_fn):
-        assert_close(got, expected_of(name)[1])
+    assert_close(fs.full_tree(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm), expected_of(name)[1])
 
 
 @each_strategy
@@ -274,17 +272,13 @@ def test_what_runs_a_backward_of_its_own_is_not_transformed(transform, function,
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("scheduled", [False, True])
 @each_strategy
-def test_the_gradient_of_a_batch_that_asks_for_it(strategy, scheduled, microbatches):
+@on_ranks(DP)
+def test_the_gradient_of_a_batch_that_asks_for_it(comm, strategy, scheduled, microbatches):
     layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
     step = fs.value_and_grad(energy_of, microbatches=microbatches)
-
-    def rank_fn(comm):
-        params = fs.shard(make_tree(), layout, comm)
-        run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
-        for _ in range(3 if scheduled else 1):
-            x = batch_of(comm.rank).requires_grad_()
-            run(params, x)
-        return x.grad
-
-    for rank, got in enumerate(simulate(DP, rank_fn)):
-        torch.testing.assert_close(got, grad(partial(energy, plain_forward, make_tree()))(batch_of(rank)))
+    params = fs.shard(make_tree(), layout, comm)
+    run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
+    for _ in range(3 if scheduled else 1):
+        x = batch_of(comm.rank).requires_grad_()
+        run(params, x)
+    torch.testing.assert_close(x.grad, grad(partial(energy, plain_forward, make_tree()))(batch_of(comm.rank)))

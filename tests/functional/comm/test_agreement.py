@@ -9,6 +9,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, FsharpError, MeshError, TreeError
 from fsharp.functional.comm.agree import all_gather_bytes
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 
 DP3, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 2})
 
@@ -120,19 +121,16 @@ def test_ranks_that_differ_raise_one_text_that_names_field_and_ranks(field):
     ],
 )
 @pytest.mark.parametrize("mesh", [DP3, GRID], ids=str)
-def test_ranks_that_agree_exchange_one_digest_for_each_axis(mesh, run):
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        run(counting)
-        return list(counting.calls)
-
-    for calls in simulate(mesh, rank_fn):
-        head = 40
-        expected = []
-        for axis, size in reversed(mesh.axes):
-            expected.append(fs.collectives.Call("all_gather", axis, (size - 1) * head))
-            head *= size
-        assert calls == expected
+@on_ranks(lambda mesh: mesh)
+def test_ranks_that_agree_exchange_one_digest_for_each_axis(comm, mesh, run):
+    counting = fs.collectives.CountingComm(comm)
+    run(counting)
+    head = 40
+    expected = []
+    for axis, size in reversed(mesh.axes):
+        expected.append(fs.collectives.Call("all_gather", axis, (size - 1) * head))
+        head *= size
+    assert list(counting.calls) == expected
 
 
 def test_functions_made_on_each_rank_are_told_apart_by_name_alone():

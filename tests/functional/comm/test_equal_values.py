@@ -11,6 +11,7 @@ from fsharp.functional.comm.equal_values import broadcast_from_rank, check_same_
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, Net, train, values
+from tests.ranks import on_ranks
 from tests.scheduling import DP, HYBRID, assert_same
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64, torch.bool]
@@ -166,45 +167,33 @@ def with_buffer(rank):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+@on_ranks(DP)
+def test_refused(comm, name):
     make_net, source, match = REFUSED[name]
-
-    def rank_fn(comm):
-        with pytest.raises((AgreementError, MeshError, OptionError, TreeError), match=match):
-            fs.shard_module(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
-
-    simulate(DP, rank_fn)
+    with pytest.raises((AgreementError, MeshError, OptionError, TreeError), match=match):
+        fs.shard_module(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
 
 
-def test_values_that_may_differ_along_an_axis():
+@on_ranks(HYBRID)
+def test_values_that_may_differ_along_an_axis(comm):
     """As those of experts do."""
-
-    def rank_fn(comm):
-        outer, inner = comm.mesh.coord("outer", comm.rank), comm.mesh.coord("inner", comm.rank)
-        tensors = {
-            "shared": torch.zeros(3),
-            "expert": torch.full((3,), float(inner)),
-            "both": torch.full((3,), float(comm.rank)),
-        }
+    outer, inner = comm.mesh.coord("outer", comm.rank), comm.mesh.coord("inner", comm.rank)
+    tensors = {"shared": torch.zeros(3), "expert": torch.full((3,), float(inner)), "both": torch.full((3,), float(comm.rank))}
+    check_same_on_ranks("f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")})
+    with pytest.raises(
+        AgreementError,
+        match=r"f\(\): 1 of 3 .*\n  expert  rank 1: other values than rank 0; rank 3: other values than rank 2\n",
+    ):
+        check_same_on_ranks(
+            "f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("outer",), "both": ("inner", "outer")}
+        )
+    tensors["expert"] = tensors["expert"] + outer
+    with pytest.raises(
+        AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
+    ):
         check_same_on_ranks(
             "f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")}
         )
-        with pytest.raises(
-            AgreementError,
-            match=r"f\(\): 1 of 3 .*\n  expert  rank 1: other values than rank 0; rank 3: other values than rank 2\n",
-        ):
-            check_same_on_ranks(
-                "f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("outer",), "both": ("inner", "outer")}
-            )
-        tensors["expert"] = tensors["expert"] + outer
-        with pytest.raises(
-            AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
-        ):
-            check_same_on_ranks(
-                "f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")}
-            )
-
-    simulate(HYBRID, rank_fn)
 
 
 def test_shard_compares_values():

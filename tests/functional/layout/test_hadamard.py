@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.errors import FsharpError, LayoutError
 from fsharp.formats import hadamard, mxfp4, mxfp8, mxint4, mxint8
-from fsharp.testing import simulate
 from tests.functional.layout.test_formats import LEAST, OF_LARGEST, RELATIVE, finite
+from tests.ranks import on_ranks
 
 BASES = [mxint4, mxint8, mxfp4, mxfp8]
 ROTATED = [hadamard(base, size) for base in BASES for size in (2, 16, 32, 64)]
@@ -97,17 +97,14 @@ def test_long_buffers_have_the_bytes_of_their_parts(form):
 
 
 @pytest.mark.parametrize("wire", [hadamard(mxint4), hadamard(mxint8, 64)], ids=lambda form: form.name)
-def test_an_overflow_of_one_rank_arrives(wire):
-    def rank_fn(comm):
-        layout = fs.plan({"a": torch.zeros(200)}, comm.mesh, fs.zero3("dp"), precision=fs.Precision(wire=wire))
-        grads = {"a": torch.ones(200)}
-        if comm.rank:
-            grads["a"][3] = math.inf
-        own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.dual)
-        return fs.resilience.find_nonfinite(None, fs.reduce_scatter(own, comm=comm), comm=comm)
-
-    for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
-        assert found.leaf == "a"
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_an_overflow_of_one_rank_arrives(comm, wire):
+    layout = fs.plan({"a": torch.zeros(200)}, comm.mesh, fs.zero3("dp"), precision=fs.Precision(wire=wire))
+    grads = {"a": torch.ones(200)}
+    if comm.rank:
+        grads["a"][3] = math.inf
+    own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.dual)
+    assert fs.resilience.find_nonfinite(None, fs.reduce_scatter(own, comm=comm), comm=comm).leaf == "a"
 
 
 def test_it_is_one_format_by_its_arguments():

@@ -172,24 +172,22 @@ def test_a_tree_that_nests_deeply():
         layout.to_json()
 
 
-def llama_405b():
+def llama(d, f, num_layers, kv=8 * 128):
+    """Shapes of a Llama of this width, and of this width of its feed-forward layers."""
+
     def empty(*shape):
         return torch.empty(shape, device="meta", dtype=torch.bfloat16)
 
-    d, f, kv = 16384, 53248, 8 * 128
-    attn = {"wq": (d, 128 * 128), "wk": (d, kv), "wv": (d, kv), "wo": (128 * 128, d)}
-    mlp = {"w1": (d, f), "w2": (f, d), "w3": (d, f)}
-    layers = []
-    for _ in range(126):
-        weights = {name: empty(*shape) for name, shape in {**attn, **mlp}.items()}
-        layers.append({**weights, "attn_norm": empty(d), "mlp_norm": empty(d)})
+    shapes = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d), "w1": (d, f), "w2": (f, d), "w3": (d, f)}
+    shapes |= {"attn_norm": (d,), "mlp_norm": (d,)}
+    layers = [{name: empty(*shape) for name, shape in shapes.items()} for _ in range(num_layers)]
     return {"embed": empty(128256, d), "layers": layers, "norm": empty(d), "head": empty(d, 128256)}
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("atom", [fs.layouts.Element(), fs.layouts.Rows(1)], ids=str)
 def test_llama_405b_on_16384_ranks(atom):
-    tree = llama_405b()
+    tree = llama(16384, 53248, 126)
     kwargs = {"units": "layers.*", "atoms": atom, "precision": fs.Precision(torch.bfloat16, torch.float32)}
     grid = (fs.Mesh({"outer": 32, "inner": 512}), fs.hfsdp("outer", "inner"))
     start = time.monotonic()

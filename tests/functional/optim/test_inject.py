@@ -8,7 +8,9 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, TreeError
 from fsharp.testing import simulate
-from tests.scheduling import every
+from tests.gpt_like import loss_fn
+from tests.ranks import on_ranks
+from tests.scheduling import assert_same, every, make_state, my_batches
 
 TREE = {"w": torch.linspace(-1, 1, 33), "b": torch.linspace(1, 2, 5)}
 DP = fs.Mesh({"dp": 3})
@@ -61,21 +63,18 @@ NESTED = {
 
 
 @every(2, name=NESTED, strategy=[fs.ddp, fs.zero3], donate=[False, True])
-def test_a_number_that_is_set_is_used_from_then_on(name, strategy, donate):
+@on_ranks(DP)
+def test_a_number_that_is_set_is_used_from_then_on(comm, name, strategy, donate):
     around, find = NESTED[name]
     labels = {"w": "w", "b": "b"}
-
-    def rank_fn(comm):
-        tx = around(INJECTED(1e-2, weight_decay=0.1))
-        found, state = train(comm, tx, set_in(find), donate=donate, strategy=strategy, labels=labels)
-        expected, _ = train(comm, around(fs.optim.adamw(rate, weight_decay=0.1)), strategy=strategy, labels=labels)
-        assert find(state.opt).hyperparams == {"learning_rate": 3e-3, "b1": 0.9, "b2": 0.999, "eps": 1e-8} | {
-            "weight_decay": 0.1,
-            "lr_scale": 1.0,
-        }
-        return all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
-
-    assert all(simulate(DP, rank_fn))
+    tx = around(INJECTED(1e-2, weight_decay=0.1))
+    found, state = train(comm, tx, set_in(find), donate=donate, strategy=strategy, labels=labels)
+    expected, _ = train(comm, around(fs.optim.adamw(rate, weight_decay=0.1)), strategy=strategy, labels=labels)
+    assert find(state.opt).hyperparams == {"learning_rate": 3e-3, "b1": 0.9, "b2": 0.999, "eps": 1e-8} | {
+        "weight_decay": 0.1,
+        "lr_scale": 1.0,
+    }
+    assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
 
 
 def falling_on(rank):
@@ -127,13 +126,11 @@ def test_what_is_no_hyper_parameter_is_refused(wrong, error, text):
         train(fs.SingleComm(), INJECTED(1e-2), lambda step, opt: opt.hyperparams.update(wrong))
 
 
-def test_a_number_that_the_factory_refuses_is_refused_on_all_ranks():
-    def rank_fn(comm):
-        tx = fs.optim.inject_hyperparams(fs.optim.clip_by_global_norm)(1.0)
-        with pytest.raises(LayoutError, match=r"max_norm is 0.0, expected a positive number"):
-            train(comm, tx, lambda step, opt: opt.hyperparams.update(max_norm=0.0))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_number_that_the_factory_refuses_is_refused_on_all_ranks(comm):
+    tx = fs.optim.inject_hyperparams(fs.optim.clip_by_global_norm)(1.0)
+    with pytest.raises(LayoutError, match=r"max_norm is 0.0, expected a positive number"):
+        train(comm, tx, lambda step, opt: opt.hyperparams.update(max_norm=0.0))
 
 
 def test_one_number_in_several_types_is_one_number():
@@ -197,21 +194,16 @@ def test_momentum_that_passes_through_zero_is_that_of_optax():
         torch.testing.assert_close(found[name], torch.tensor(x.tolist()), rtol=1e-5, atol=1e-6)
 
 
-def test_under_a_scheduler_it_is_the_same():
-    from tests.gpt_like import loss_fn
-    from tests.scheduling import make_state, my_batches
-
-    def rank_fn(comm):
-        results = []
-        for scheduled in (False, True):
-            tx = INJECTED(1e-2)
-            step = fs.train_step(loss_fn, tx, donate=True)
-            run = fs.Scheduler(comm)(step) if scheduled else lambda s, b, step=step: step(s, b, comm)
-            state = make_state(comm, "zero3", tx=tx)
-            for i, batch in enumerate(my_batches(comm, 4)):
-                set_in(lambda opt: opt)(i, state.opt)
-                state, _ = run(state, batch)
-            results.append(fs.full_tree(state.params, comm=comm))
-        return all(map(torch.equal, *map(optree.tree_leaves, results)))
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_under_a_scheduler_it_is_the_same(comm):
+    results = []
+    for scheduled in (False, True):
+        tx = INJECTED(1e-2)
+        step = fs.train_step(loss_fn, tx, donate=True)
+        run = fs.Scheduler(comm)(step) if scheduled else lambda s, b, step=step: step(s, b, comm)
+        state = make_state(comm, "zero3", tx=tx)
+        for i, batch in enumerate(my_batches(comm, 4)):
+            set_in(lambda opt: opt)(i, state.opt)
+            state, _ = run(state, batch)
+        results.append(fs.full_tree(state.params, comm=comm))
+    assert_same(*results)

@@ -7,6 +7,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, OptionError, TreeError
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 from tests.scheduling import every
 
 DP3 = fs.Mesh({"dp": 3})
@@ -121,13 +122,14 @@ def test_under_ddp_the_norm_of_all_is_right_and_that_of_leaves_is_not():
     simulate(DP3, lambda comm: begin(comm, WRONG["norms of leaves"], fs.ddp, {"a": torch.ones(4, 2), "c": torch.ones(5)}))
 
 
-def test_an_error_at_a_nan_is_not_silent():
+@on_ranks(DP3)
+def test_an_error_at_a_nan_is_not_silent(comm):
     def checked(grads, params):
         if not norm(grads).isfinite():
             raise ValueError("NaN")
         return grads
 
-    simulate(DP3, lambda comm: begin(comm, pair(checked)))
+    begin(comm, pair(checked))
 
 
 def test_what_is_no_function_of_its_arguments_is_refused():
@@ -143,9 +145,10 @@ def test_what_is_no_function_of_its_arguments_is_refused():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_trees_of_the_users_structure_do_not_fit_flat_buffers():
+@on_ranks(DP3)
+def test_trees_of_the_users_structure_do_not_fit_flat_buffers(comm):
     tree = {"a": {"w": torch.ones(4, 4), "b": torch.ones(4)}, "c": {"w": torch.ones(6)}}
-    simulate(DP3, lambda comm: wrong(comm, masks(lambda params: WHOLE), r"flat buffers(.|\n)*fs\.optim\.masked", tree=tree))
+    wrong(comm, masks(lambda params: WHOLE), r"flat buffers(.|\n)*fs\.optim\.masked", tree=tree)
 
 
 def test_a_pair_that_cannot_be_tried_says_why_and_may_be_vouched_for():
@@ -168,22 +171,17 @@ def test_a_pair_that_cannot_be_tried_says_why_and_may_be_vouched_for():
     ],
     ids=["chain", "masked", "partition", "with_ema", "apply_if_finite"],
 )
-def test_pairs_within_others_are_tried(wrap):
-    simulate(DP3, lambda comm: wrong(comm, wrap(CLIP), r"more than each element alone"))
+@on_ranks(DP3)
+def test_pairs_within_others_are_tried(comm, wrap):
+    wrong(comm, wrap(CLIP), r"more than each element alone")
 
 
-def test_ranks_with_other_pairs_are_told():
-    def rates(comm):
-        with pytest.raises(AgreementError, match=r"updates of small tensors  rank 1"):
-            begin(comm, each(lambda g: -0.1 * g) if comm.rank != 1 else each(lambda g: -0.2 * g), fs.ddp)
-        return True
-
-    def one_clips(comm):
-        with pytest.raises((AgreementError, TreeError), match=r"more than each element alone"):
-            begin(comm, CLIP if comm.rank == 1 else RIGHT["elementwise"])
-        return True
-
-    assert all(simulate(DP3, rates) + simulate(DP3, one_clips))
+@on_ranks(DP3)
+def test_ranks_with_other_pairs_are_told(comm):
+    with pytest.raises(AgreementError, match=r"updates of small tensors  rank 1"):
+        begin(comm, each(lambda g: -0.1 * g) if comm.rank != 1 else each(lambda g: -0.2 * g), fs.ddp)
+    with pytest.raises((AgreementError, TreeError), match=r"more than each element alone"):
+        begin(comm, CLIP if comm.rank == 1 else RIGHT["elementwise"])
 
 
 def by_norm_if_large(g):

@@ -288,8 +288,7 @@ def test_the_update_is_what_apply_adds():
         updates, _ = tx.update(grads, tx.init(params), params, comm=ONE)
         new, _ = tx.apply(grads, tx.init(params), params, comm=ONE, donate=False)
         moved = optree.tree_map(torch.add, params, updates)
-        for a, b in zip(optree.tree_leaves(moved), optree.tree_leaves(new), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(optree.tree_leaves(moved), optree.tree_leaves(new), rtol=1e-6, atol=1e-7)
 
 
 def test_the_deterministic_norm_in_processes_has_the_bits_of_one_process():

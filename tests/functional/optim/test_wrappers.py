@@ -12,6 +12,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 
 TREE = {"w": torch.linspace(-1, 1, 33), "b": torch.linspace(1, 2, 5), "scale": torch.tensor(3.0)}
 
@@ -61,26 +62,22 @@ def test_apply_if_finite_counts_as_optax_does_and_gives_up(strategy, limit):
         assert rows == expected
 
 
-def test_apply_if_finite_takes_large_values_for_finite():
-    def rank_fn(comm):
-        tx = fs.optim.apply_if_finite(fs.optim.trace(0.9), 2)
-        layout, state = start(comm, tx)
-        large = {name: torch.full_like(x, 3e38) for name, x in TREE.items()}  # their sum is infinite
-        return fs.update(tx, fs.shard(large, layout, comm, place="optim"), state, comm=comm).opt.total_notfinite
-
-    assert simulate(fs.Mesh({"dp": 3}), rank_fn) == [0, 0, 0]
+@on_ranks(fs.Mesh({"dp": 3}))
+def test_apply_if_finite_takes_large_values_for_finite(comm):
+    tx = fs.optim.apply_if_finite(fs.optim.trace(0.9), 2)
+    layout, state = start(comm, tx)
+    large = {name: torch.full_like(x, 3e38) for name, x in TREE.items()}  # their sum is infinite
+    assert fs.update(tx, fs.shard(large, layout, comm, place="optim"), state, comm=comm).opt.total_notfinite == 0
 
 
-def test_apply_if_finite_gives_up_on_all_ranks_or_none():
-    def rank_fn(comm):
-        tx = fs.optim.apply_if_finite(fs.optim.sgd(1.0), 2)
-        layout, state = start(comm, tx)
-        state = state._replace(opt=state.opt._replace(notfinite_count=2 * (comm.rank == 1)))
-        grads = fs.shard(grads_at(0) | {"scale": torch.tensor(math.inf)}, layout, comm, place="optim")
-        with pytest.raises(AgreementError, match=r"apply_if_finite\(\).*\n  notfinite_count  rank.*: 0\n.*rank 1: 2"):
-            fs.update(tx, grads, state, comm=comm)
-
-    simulate(fs.Mesh({"dp": 3}), rank_fn)
+@on_ranks(fs.Mesh({"dp": 3}))
+def test_apply_if_finite_gives_up_on_all_ranks_or_none(comm):
+    tx = fs.optim.apply_if_finite(fs.optim.sgd(1.0), 2)
+    layout, state = start(comm, tx)
+    state = state._replace(opt=state.opt._replace(notfinite_count=2 * (comm.rank == 1)))
+    grads = fs.shard(grads_at(0) | {"scale": torch.tensor(math.inf)}, layout, comm, place="optim")
+    with pytest.raises(AgreementError, match=r"apply_if_finite\(\).*\n  notfinite_count  rank.*: 0\n.*rank 1: 2"):
+        fs.update(tx, grads, state, comm=comm)
 
 
 @pytest.mark.parametrize("k", [1, 3])
