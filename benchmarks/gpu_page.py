@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Table, lines_of, ranged, renew
-from benchmarks.stats import Rounds, ratio, times
+from benchmarks.stats import Rounds, times
 
 MARKS = "<!-- begin: written by benchmarks.gpu_page -->", "<!-- end: written by benchmarks.gpu_page -->"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -41,9 +41,16 @@ def compare(losses: Mapping[str, Sequence[float | None]], peers: Mapping[str, st
     return {"difference_of_losses": found, "mismatch": {name: x for name, x in found.items() if not x <= LOOSE}}
 
 
-def rounds_of(part: Mapping[str, Any], kind: str, *names: str) -> Rounds:
-    """Return the numbers of one kind, of the rounds in which all of these contenders are."""
-    return [{name: row[name][kind] for name in names} for row in part["rounds"] if all(name in row for name in names)]
+def rounds_of(part: Mapping[str, Any], kind: str, name: str) -> Rounds:
+    """Return the numbers of one kind, of the rounds in which a contender is."""
+    return [{name: row[name][kind]} for row in part["rounds"] if name in row]
+
+
+def ratio(part: Mapping[str, Any], kind: str, ours: str, theirs: str) -> float | None:
+    """Return the ratio of two contenders' medians, as not all contenders take turns; None if one was not measured."""
+    both = [(name, rounds_of(part, kind, name)) for name in (ours, theirs)]
+    mine, peer = (times(rounds, name).median if rounds else None for name, rounds in both)
+    return mine / peer if mine and peer else None
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
@@ -64,7 +71,7 @@ def _times(name: str, part: Mapping[str, Any], peak_flops: float | None) -> Tabl
     rows = []
     for who, nbytes in part["memory"].items():
         peer = part["peers"][who]
-        cells = [who]
+        cells = [who, str(len(rounds_of(part, "step", who)))]
         if steps := rounds_of(part, "step", who):
             step = times(steps, who)
             cells += [ranged(step, 1e3, "{:.2f}"), _ratio(part, "step", who, peer), f"{part['tokens'] / step.median:,.0f}"]
@@ -77,6 +84,7 @@ def _times(name: str, part: Mapping[str, Any], peak_flops: float | None) -> Tabl
         rows.append((*cells, f"{nbytes['rest'] / 1e6:,.0f}"))
     header = (
         "",
+        "rounds",
         "ms a step",
         "of the peer's",
         "tokens/s",
@@ -91,8 +99,8 @@ def _times(name: str, part: Mapping[str, Any], peak_flops: float | None) -> Tabl
 
 
 def _ratio(part: Mapping[str, Any], kind: str, who: str, peer: str) -> str:
-    both = rounds_of(part, kind, *{who, peer})
-    return f"{ratio(both, who, peer).median:.3f}" if both else ""
+    found = ratio(part, kind, who, peer)
+    return "" if found is None else f"{found:.3f}"
 
 
 def _overlap(models: Mapping[str, Any]) -> Table:
@@ -116,8 +124,8 @@ def summary(results: Mapping[str, Any]) -> dict[str, float]:
     for name, part in results["models"].items():
         for prefix, (ours, theirs) in PAIRS.items():
             for kind in ("step", "host"):
-                if both := rounds_of(part, kind, ours, theirs):
-                    found[f"{name}_{prefix}{kind}_ratio_vs_fsdp2"] = round(ratio(both, ours, theirs).median, 4)
+                if (value := ratio(part, kind, ours, theirs)) is not None:
+                    found[f"{name}_{prefix}{kind}_ratio_vs_fsdp2"] = round(value, 4)
             if {ours, theirs} <= set(memory := part["memory"]):
                 found[f"{name}_{prefix}peak_ratio_vs_fsdp2"] = round(memory[ours]["peak"] / memory[theirs]["peak"], 4)
     return found

@@ -229,10 +229,11 @@ def is_met(name: str, value: float) -> bool:
 def _targets(parts: Mapping[str, Any]) -> Table:
     rows = []
     for name, value in summary(parts).items():
-        most = TARGETS.get(name)
-        goal = ("", "") if most is None else (f"{most:.2f}", "yes" if is_met(name, value) else "no")
+        target = TARGETS.get(name)
+        bound = "at least" if name in AT_LEAST else "at most"
+        goal = ("", "") if target is None else (f"{bound} {target:.2f}", "yes" if is_met(name, value) else "no")
         rows.append((f"`{name}`", MEANING[name], f"{value:.3f}", *goal))
-    return Table("In short", ("figure", "what it is", "measured", "at most", "met"), rows)
+    return Table("In short", ("figure", "what it is", "measured", "target", "met"), rows)
 
 
 def _steps(part: Mapping[str, Any]) -> Table:

@@ -26,9 +26,10 @@ Glossary
     state tree  a subtree of a training state with a Sharded for each unit: parameters, main copies, or one moment of Adam.
     engine      a Comm that takes whole calls of functions, and decides when data move and in which memory; a scheduler is one.
     lane        ops that run one after another, beside the ops of other lanes: a stream, or what stands for it on a CPU.
-    bundle      neighbouring units that move in one collective. Their ops share the number ``bucket``.
+    bucket      neighbouring units that move in one collective. Their ops share its number.
     facts       what a schedule is compiled from: sizes and collectives of a unit (:class:`~fsharp.schedules.UnitFacts`).
-    trial       updates of a small tree, by which :func:`init_state` finds out whether a transformation can work on shards.
+    trial       a run on small or meta tensors: :func:`init_state` finds out whether a transformation can work on shards, and
+                :func:`tune` what units compute and keep.
 """
 
 from fsharp import checkpoint as checkpoint

@@ -56,8 +56,8 @@ def train(
 ) -> End:
     """Train as one rank of four, elastically, and have the faults of this rank.
 
-    ``lose_hosts``: a rank that has a fault loses the memory of its host as well. ``config`` takes the number of a rank's life,
-    from 1.
+    ``lose_hosts``: a rank that has a fault loses the memory of its host as well, together with the other ranks that have a
+    fault in this step. ``config`` takes the number of a rank's life, from 1.
     """
     torch.set_num_threads(1)
     comm = fs.connect(fs.Mesh(WAYS[way]), device_type="cpu", timeout=timedelta(seconds=limit_s))
@@ -69,7 +69,8 @@ def train(
     def have_fault(number: int) -> None:
         for fault in faults:
             if (fault.step, fault.rank) == (number, comm.rank):
-                have(fault, folder, host if lose_hosts else None)
+                at_once = [each for each in faults if each.step == number] if lose_hosts else [fault]
+                have(fault, folder, host if lose_hosts else None, at_once)
 
     have_fault(IN_SETUP if life > 1 else IN_FIRST_SETUP)
     with Replicas(host, comm, copies=copies, domain_size=1 if copies else SIZE, root=folder / "disk") as replicas:
@@ -107,12 +108,17 @@ def note(path: Path, text: str) -> None:
         file.write(f"{text}\n")
 
 
-def have(fault: Fault, folder: Path, host: Path | None) -> None:
-    """Send this process the signal of a fault, now or later, unless an earlier process of this rank got it."""
-    path = folder / f"fault-{fault.step}-{fault.rank}"
+def have(fault: Fault, folder: Path, host: Path | None, at_once: Sequence[Fault]) -> None:
+    """Send this process the signal of a fault, now or later, unless an earlier process of this rank got it.
+
+    ``at_once``: faults of which none comes before all their ranks are here.
+    """
+    path, *others = [folder / f"fault-{each.step}-{each.rank}" for each in (fault, *at_once)]
     if path.exists():
         return
     path.touch()
+    while not all(each.exists() for each in others):
+        time.sleep(0.01)
 
     def strike() -> None:
         if host is not None:

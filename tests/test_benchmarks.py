@@ -911,7 +911,7 @@ def test_the_command_as_a_person_runs_it(tmp_path):
     turns = ["--launches", "2", "--rounds", "2", "--steps", "1", "--warmup", "3", "--host-rounds", "2"]
     command = [sys.executable, "-m", "benchmarks", *sizes, *turns, "--out", str(tmp_path / "cpu.json"), "--docs", "None"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert list(json.loads(done.stdout.splitlines()[-1])) == list(report.MEANING)
     written = json.loads((tmp_path / "cpu.json").read_text())

@@ -126,8 +126,8 @@ def schedule(
         units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
-        policy: prefetch 1 or prefetch 2 (units gathered ahead); gathered once or gathered twice (a unit in a step); or state on
-            the host.
+        policy: prefetch 1, prefetch 2 or no prefetch (units gathered ahead); gathered once or gathered twice (a unit in a
+            step); no buckets or buckets of 25 MB (units in one collective); least memory; or state on the host.
         microbatches: number of microbatches of a step.
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.

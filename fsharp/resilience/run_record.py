@@ -108,7 +108,7 @@ class RunRecord:
                 self.log(step - 1, {"own_s": list(times[-1].own_s)})
                 for rank in sorted(self.stragglers.stragglers.keys() - known.keys()):
                     ratio = self.stragglers.stragglers[rank]
-                    self.log(step - 1, {"event": f"rank {rank} is a straggler: {ratio:.2f} times the median of all ranks"})
+                    self.log(step - 1, {"event": f"rank {rank} is a straggler: {ratio:.2f} times the lower median of ranks"})
         (since, began), now = self._rate, time.perf_counter()
         if step < since:  # rolled back
             self._rate = step, now

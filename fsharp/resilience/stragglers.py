@@ -39,9 +39,9 @@ class StragglerDetector:
 
     Ranks wait for each other in every step, so a step takes equally long on all of them. The *own* time of a rank is its step
     time without waits for collectives: compute, data loading, Python. Every few steps ranks exchange the medians of their own
-    times. A rank is slow if its own time is more than ``ratio`` times the median of all ranks, and two standard errors above
-    the median. A rank that is slow in two exchanges in a row is a straggler, and rank 0 logs a warning. Own times of simulated
-    ranks are not known.
+    times. A rank is slow if its own time is more than ``ratio`` times the lower median of all ranks, and two standard errors
+    above the median. A rank that is slow in two exchanges in a row is a straggler, and rank 0 logs a warning. Own times of
+    simulated ranks are not known.
 
     Args:
         comm: the ranks.
@@ -107,7 +107,7 @@ class StragglerDetector:
         self.times.append(times)
         for rank in sorted(self.stragglers.keys() - known.keys()) if self.comm.rank == 0 else ():
             _log.warning(
-                "rank %d is a straggler: up to step %d a step takes it %.3g s of its own, %.2f times the median of all ranks",
+                "rank %d is a straggler: up to step %d a step takes it %.3g s of its own, %.2f times the lower median of ranks",
                 *(rank, times.step, times.own_s[rank], self.stragglers[rank]),
             )
 

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import OptionError
 from fsharp.functional.formats import te
-from fsharp.functional.formats.agreement import MaxReduceGroup
 from fsharp.functional.formats.format import (
     AgreeMax,
     EncodedTensorClass,
@@ -35,6 +34,7 @@ from fsharp.functional.formats.format import (
     non_view_alias,
     register_format,
 )
+from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from fsharp.errors import OptionError
-from fsharp.functional.formats.agreement import MaxReduceGroup
 from fsharp.functional.formats.format import (
     AgreeMax,
     EncodedTensorClass,
@@ -27,6 +26,7 @@ from fsharp.functional.formats.format import (
     non_view_alias,
     register_format,
 )
+from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
 from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales
 from fsharp.tracebacks import api_boundary
 

@@ -42,7 +42,7 @@ class Precision:
         feedback: whether the encoding error of ``wire`` is added to the next gradient (error feedback). Each rank keeps its
             errors in ``TrainState.residuals``: for each axis with a format, one value in ``accumulate`` for each value that the
             rank encodes along the axis. If the first axis of a reduction has a format, residuals take 4 bytes a parameter on
-            each rank, under any strategy. For functions alone; :func:`~fsharp.shard_module` refuses feedback.
+            each rank, under any strategy. A module has them in ``train_state``.
             Sources: Seide et al., 2014 (1-bit SGD); Karimireddy et al., arXiv 1901.09847.
         output: the dtype to which floating-point outputs of a module are cast; ``None`` means no cast. For
             :func:`~fsharp.shard_module` alone.
