@@ -88,7 +88,8 @@ def plan_step(
     facts = []
     for name, unit in units.items():
         known = {"several_uses": times[name] > 1, "several_microbatches": microbatches > 1}
-        facts.append(unit.facts(policy, trained=name in trained, updated=name in trained, **known))
+        known |= {"trained": name in trained, "updated": name in trained, "keep_gradients": policy.keep_gradients}
+        facts.append(unit.facts(**known))
     step = _EventList(trained, recomputed)
     for _ in range(microbatches):
         step.add_microbatch(uses)

@@ -38,7 +38,7 @@ class Arena:
         bound = scheduled.programs.bound.get(id(schedule))
         if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.is_bound_to(units)):
             bound = None
-            why = describe_first_mismatch(schedule, units, self._policy)
+            why = describe_first_mismatch(schedule, units)
             if why and scheduled.programs.pinned is not None:
                 raise ScheduleError(
                     f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "

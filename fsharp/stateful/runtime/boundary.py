@@ -149,13 +149,9 @@ class UnitUse:
 
         The function keeps the leaf alive, as a module may have only a weak reference to it; the leaf's memory may be released.
         """
-        if (
-            self.unsharded is not None
-            and self.unsharded.where is None
-            and self.unsharded.full is not None
-            and type(leaf) is torch.Tensor
-        ):
-            self.unsharded.full.register_alias(leaf)
+        buffer = self.unsharded
+        if buffer is not None and buffer.where is None and buffer.full is not None and type(leaf) is torch.Tensor:
+            buffer.full.register_alias(leaf)
 
         def memory() -> torch.Tensor:
             made = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)

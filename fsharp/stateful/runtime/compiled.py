@@ -1,7 +1,6 @@
 """BoundSchedule: a schedule bound to units and to an arena, as the source of a step's ops. The other source is ``EagerOps``."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,7 +10,6 @@ from fsharp.stateful.runtime.bound_op import BoundOp
 from fsharp.stateful.runtime.executor import Executor, do_nothing
 from fsharp.stateful.schedule.emit_gradients import microbatches_before_reduce
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
-from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
 from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_group_ranges
 from fsharp.stateful.units.gradient import UnitGradient
@@ -76,39 +74,29 @@ class BoundSchedule:
 
         def bind(i: int, other_members: Sequence[BoundOp] = ()) -> BoundOp:
             op, spec, unit = ops[i], ops[i].spec, self.units.get(ops[i].unit)
-            fills = [op.opens, op.memory if spec.fills == spec.memory_buffer_kind else None]
-            gradients_to_join = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
-            after = [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
+            buffer, after = spec.memory_buffer_kind, [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
+            fills = [op.opens, op.memory if spec.fills == buffer else None]
+            joins = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
             # At these events no later op needs the result soon.
             known: dict[str, Any] = {"may_run_late": self.events[op.at].kind in ("microbatch_end", "reduce")}
-            if spec.memory_buffer_kind in (OUTGOING, FINISHING):
+            if buffer in (OUTGOING, FINISHING):
                 assert unit is not None
                 route = unit.trained_gradient.route
                 if spec.frees and known["may_run_late"] and op.memory is not None:
                     late.append((op.memory, unit.trained_gradient))
-                if spec.memory_buffer_kind == FINISHING and op.unit not in final_pieces:
+            if buffer == FINISHING:
+                if op.unit not in final_pieces:
                     final_pieces[op.unit] = route.finishing_block(self._arena_bytes(op.memory))
-                if spec.memory_buffer_kind == OUTGOING and op.memory is not None and op.unit not in blocks:
+                known["final_pieces"] = final_pieces[op.unit]
+            elif buffer == OUTGOING:
+                if op.memory is not None and op.unit not in blocks:
                     several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
                     blocks[op.unit] = route.outgoing_block(self._arena_bytes(op.memory), several_uses=several)
-                if spec.memory_buffer_kind == FINISHING:
-                    known["final_pieces"] = final_pieces[op.unit]
-                else:
-                    known["block"] = blocks[op.unit] if op.memory is not None else None
-                    known["is_first"] = spec.fills == OUTGOING and op.unit not in begun
-                    (begun.add if spec.fills == OUTGOING else begun.discard)(op.unit)
-            gradients_to_join = list(dict.fromkeys(gradients_to_join))
-            key, unsharded = (self.number, i), self.slots.get(op.unit)
-            return BoundOp(
-                op,
-                key,
-                after,
-                unit,
-                unsharded=unsharded,
-                gradients_to_join=gradients_to_join,
-                other_members=other_members,
-                **known,
-            )
+                known["block"] = blocks.get(op.unit)
+                known["is_first"] = spec.fills == OUTGOING and op.unit not in begun
+                (begun.add if spec.fills == OUTGOING else begun.discard)(op.unit)
+            known["gradients_to_join"], known["other_members"] = tuple(dict.fromkeys(joins)), other_members
+            return BoundOp(op, (self.number, i), after, unit, self.slots.get(op.unit), **known)
 
         for run in runs:
             yield bind(run[0], [bind(i) for i in run[1:]])
@@ -142,7 +130,7 @@ class BoundSchedule:
                     self.stranded[unit.key] = self._opens[unit.key]
 
 
-def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState], policy: SchedulePolicy) -> str:
+def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState]) -> str:
     """Return text about the first fact in a schedule that does not hold for ``units``; empty if the units can follow it.
 
     A block may be larger than necessary, as in steps without a schedule, and gradients may rest in the arena under any policy.
@@ -157,8 +145,7 @@ def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState], pol
             return f"it reduces a gradient of unit {facts.name!r}, which has no gradient here"
         known = {"trained": facts.trainable, "updated": bool(facts.update_gather)}
         several = {"several_uses": any(each[facts.name] > 1 for each in gradients), "several_microbatches": len(gradients) > 2}
-        own = replace(policy, keep_gradients=not facts.rest)
-        found = [unit.facts(own, **known, **each) for each in (several, dict.fromkeys(several, True))]
+        found = [unit.facts(**known, **each, keep_gradients=not facts.rest) for each in (several, dict.fromkeys(several, True))]
         for name in UnitFacts.__slots__:
             expected = [getattr(each, name) for each in found]
             if name != "host" and getattr(facts, name) not in expected:

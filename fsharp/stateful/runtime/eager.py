@@ -63,7 +63,7 @@ class EagerOps:
         self._top = 0
         self._joined: set[int] = set()  # ops that compute has waited for, which the next op of compute has to list
         self._readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
-        self._under_way: list[BoundOp] = []  # reductions that have begun
+        self._reducing: BoundOp | None = None  # the reduction under way
         for unit in left.units.values() if left is not None else ():  # buffers in the arena may overlap the gradient's block
             gradient = unit.gradient
             if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
@@ -107,7 +107,7 @@ class EagerOps:
                 for each in units:
                     if each.gradient is not None and each.gradient.block is not None:
                         yield from self._reduce_gradient(each)
-                yield from self._accumulate_reductions()
+                yield from self._end_reduction()
             case "reduce", _:
                 yield from self.ops_of_final_reduction(units)
             case "update", _:
@@ -157,12 +157,8 @@ class EagerOps:
                     f"are views. Run the backward of {unit.key!r} earlier, or pass keep_gradients=True to the Scheduler."
                 )
         for name, other in self._left.slots.items():
-            if (
-                other is unsharded
-                or other.filled_from is None
-                or other.where is None
-                or not other.where.overlaps(unsharded.where)
-            ):
+            shares_bytes = other.where is not None and other.where.overlaps(unsharded.where)
+            if other is unsharded or other.filled_from is None or not shares_bytes:
                 continue
             if self._is_in_use(other):
                 raise ScheduleError(
@@ -175,71 +171,64 @@ class EagerOps:
         if unsharded is not None and unsharded.filled_from is not None and not self._is_in_use(unsharded):
             yield self._emit_op(ops.RELEASE, unit, phase, unsharded=unsharded)
 
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
     def _allocate_outgoing_block(self, gradient: UnitGradient) -> OutgoingBlock:
         nbytes = gradient.route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return gradient.route.outgoing_block(memory, several_uses=True)
+        return gradient.route.outgoing_block(self._allocate(nbytes), several_uses=True)
 
     def _cast_gradient(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
-        yield from self._accumulate_reductions()
-        is_first = unit.trained_gradient.block is None
+        yield from self._end_reduction()
+        gradient = unit.trained_gradient
+        is_first = gradient.block is None
         if is_first:
-            unit.trained_gradient.collect_in(self._allocate_outgoing_block(unit.trained_gradient))
-        yield self._emit_op(ops.CAST, unit, "backward", use=use, block=unit.trained_gradient.block, is_first=is_first)
+            gradient.collect_in(self._allocate_outgoing_block(gradient))
+        yield self._emit_op(ops.CAST, unit, "backward", use=use, block=gradient.block, is_first=is_first)
 
     def _reduce_gradient(self, unit: UnitState) -> Iterator[BoundOp]:
-        yield from self._accumulate_reductions()
-        if unit.trained_gradient.route.has_reduction:
-            if ops.ENCODE.has_ops_for(self._assumed_facts(unit)):
-                yield self._emit_op(ops.ENCODE, unit, "backward")
-            self._under_way.append(self._emit_op(ops.REDUCE, unit, "backward", block=unit.trained_gradient.block))
-            yield self._under_way[-1]
-        else:
-            yield self._accumulate_gradient(unit, unit.trained_gradient.block, self._last.get("compute"))
-            self._join_reductions()
+        yield from self._end_reduction()
+        gradient = unit.trained_gradient
+        if not gradient.route.has_reduction:
+            yield from self._accumulate(ops.ACCUMULATE, unit, block=gradient.block)
+            return
+        if ops.ENCODE.has_ops_for(self._assumed_facts(unit)):
+            yield self._emit_op(ops.ENCODE, unit, "backward")
+        self._reducing = self._emit_op(ops.REDUCE, unit, "backward", block=gradient.block)
+        yield self._reducing
 
-    def _accumulate_reductions(self) -> Iterator[BoundOp]:
-        """Yield the ops that wait for reductions under way and add their results to the gradients at rest."""
-        while self._under_way:
-            began = self._under_way.pop(0)
-            assert began.unit is not None
-            unit, after = began.unit, began.key[1]
-            if ops.DECODE_SUM.has_ops_for(self._assumed_facts(unit)):
-                decode = self._emit_op(ops.DECODE_SUM, unit, "backward", after=after)
-                after = decode.key[1]
-                yield decode
-            bound = self._accumulate_gradient(unit, began.block, after)
-            del began
-            yield bound
-            del bound
-            self._join_reductions()
+    def _end_reduction(self) -> Iterator[BoundOp]:
+        """Yield the ops that wait for the reduction under way, and add its result to the gradient at rest."""
+        began, self._reducing = self._reducing, None
+        if began is not None and began.unit is not None:
+            yield from self._accumulate(ops.ACCUMULATE, began.unit, after=began.key[1], block=began.block)
 
-    def _join_reductions(self) -> None:
-        """Make the compute stream wait for all reductions so far, before the memory of the reductions is released."""
+    def _accumulate(
+        self, spec: OpSpec, unit: UnitState, *, after: int | None = None, block: OutgoingBlock | None = None
+    ) -> Iterator[BoundOp]:
+        """Yield the ops that decode the sum of the reduction ``after``, if its parts are encoded, and add the sum."""
+        decode = ops.DECODE_SUM if spec is ops.ACCUMULATE else ops.FINAL_DECODE_SUM
+        [phase] = spec.phases
+        if decode.has_ops_for(self._assumed_facts(unit)):
+            decoding = self._emit_op(decode, unit, phase, after=after)
+            after = decoding.key[1]
+            yield decoding
+        opens = self._assign_address(REST, unit) if spec.opens and not unit.trained_gradient.num_added else None
+        yield self._emit_op(spec, unit, phase, after=after, opens=opens, block=block)
         last = self._last["reduce"]
-        self._executor.lanes.join_ops([(self._number, last)])
+        self._executor.lanes.join_ops([(self._number, last)])  # before the memory of the reduction is released
         self._joined.add(last)
-
-    def _accumulate_gradient(self, unit: UnitState, block: OutgoingBlock | None, after: int | None) -> BoundOp:
-        opens = None if unit.trained_gradient.num_added else self._assign_address(REST, unit)
-        return self._emit_op(ops.ACCUMULATE, unit, "backward", after=after, opens=opens, block=block)
 
     def ops_of_final_reduction(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that bring gradients to the optimizer's place."""
         for unit in units:
-            route, facts = unit.trained_gradient.route, self._assumed_facts(unit)
-            memory = torch.empty(route.finishing_block_nbytes(), dtype=torch.uint8, device=self._device)
-            if ops.FINAL_ENCODE.has_ops_for(facts):
+            route = unit.trained_gradient.route
+            pieces = route.finishing_block(self._allocate(route.finishing_block_nbytes()))
+            if ops.FINAL_ENCODE.has_ops_for(self._assumed_facts(unit)):
                 yield self._emit_op(ops.FINAL_ENCODE, unit, "finish")
-            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", final_pieces=route.finishing_block(memory))
+            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", final_pieces=pieces)
             yield reduce
-            after = reduce.key[1]
-            if ops.FINAL_DECODE_SUM.has_ops_for(facts):
-                decode = self._emit_op(ops.FINAL_DECODE_SUM, unit, "finish", after=after)
-                after = decode.key[1]
-                yield decode
-            yield self._emit_op(ops.FINAL_ACCUMULATE, unit, "finish", after=after)
-            self._join_reductions()
+            yield from self._accumulate(ops.FINAL_ACCUMULATE, unit, after=reduce.key[1])
 
     def ops_after_update(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that gather updated parameters, and copy the state of updated units to host memory."""
@@ -286,10 +275,9 @@ class EagerOps:
             self._top += aligned(nbytes)
         return self._places[buffer, unit.key]
 
-    def _assumed_facts(self, unit: UnitState, **known: Any) -> UnitFacts:
+    def _assumed_facts(self, unit: UnitState, *, trained: bool = True, updated: bool = True) -> UnitFacts:
         """Return the facts of a unit for several uses and microbatches, as their numbers are not known before the step ends."""
-        row = {"policy": SchedulePolicy(), "trained": True, "updated": True, **known}
-        return unit.facts(**row, several_uses=True, several_microbatches=True)
+        return unit.facts(trained=trained, updated=updated, several_uses=True, several_microbatches=True)
 
     def as_schedule(
         self,
@@ -302,10 +290,7 @@ class EagerOps:
     ) -> Schedule:
         """Return the schedule of the ops emitted in a whole step. ``trained`` and ``updated`` are keys of units."""
         order = dict.fromkeys(unit for unit in (*(e.unit for e in events), *(op.unit for op in self.ops)) if unit)
-        facts = (self._assumed_facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
-        facts = (
-            replace(each, rest=units[each.name].trained_gradient.rest.nbytes) if each.trainable else each for each in facts
-        )
+        facts = (self._assumed_facts(units[k], trained=k in trained, updated=k in updated) for k in order)
         eager = replace(policy, prefetch=0, bucket_nbytes=0, gather_at_start=False, memory_budget=None)
         last = len(self.ops) - 1
         spans = [ArenaItem(n, ((fill or 0, last if free is None else free),)) for fill, free, n in buffer_lifetimes(self.ops)]

@@ -48,9 +48,8 @@ class Executor:
 
     def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
         self.transport, self.lanes, self.comm = transport, lanes, comm
-        self._own, self._separate_groups, self.is_connected = innermost_comm(own), separate_groups, False
-        self.number = 0
-        self.begin_step("")
+        self._own, self._separate_groups = innermost_comm(own), separate_groups
+        self.begin_generation()
 
     def begin_generation(self) -> None:
         """Return to the state of a new executor, in a new generation of the job."""
@@ -159,9 +158,7 @@ class Executor:
 
     def label_of_units(self, units: Iterable[UnitState], text: str) -> str:
         """Return the label of a collective of these units, which ranks compare. ``text`` comes from :func:`ops_text`."""
-        names = dict.fromkeys(
-            [unit.find_tree_label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units]
-        )
+        names = dict.fromkeys([unit.find_tree_label(self.comm) for unit in units])
         return self.with_step_prefix(f"{''.join(names)}{text}")
 
     def with_step_prefix(self, text: str) -> str:
@@ -219,7 +216,7 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
             label = executor.label_of_units([unit for _, unit, _ in found], text)
             works = gather_along(found[0][2].axes, gather_inputs, transport, label=label, coalesced=coalesced)
             for _, _, unsharded in found:
-                unsharded.add_works(works)
+                unsharded.works.extend(works)
 
     return executor.action_on_lane(bound, start)
 
@@ -238,11 +235,8 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
             if transport.is_async:
                 _ = unit.node.buffers
             label = f"{executor.label_of_units([unit], ops_text([bound]))} of other values than were gathered"
-            unsharded.add_works(
-                gather_along(
-                    unsharded.axes, unsharded.begin_fill(unit.node, executor.number), transport, label=label, coalesced=False
-                )
-            )
+            gather_inputs = unsharded.begin_fill(unit.node, executor.number)
+            unsharded.works.extend(gather_along(unsharded.axes, gather_inputs, transport, label=label, coalesced=False))
         lanes.join_ops([bound.key])
 
     def action() -> None:
@@ -254,7 +248,7 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
             unsharded.wait()
         if after:
             lanes.join_ops(after)
-        if unsharded.filled_from != seen or (unsharded.is_carried and not unsharded.is_filled_from(seen)):
+        if not unsharded.is_filled_from(seen):
             raise ScheduleError(
                 f"the parameters of unit {unit.key!r} were changed in place between their gather and their use. Change them "
                 "between steps and pass gather_at_start=False, or make new parameters."
@@ -283,19 +277,16 @@ def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
     def start() -> None:
         if not executor.is_connected:
             executor.make_process_groups()
-        found = [(each, executor.update_gathers.pop(each.op.unit, None)) for each in bound.bucket_members]
-        moving = [(each, update_gather) for each, update_gather in found if update_gather is not None]
-        gather_inputs = [each for _, update_gather in moving for each in update_gather.gather_inputs]
-        label = executor.label_of_units(
-            [update_gather.unit for _, update_gather in moving], ops_text([each for each, _ in moving])
-        )
-        axes = moving[0][1].axes
-        works = gather_along(axes, gather_inputs, executor.transport, label=label, coalesced=len(moving) > 1)
-        for _, update_gather in moving:
-            update_gather.add_works(works)
-        differences = [each for _, update_gather in moving for each in update_gather.differences]
-        for _, update_gather in moving if differences and not executor.transport.is_async else ():
-            update_gather.wait()  # adds differences on this lane, before later gathers and reads of parameters
+        moving = [each for each in bound.bucket_members if each.op.unit in executor.update_gathers]
+        gathers = [executor.update_gathers.pop(each.op.unit) for each in moving]
+        gather_inputs = [each for gather in gathers for each in gather.gather_inputs]
+        label = executor.label_of_units([gather.unit for gather in gathers], ops_text(moving))
+        works = gather_along(gathers[0].axes, gather_inputs, executor.transport, label=label, coalesced=len(gathers) > 1)
+        for gather in gathers:
+            gather.works.extend(works)
+        differences = [each for gather in gathers for each in gather.differences]
+        for gather in gathers if differences and not executor.transport.is_async else ():
+            gather.wait()  # adds differences on this lane, before later gathers and reads of parameters
         if executor.lanes.has_streams:
             for source, parts in gather_inputs:
                 executor.lanes.record_use(source)  # the user may drop the state, with sources and targets, at any time
@@ -382,11 +373,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     gradient, end, is_finish = bound.gradient, _action_to_end_reduction(bound), bound.spec is ops.FINAL_ACCUMULATE
     reduction, opens = (bound.op.unit, ops.FINAL_REDUCE if is_finish else ops.REDUCE), bound.op.opens is not None
     waits_late = bound.may_run_late and executor.transport.is_async
-    ended = (
-        end
-        if waits_late
-        else executor.action_on_lane(bound, end, after_compute=not is_finish and not gradient.route.has_reduction)
-    )
+    end_on_lane = executor.action_on_lane(bound, end, after_compute=not is_finish and not gradient.route.has_reduction)
 
     def action() -> None:
         executor.reducing.pop(reduction, None)
@@ -395,7 +382,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
         if waits_late:
             gradient.defer_reduction_end(end)
         else:
-            ended()
+            end_on_lane()
 
     return action
 

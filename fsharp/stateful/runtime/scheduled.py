@@ -138,14 +138,17 @@ class ScheduledFunction:
 
     def __init__(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> None:
         self.scheduler, self.fn, self.name = scheduler, fn, name
-        self.programs = RecordedPrograms()
-        self.num_calls = 0
         self.recorder: TraceRecorder | None = None
+        self.begin_generation()
+
+    def begin_generation(self) -> None:
+        """Return to the state of a new function: no programs, schedules and calls."""
+        self.programs, self.num_calls = RecordedPrograms(), 0
+        self.followed_by: Callable[[], ScheduledFunction | None] = lambda: None
         self._emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
         self._status = CallStatus("new", "it has not been called", 0, 0)
-        self.followed_by: Callable[[], ScheduledFunction | None] = lambda: None
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,12 +192,6 @@ class ScheduledFunction:
         else:
             self._emitted = emitted
         self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
-
-    def begin_generation(self) -> None:
-        """Return to the state of a new function: no programs, schedules and calls."""
-        self.programs, self.num_calls, self._emitted, self._positions = RecordedPrograms(), 0, None, {}
-        self._status, self.followed_by = CallStatus("new", "it has not been called", 0, 0), lambda: None
-        self.drop_tensors()
 
     def record_next_called(self, following: "ScheduledFunction") -> None:
         """Record which scheduled function was called next after this function."""

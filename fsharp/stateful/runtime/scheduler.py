@@ -110,12 +110,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             )
         self._functions, self._history = FunctionRegistry(), SettingsHistory()
         self._closed: str | None = None
-        setup_calls.record_for_repeat(self._close_for_next_generation)
+        setup_calls.record_for_repeat(lambda: self.close_after_error(CommError("a rank was restarted")))
         self._make_executor(lanes_for(comm.device))
         setup_calls.record_for_repeat(partial(self._begin_generation, self.own, self.executor))
-
-    def _close_for_next_generation(self) -> None:
-        self.close_after_error(CommError("a rank was restarted"))
 
     def _begin_generation(self, own: Comm, executor: Executor) -> None:
         """Return to the state of a new scheduler in a new generation of the job: no schedules, and the Comm of the setup."""
@@ -325,13 +322,14 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def _record_unscheduled_step(self, scheduled: ScheduledFunction, step: Step) -> None:
         """Record the program of a step that did not follow a schedule to the end."""
-        trained, updated = dict(step.trained), dict(step.updated)
+        trained, updated = step.trained, step.updated
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
         gradients = count_gradients(step.events)
         units, several = [], step.num_microbatches > 1
         for k in order:
             known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}
-            units.append(self.units[k].facts(self.policy, **known, several_microbatches=several))
+            own = self.units[k].facts(**known, several_microbatches=several, keep_gradients=self.policy.keep_gradients)
+            units.append(own)
         program = Program(tuple(units), tuple(step.events))
         was_planned, held = step.schedule is not None, list(step.uses.held)
         scheduled.programs.record_unscheduled_call(

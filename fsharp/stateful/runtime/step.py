@@ -122,8 +122,6 @@ class Step:
             unsharded = source.slots[unit.key]
             full = unsharded.full
         else:
-            if unit.node is not None:
-                _ = unit.node.buffers
             full = unit.full_at_rest()
         assert full is not None
         use = UnitUse(unit, number, parent, unsharded, full)
@@ -270,10 +268,8 @@ class Step:
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:
         """Begin new gradients of ``units``, in the schedule's memory, after reductions of the old gradients have ended."""
-        if self.executor.reducing:
-            reducing = {key for key, _ in self.executor.reducing}
-            if any(unit.key in reducing for unit in units):
-                self.leave_schedule()
+        if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
+            self.leave_schedule()
         schedule, transport = self.schedule if self.eager is None else None, self.executor.transport
         for unit in units:
             unit.begin_gradient(transport, None if schedule is None else schedule.resting_gradients.get(unit.key))
@@ -291,9 +287,7 @@ class Step:
         self._run_event("reduce", units=unfinished)
         unfinished = [unit for unit in unfinished if _needs_final_reduction(unit)]
         if unfinished:
-            self.leave_schedule()
-        if self.eager is not None:
-            self._run_ops(self.eager.ops_of_final_reduction(unfinished))
+            self._run_ops(self.leave_schedule().ops_of_final_reduction(unfinished))
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.join()

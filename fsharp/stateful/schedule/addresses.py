@@ -269,21 +269,14 @@ class ByteRanges(Generic[T]):
         """Yield the values of the runs that share a byte with ``start`` to ``stop``."""
         yield from self._values[self._overlapping_slice(start, stop)]
 
-    def set_value(self, start: int, stop: int, value: T) -> None:
-        """Set the value of bytes ``start`` to ``stop``."""
-        self._replace_runs(start, stop, [(start, stop, value)])
-
-    def remove_values(self, start: int, stop: int) -> None:
-        """Remove the values of bytes ``start`` to ``stop``."""
-        self._replace_runs(start, stop, [])
-
     def _overlapping_slice(self, start: int, stop: int) -> slice:
         return slice(bisect_right(self._stops, start), bisect_left(self._starts, stop) if start < stop else 0)
 
-    def _replace_runs(self, start: int, stop: int, runs: list[tuple[int, int, T]]) -> None:
+    def set_value(self, start: int, stop: int, value: T | None) -> None:
+        """Set the value of bytes ``start`` to ``stop``. None removes their values."""
         if start >= stop:
             return
-        where = self._overlapping_slice(start, stop)
+        where, runs = self._overlapping_slice(start, stop), [] if value is None else [(start, stop, value)]
         if where.start < where.stop:
             first, last = where.start, where.stop - 1
             if self._starts[first] < start:

@@ -83,11 +83,6 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
 ItemsByBuffer = dict[BufferKey, ArenaItem]
 
 
-def _arena_items(unplaced: Sequence[UnplacedOp], program: Program) -> ItemsByBuffer:
-    facts, lives = program.facts, _live_spans(unplaced).items()
-    return {(name, unit): ArenaItem(buffer_nbytes(name, facts[unit]), spans) for (name, unit), spans in lives}
-
-
 def _peak_live_nbytes(unplaced: Sequence[UnplacedOp], program: Program) -> int:
     return lower_bound(list(_arena_items(unplaced, program).values()))
 
@@ -145,8 +140,8 @@ def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferK
     return found
 
 
-def _live_spans(unplaced: Sequence[UnplacedOp]) -> dict[BufferKey, tuple[tuple[int, int], ...]]:
-    """Return the live spans of each buffer. A buffer that a step hands to the next step is live at both ends of the step."""
+def _arena_items(unplaced: Sequence[UnplacedOp], program: Program) -> ItemsByBuffer:
+    """Return each buffer's size and live spans. A buffer that a step hands to the next step is live at both ends of a step."""
     spans: dict[BufferKey, list[tuple[int, int]]] = {}
     since: dict[BufferKey, int] = {}
     for i, op in enumerate(unplaced):
@@ -158,4 +153,5 @@ def _live_spans(unplaced: Sequence[UnplacedOp]) -> dict[BufferKey, tuple[tuple[i
             spans.setdefault(op.buffer, []).append((since.pop(op.buffer, 0), i))
     for buffer, start in since.items():
         spans.setdefault(buffer, []).append((start, len(unplaced) - 1))
-    return {buffer: tuple(each) for buffer, each in spans.items()}
+    facts = program.facts
+    return {(name, unit): ArenaItem(buffer_nbytes(name, facts[unit]), tuple(each)) for (name, unit), each in spans.items()}

@@ -60,9 +60,8 @@ class GradientOps:
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
         bucket = [each for each in self._reduces[unit] if self._due[each]]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
-            self._limit_reductions(
-                at, REDUCE
-            )  # the last first cast of the bucket: until here other reductions may be under way
+            # This is the last first cast of the bucket: until here other reductions may be under way.
+            self._limit_reductions(at, REDUCE)
         opens = None if has_memory else self._open_resting_gradient(unit)
         self._casts[unit] = self._ops.add_with_followers(
             CAST, unit, "backward", at, use=event.use, is_first_user=is_first, opens=opens

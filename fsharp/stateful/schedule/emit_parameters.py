@@ -74,8 +74,7 @@ class ParameterOps:
     def emit_use(self, event: Event, phase: Phase, at: int) -> None:
         """Emit the wait for the unit of an event, and the unit's compute op."""
         unit, facts = event.unit, self._ops.facts[event.unit]
-        if UPDATE_WAIT.has_ops_for(facts) and self._carries and unit not in self._waited_updates:
-            self._emit_update_wait(unit, at)
+        self._emit_update_wait(unit, at)
         if WAIT.has_ops_for(facts) and unit not in self._ready:
             self._ready.add(unit)
             op = self._ops.add_with_followers(WAIT, unit, phase, at)
@@ -86,9 +85,10 @@ class ParameterOps:
         self._ops.add_with_followers(COMPUTE, unit, phase, at, use=event.use)
 
     def _emit_update_wait(self, unit: str, at: int) -> None:
-        """Emit the wait for the gather of a unit's parameters after the previous step's update."""
-        self._waited_updates.add(unit)
-        self._arriving.append(self._ops.add_with_followers(UPDATE_WAIT, unit, "update", at))
+        """Emit the wait for the gather of a unit's parameters after the previous step's update, once in a step."""
+        if self._carries and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]) and unit not in self._waited_updates:
+            self._waited_updates.add(unit)
+            self._arriving.append(self._ops.add_with_followers(UPDATE_WAIT, unit, "update", at))
 
     def emit_fetch(self, unit: str, at: int) -> None:
         """Emit the copy of a unit's state to the device."""
@@ -101,11 +101,8 @@ class ParameterOps:
         """
         self.emit_releases(at, "update")
         reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
-        if self._carries:
-            for unit in [
-                name for name, each in facts.items() if UPDATE_WAIT.has_ops_for(each) and name not in self._waited_updates
-            ]:
-                self._emit_update_wait(unit, at)
+        for unit in facts:
+            self._emit_update_wait(unit, at)
         update = self._ops.add_with_followers(UPDATE, "", "update", at, after=(*reduced, *self._fetched))
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}

@@ -20,12 +20,7 @@ have finished; the host waits for nothing else.
 
 [Note: codecs]
 ``encode`` and ``decode`` read and fill memory of the arena, and memory that the unit's gradient or parameter buffer owns. Other
-ops encode and decode as well; field ``codes`` of their records has the bytes:
-
-- between two collectives of one reduction sums are decoded, and encoded again for the next axis, or gathered;
-- differences of updated parameters are decoded by the first reader of the parameters, as over gloo the host would wait before.
-
-Encoding in the optimizer step is part of ``update``, whose time is measured as a whole.
+ops encode and decode as well, for reasons in docs/design.md, "Ops of codecs"; field ``codes`` of their records has the bytes.
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare_op`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.

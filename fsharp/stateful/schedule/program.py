@@ -174,11 +174,10 @@ class Program:
             raise ScheduleError(f"Program(): the {open_[-1][0]} of {open_[-1][1]!r} has no end.")
 
     def use_spans(self) -> Iterator[tuple[str, int, int]]:
-        """Yield ``(unit, first event, last event)`` of each use, of forwards and of backwards, in order of the first events."""
-        ends: dict[tuple[str, int], list[int]] = {}
-        for i, event in enumerate(self.events):
-            if event.kind.endswith("_end") and event.unit:
-                ends.setdefault((event.kind.removesuffix("_end"), event.use), []).append(i)
+        """Yield ``(unit, first event, last event)`` of each use, of forwards and of backwards, in order of the last events."""
+        open_: list[int] = []
         for i, event in enumerate(self.events):
             if event.kind in ("forward", "backward"):
-                yield event.unit, i, next(end for end in ends[(event.kind, event.use)] if end > i)
+                open_.append(i)
+            elif event.kind in ("forward_end", "backward_end"):
+                yield event.unit, open_.pop(), i

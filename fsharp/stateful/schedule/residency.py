@@ -164,7 +164,7 @@ def _buckets_in_use(events: Sequence[Event], buckets: BucketOfUnit) -> list[tupl
 
 
 def _upcoming_buckets(events: Sequence[Event], buckets: BucketOfUnit, limit: int) -> list[tuple[Bucket, ...]]:
-    """Return for each event the next ``most`` different buckets that have a use after the event and before the next update."""
+    """Return for each event the next ``limit`` different buckets that have a use after the event and before the next update."""
     result: list[tuple[Bucket, ...]] = []
     ahead: tuple[Bucket, ...] = ()
     for event in reversed(events):

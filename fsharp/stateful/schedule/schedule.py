@@ -174,17 +174,7 @@ class Schedule:
             data = json.loads(text)
             units = tuple(map(_facts_from_json, data["program"]["units"]))
             program = Program(units, tuple(Event(*event) for event in data["program"]["events"]))
-            ops = tuple(
-                Op(
-                    **{
-                        **op,
-                        "memory": _memory_from_json(op["memory"]),
-                        "opens": _memory_from_json(op["opens"]),
-                        "after": tuple(op["after"]),
-                    }
-                )
-                for op in data["ops"]
-            )
+            ops = tuple(map(_op_from_json, data["ops"]))
             kind = DebugPolicy if "poison" in data["policy"] else SchedulePolicy
             together = tuple(map(tuple, data["policy"].get("together", ())))
             policy = kind(**{**data["policy"], "together": together})
@@ -245,9 +235,9 @@ def issue_group_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> t
     (Call(op='all_gather', axis='dp', nbytes=64),)
     """
     calls = [call for op in issued for call in op.spec.collectives(facts[op.unit])]
-    return (
-        tuple(calls) if len(issued) == 1 else tuple(Call(*link, nbytes) for link, nbytes in sent_nbytes_by_axis(calls).items())
-    )
+    if len(issued) == 1:
+        return tuple(calls)
+    return tuple(Call(*link, nbytes) for link, nbytes in sent_nbytes_by_axis(calls).items())
 
 
 def sent_nbytes_by_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
@@ -264,8 +254,9 @@ def coalescing_key(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
     return (facts.wire, *stages) if stages and facts.wire is not None else None
 
 
-def _memory_from_json(row: dict[str, int] | None) -> Memory | None:
-    return Memory(**row) if row else None
+def _op_from_json(row: dict[str, Any]) -> Op:
+    memory, opens = (Memory(**row[name]) if row[name] else None for name in ("memory", "opens"))
+    return Op(**row | {"memory": memory, "opens": opens, "after": tuple(row["after"])})
 
 
 def _facts_from_json(row: dict[str, Any]) -> UnitFacts:

@@ -9,7 +9,7 @@ transport that sends a message for each buffer need not pack.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakMethod
@@ -115,7 +115,8 @@ class Transport(ABC):
         parts = summed.split([x.numel() // n for x in xs])
         outs = [part if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
         [work] = self.reduce_scatter_each([self._packed_summand("reduce_scatter", axis, packed, summed)], axis, dtype, label)
-        return _work_for_each(self._chain_work(work, lambda _: _copy_all(outs, parts)), outs)
+        unpacked = self._chain_work(work, lambda _: _copy_all(outs, parts))
+        return [Work(unpacked.wait, out) for out in outs]
 
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
         """Sum buffers of one dtype over the ``n`` ranks along an axis, into ``out``, in one all_reduce.
@@ -196,7 +197,8 @@ class Transport(ABC):
                     total[gap] = 0
             _copy_all(outs, sums)
 
-        return _work_for_each(Work(add), outs)
+        added = Work(add)
+        return [Work(added.wait, out) for out in outs]
 
     def gather_without_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
@@ -235,11 +237,6 @@ class Transport(ABC):
         """Return ``nbytes`` of memory on the device, of a kind that ``SchedulePolicy.arena_memory`` names, as bytes."""
         assert memory == "allocator", f"{type(self).__name__} has no {memory} memory"
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
-
-
-def _work_for_each(work: Work, results: Iterable[Any]) -> list[Work]:
-    """Return a Work for each of ``results``, which are complete once ``work`` is done."""
-    return [Work(work.wait, result) for result in results]
 
 
 def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:

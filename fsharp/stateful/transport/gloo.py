@@ -79,9 +79,7 @@ class GlooTransport(Transport):
         n, mine = self._size_and_coord(axis)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        second = self._begin_collective(
-            label, "all_gather of sums", [x], axis
-        )  # the main thread begins all calls, in one order
+        second = self._begin_collective(label, "all_gather of sums", [x], axis)  # here, as all ranks begin calls in one order
         sums = CollectiveOutcome(second.call)
         share = partial(self._exchange_parts, "share", [[results[mine]] * n], [results], mine, second, sums)
         summed = self._sum_over_ranks([parts], [results[mine]], mine, summands, first, share, sums)

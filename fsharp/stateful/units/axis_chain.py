@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fsharp.functional.comm.protocol import Call
-from fsharp.functional.formats.format import Format, ResidualAndNoise
+from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.runs import padding_in_decoded_sums
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -17,16 +17,24 @@ from fsharp.stateful.transport.base import Summand, Transport, Work
 from fsharp.stateful.units.full import FlatSizes
 
 
-class AxisCollective(NamedTuple):
-    """A collective of a chain.
+class ChainStage(NamedTuple):
+    """A collective of a chain, along an axis of ``n`` ranks.
 
     Attributes:
         op: ``"reduce_scatter"`` or ``"all_reduce"``; for encoded summands ``"all_to_all"`` or ``"all_gather"``.
+        size: number of elements of the input.
+        out: number of elements of the output.
+        dtype: dtype of the input.
+        is_summed: whether the transport adds the input as it is.
     """
 
     op: str
     axis: str
     n: int
+    size: int
+    out: int
+    dtype: torch.dtype
+    is_summed: bool
 
 
 class CodedBytes(NamedTuple):
@@ -37,9 +45,6 @@ class CodedBytes(NamedTuple):
     after: int = 0
 
 
-Stages = Sequence[AxisCollective]
-
-
 class ReductionChain:
     """A chain of collectives that reduces a group's gradient from one place to another, stage by stage.
 
@@ -47,11 +52,13 @@ class ReductionChain:
     blocks. If parts travel encoded, an ``all_to_all`` takes the place of a ``reduce_scatter``: each rank decodes and adds the
     parts that it receives. An ``all_to_all`` and an ``all_gather`` of the sums take the place of an ``all_reduce``.
 
+    Args:
+        collectives: pairs of kind and axis, for plain summands.
+
     Attributes:
         way: the two places.
         size: number of elements of the gradient in the first place.
         has_target: whether the result always goes to memory of its own.
-        sent: for each stage, the dtype of its input.
         first: the dtype of the first stage's input; the accumulation dtype if there are no stages.
         casts_first: whether the input has another dtype than the result.
         casts_last: whether the input of the last stage has another dtype than the result.
@@ -63,73 +70,64 @@ class ReductionChain:
         unit: UnitLayout,
         group: int,
         way: tuple[Place, Place],
-        stages: Stages,
+        collectives: Sequence[tuple[str, str]],
         *,
         has_target: bool = False,
     ) -> None:
         self.transport, self.unit, self.group, self.way, self.has_target = transport, unit, group, way, has_target
         self.size = unit.local_size(group, way[0])
         self.dtypes = dtypes = unit.groups[group].dtypes
-        self.stages = tuple([each for stage in stages for each in _encoded_stages(stage, dtypes.wire_format_along(stage.axis))])
-        summing = [each.n > 1 and each.op != "all_gather" for each in self.stages]
-        pairs = zip(self.stages, summing, strict=True)
-        self.sent = [
-            dtypes.collective_dtype_along(each.axis) if is_summing else dtypes.accumulate for each, is_summing in pairs
-        ]
-        self.first, last = (self.sent[0], self.sent[-1]) if self.sent else (dtypes.accumulate, dtypes.accumulate)
+        self.stages: list[ChainStage] = []
+        for op, axis in collectives:
+            self._add_stages(op, axis, unit.mesh.axis_size(axis))
+        self.first, last = (self.stages[0].dtype, self.stages[-1].dtype) if self.stages else (dtypes.accumulate,) * 2
         self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
 
-    def output_sizes(self) -> list[int]:
-        """Number of elements in the output of each stage."""
-        result, size, whole = [], self.size, self.size
-        for stage in self.stages:
-            if stage.op == "reduce_scatter":
-                size //= stage.n
-            elif stage.op == "all_to_all":
-                whole, size = size, self.dtypes.wire_format_along(stage.axis).padded_part_size(size, stage.n)
-            elif stage.op == "all_gather":
-                size = whole
-            result.append(size)
-        return result
+    def _add_stages(self, op: str, axis: str, n: int) -> None:
+        """Add a collective to the chain; or the collectives that take its place, if its summands travel encoded."""
+        wire, size = self.dtypes.wire_format_along(axis), self.stages[-1].out if self.stages else self.size
+        accumulate, dtype = self.dtypes.accumulate, self.dtypes.collective_dtype_along(axis)
+        if wire.is_plain or n == 1:  # along one rank nothing travels
+            out = size // n if op == "reduce_scatter" else size
+            self.stages.append(ChainStage(op, axis, n, size, out, dtype if n > 1 else accumulate, is_summed=True))
+            return
+        part = wire.padded_part_size(size, n)
+        self.stages.append(ChainStage("all_to_all", axis, n, size, part, dtype, is_summed=False))
+        if op == "all_reduce":
+            self.stages.append(ChainStage("all_gather", axis, n, part, size, accumulate, is_summed=False))
 
     def calls(self) -> tuple[Call, ...]:
         """Return the collectives, with the bytes that each sends."""
-        stages = zip(self.stages, self.output_sizes(), strict=True)
-        return tuple(calls_to_reduce_group(self.dtypes, [(*stage, out) for stage, out in stages]))
+        return tuple(calls_to_reduce_group(self.dtypes, [(each.op, each.axis, each.n, each.out) for each in self.stages]))
 
     def scratch_sizes(self) -> FlatSizes:
         """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
-        result, size, accumulate = list[tuple[int, torch.dtype]](), self.size, self.dtypes.accumulate
-        for i, (stage, out, dtype) in enumerate(zip(self.stages, self.output_sizes(), self.sent, strict=True)):
-            is_last = i == len(self.stages) - 1
-            sums_into_out = dtype == accumulate and (self.has_target or not is_last)
-            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, dtype.itemsize, sums_into_out=sums_into_out)
-            result.append((nbytes if stage.op in ("reduce_scatter", "all_reduce") else 0, torch.uint8))
-            if not is_last:
-                result.append((out, accumulate))
-                result.append((out if self.sent[i + 1] != accumulate else 0, self.sent[i + 1]))
-            size = out
+        result, accumulate = list[tuple[int, torch.dtype]](), self.dtypes.accumulate
+        for i, stage in enumerate(self.stages):
+            following = self.stages[i + 1].dtype if i < len(self.stages) - 1 else None
+            into_out, itemsize = stage.dtype == accumulate and (self.has_target or following is not None), stage.dtype.itemsize
+            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, stage.size, itemsize, sums_into_out=into_out)
+            result.append((nbytes if stage.is_summed else 0, torch.uint8))
+            if following is not None:
+                result.append((stage.out, accumulate))
+                result.append((stage.out if following != accumulate else 0, following))
         return result
 
     def coded_bytes(self) -> CodedBytes:
         """Return the encoded bytes of the chain. :func:`reduce_along` codes the bytes between two collectives."""
         found, last = [0, 0, 0], len(self.stages) - 1
-        for k, (stage, out) in enumerate(zip(self.stages, self.output_sizes(), strict=True)):
+        for k, stage in enumerate(self.stages):
             if stage.op == "all_to_all":
                 wire = self.dtypes.wire_format_along(stage.axis)
-                nbytes = stage.n * wire.size(out) * wire.dtype.itemsize
+                nbytes = stage.n * wire.size(stage.out) * wire.dtype.itemsize
                 found[0 if k == 0 else 1] += nbytes
                 found[2 if k == last else 1] += nbytes
         return CodedBytes(*found)
 
     def cast_nbytes(self) -> int:
         """Return the bytes of the summands that have another dtype than their sum, over all stages."""
-        total, size = 0, self.size
-        for stage, out, dtype in zip(self.stages, self.output_sizes(), self.sent, strict=True):
-            if dtype != self.dtypes.accumulate and stage.op in ("reduce_scatter", "all_reduce"):
-                total += size * dtype.itemsize
-            size = out
-        return total
+        cast = [each for each in self.stages if each.is_summed and each.dtype != self.dtypes.accumulate]
+        return sum(each.size * each.dtype.itemsize for each in cast)
 
     def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], stage: int = 0) -> torch.Tensor | None:
         """Return a buffer encoded for a stage; None if the stage sends plain buffers. Residuals are overwritten.
@@ -138,19 +136,11 @@ class ReductionChain:
         """
         if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
             return None
-        _, axis, n = self.stages[stage]
+        axis, n = self.stages[stage].axis, self.stages[stage].n
         wire, carried = self.dtypes.wire_format_along(axis), residuals.get(axis, ResidualAndNoise())
         part, facts = wire.padded_part_size(len(x), n), partial(self.unit.error_facts, self.group, axis)
         padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
-
-
-def _encoded_stages(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
-    """Return the collectives that take the place of a stage if its summands travel encoded; the stage itself if not."""
-    if wire.is_plain or stage.n == 1:  # along one rank nothing travels
-        return [stage]
-    sum_parts, gather_sums = stage._replace(op="all_to_all"), stage._replace(op="all_gather")
-    return [sum_parts] if stage.op == "reduce_scatter" else [sum_parts, gather_sums]
 
 
 class ChainInput(NamedTuple):
@@ -178,24 +168,20 @@ def reduce_along(inputs: Sequence[ChainInput], transport: Transport, *, label: s
     With ``coalesced`` all buffers share the collectives of each stage; their stages and dtypes have to be equal. If the last
     stage sends encoded parts, the first wait for a returned Work decodes and adds the parts.
     """
-    works = list[Work]()
     if not coalesced:
-        for i, item in enumerate(inputs):
-            works += reduce_along([item], transport, label=f"{label} group {i}", coalesced=True)
-        return works
+        groups = enumerate(inputs)
+        found = [reduce_along([item], transport, label=f"{label} group {i}", coalesced=True) for i, item in groups]
+        return [work for works in found for work in works]
     moving = [item for item in inputs if item.chain.size]
-    if moving:
-        works = _run_stages(moving, transport, label)
-    if len(moving) == len(inputs):
-        return works
-    found = iter(works)
-    return [next(found) if item.chain.size else Work(result=item.x if item.out is None else item.out) for item in inputs]
+    works = iter(_run_stages(moving, transport, label) if moving else ())
+    return [next(works) if item.chain.size else Work(result=item.x if item.out is None else item.out) for item in inputs]
 
 
 def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
     chain, xs = inputs[0].chain, [item.x for item in inputs]
     last: list[Work] = []
-    for k, (op, axis, n) in enumerate(chain.stages):
+    for k, stage in enumerate(chain.stages):
+        op, axis, n = stage.op, stage.axis, stage.n
         at, is_last = 3 * k, k == len(chain.stages) - 1  # in ReductionChain.scratch_sizes
         outs = [item.out if is_last else item.memory[at + 1] for item in inputs]
         summands = list(map(Summand, xs, outs, [item.memory[at] for item in inputs]))

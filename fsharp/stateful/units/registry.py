@@ -45,7 +45,7 @@ class UnitRegistry:
             known.bind_node(node)
 
     def bind_node(self, unit: UnitState, node: Sharded, *, replaced: Sharded | None = None) -> None:
-        """Bind a node to a unit. The node ``instead`` is unbound, and gets another unit when it is used again."""
+        """Bind a node to a unit. The node ``replaced`` is unbound, and gets another unit when it is used again."""
         if replaced is not None:
             self._by_memory.pop(_memory_key(replaced), None)
         self._by_memory[_memory_key(node)] = unit

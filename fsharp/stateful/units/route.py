@@ -8,7 +8,7 @@ import torch
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import AxisCollective, ReductionChain
+from fsharp.stateful.units.axis_chain import ReductionChain
 from fsharp.stateful.units.full import FlatSizes, carve_tensors, leaf_table, sizes_nbytes
 from fsharp.stateful.units.resting import RestingGradient
 
@@ -52,10 +52,10 @@ class GradientRoute:
         self.index = leaf_table(unit)
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
         whole, rest, end = unit.strategy.full.dual, unit.strategy.grads, unit.strategy.optim
-        sizes = {a: unit.mesh.axis_size(a) for a in unit.strategy.order if trivial or unit.mesh.axis_size(a) > 1}
-        each = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if whole[a] is Partial and rest[a] is Shard]
-        once = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
-        once += [AxisCollective("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
+        axes = [a for a in unit.strategy.order if trivial or unit.mesh.axis_size(a) > 1]
+        each = [("reduce_scatter", a) for a in axes if whole[a] is Partial and rest[a] is Shard]
+        once = [("reduce_scatter", a) for a in axes if rest[a] is Partial and end[a] is Shard]
+        once += [("all_reduce", a) for a in axes if rest[a] is Partial and end[a] is Replicate]
         self.chains = [ReductionChain(transport, unit, g, (whole, rest), each) for g in unit.trainable_groups]
         self.final_chains = [
             ReductionChain(transport, unit, g, (rest, end), once, has_target=True) for g in unit.trainable_groups
@@ -83,7 +83,7 @@ class GradientRoute:
         if not self.has_reduction:
             return [(chain.size, chain.dtypes.accumulate)]
         collected: FlatSizes = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
-        received: FlatSizes = [(chain.output_sizes()[-1], chain.dtypes.accumulate)] if chain.casts_last else []
+        received: FlatSizes = [(chain.stages[-1].out, chain.dtypes.accumulate)] if chain.casts_last else []
         return [*collected, (chain.size, chain.first), *chain.scratch_sizes(), *received]
 
     def finishing_block_nbytes(self) -> int:

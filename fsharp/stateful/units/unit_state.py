@@ -14,7 +14,6 @@ from fsharp.functional.layout.placement import Shard
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
-from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import CodedBytes, ReductionChain
@@ -53,22 +52,19 @@ class UnitState:
         return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
     def facts(
-        self, policy: SchedulePolicy, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool
+        self, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool, keep_gradients: bool = False
     ) -> UnitFacts:
         """Return the bytes of the unit's full parameters and gradient in a schedule, and the collectives of each move.
 
         ``trained``: whether the step has a gradient of the unit; a second tree of the layout may be evaluated without
         gradients. ``several_uses``: whether some microbatch has several uses with gradients. ``several_microbatches``: whether
-        gradients of microbatches are added.
+        gradients of microbatches are added. ``keep_gradients``: whether gradients rest beside the arena, in their own memory.
         """
         layout, params, dtypes = self.layout, self.layout.strategy.params, {group.dtypes for group in self.layout.groups}
         gathers = [calls_to_gather_buffer(layout, layout.gather_nbytes(g, params), self.axes) for g in layout.all_groups]
-        updates = [
-            calls_to_gather_buffer(layout, layout.update_nbytes(g), self.update_axes) for g in layout.trainable_groups * updated
-        ]
-        differences = [
-            layout.update_nbytes(g) for g in layout.trainable_groups * updated if layout.update_format(g) is not None
-        ]
+        sent = layout.trainable_groups if updated else ()
+        updates = [calls_to_gather_buffer(layout, layout.update_nbytes(g), self.update_axes) for g in sent]
+        differences = [layout.update_nbytes(g) for g in sent if layout.update_format(g) is not None]
         facts = UnitFacts(
             self.key,
             gathered=full_nbytes(layout) if self.axes else 0,
@@ -88,7 +84,7 @@ class UnitState:
             facts,
             outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
             finishing=route.finishing_block_nbytes(),
-            rest=0 if policy.keep_gradients else self.gradient.rest.nbytes,
+            rest=0 if keep_gradients else self.gradient.rest.nbytes,
             trainable=True,
             reduce=tuple(chain(*(each.calls() for each in route.chains))),
             finish=tuple(chain(*(each.calls() for each in route.final_chains))),
@@ -115,11 +111,11 @@ class UnitState:
 
     @torch.inference_mode(False)  # the result is kept, and may be trained later
     def full_at_rest(self) -> FullUnit:
-        """Return the full parameters of a unit that rests in full, without a gather."""
+        """Return the full parameters of a unit that rests in full, without a gather. Wait until its buffers are filled."""
         assert self.node is not None
-        buffers = self.node.raw_buffers
+        buffers = self.node.buffers
         if self.layout.tensor_classes:
-            stored = [b.detach() for b in self.node.buffers]
+            stored = [b.detach() for b in buffers]
             rows = zip(self.layout.groups, full_sizes(self.layout), stored, strict=True)
             flats = [b if g.dtypes.format is None else torch.empty(n, dtype=t, device=b.device) for g, (n, t), b in rows]
             full = FullUnit(self.layout, flats, stored)

@@ -1,7 +1,6 @@
 """UnshardedBuffer: memory for the full parameters of a unit, filled or released."""
 
 import time
-from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -51,7 +50,7 @@ class UnshardedBuffer:
     Attributes:
         full: the parameters; without a part of the arena, None while they are released.
         filled_from: the stamp of the node from which gathers fill, or have filled, the buffer; None while it is released.
-        works: the Works of the gathers that fill the buffer.
+        works: the Works of the gathers that fill the buffer, for which :meth:`wait` waits.
         is_held: whether a caller still held the buffer's own memory at the release.
         is_carried: whether the buffer was gathered in the previous step.
         is_encoded: whether gathered parameters have still to be decoded.
@@ -121,10 +120,6 @@ class UnshardedBuffer:
             if x.numel():
                 gather_inputs.append((x.detach(), outs))
         return gather_inputs
-
-    def add_works(self, works: Sequence[Work]) -> None:
-        """Add Works of gathers that fill the buffer, for which :meth:`wait` waits."""
-        self.works += works
 
     def wait(self) -> None:
         """Block until the buffer is filled with the unit's parameters."""

@@ -1,7 +1,6 @@
 """UpdateGather: gather updated parameters, or encoded differences, from the optimizer's place to where parameters rest."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ class UpdateGather:
 
     Attributes:
         gather_inputs: parts that travel, each with the buffers that its gathers fill.
-        works: the Works of the gathers that have begun.
+        works: the Works of the gathers that have begun, for which :meth:`wait` waits.
         differences: differences to add after the gathers.
     """
 
@@ -67,10 +66,6 @@ class UpdateGather:
                     (old.unit.gathered_part(group, part), gather_outputs(room, old.unit, self.axes, rank))
                 )
         self.node = old.replace(buffers)
-
-    def add_works(self, works: Sequence[Work]) -> None:
-        """Add Works of the gathers, for which :meth:`wait` waits."""
-        self.works += works
 
     def wait(self) -> None:
         """Block until all parts have been gathered, and add differences."""

@@ -82,9 +82,8 @@ class ScheduleCheck:
     """Base class of one pass over all ops. A pass runs only if earlier passes have found no error."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
-        self.order, self.policy, self.events = order, schedule.policy, schedule.program.events
-        self.program = schedule.program
-        self.facts = schedule.program.facts
+        self.order, self.policy = order, schedule.policy
+        self.events, self.facts = schedule.program.events, schedule.program.facts
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check the next op, whose record is ``spec``, against all earlier ops."""
@@ -97,8 +96,9 @@ class ScheduleCheck:
         """Return the position in the schedule of op ``i``, which is negative for an op of the previous step."""
         return i % len(self.order.ops)
 
-    def unordered_error(self, i: int, op: Op, what: str, j: int) -> ScheduleError:
-        """Return the error for an op that has to come after op ``j``, where neither a stream nor ``after`` orders the two."""
-        j = self.schedule_position(j)
-        what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."
-        return op_error(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")
+    def check_is_before(self, j: int | None, i: int, what: str) -> None:
+        """Raise an error if neither a stream nor ``after`` orders op ``i`` after op ``j``. None: there is no op to wait for."""
+        if j is not None and not self.order.is_before(j, i):
+            j = self.schedule_position(j)
+            what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."
+            raise op_error(i, self.order.ops[i], what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")

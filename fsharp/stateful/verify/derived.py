@@ -37,8 +37,7 @@ class DerivedBufferCheck(ScheduleCheck):
         if (buffer, op.unit) not in self.filled:
             raise op_error(i, op, f"nothing has filled the {description} that it reads.", f"{maker} {op.unit} before it")
         at = self.filled.pop((buffer, op.unit)) if is_consumed else self.filled[buffer, op.unit]
-        if not self.order.is_before(at, i):
-            raise self.unordered_error(i, op, f"may read the {description} before the end of", at)
+        self.check_is_before(at, i, f"may read the {description} before the end of")
         if is_consumed and self.order.ops[at].at != op.at:
             what = f"reads the {description}, which op {at} fills at another event."
             raise op_error(

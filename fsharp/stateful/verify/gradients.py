@@ -36,7 +36,7 @@ class GradientCheck(ScheduleCheck):
         self.written: dict[str, int] = {}  # by unit, the op that last changed its gradient
         self.read: dict[str, int] = {}  # by unit, the op that last read where its gradient rests
         self.waiting: dict[str, int] = {}  # by unit, the cast whose gradient is not accumulated yet
-        self.last = -1  # the last op that took a gradient out of a buffer
+        self.last: int | None = None  # the last op that took a gradient out of a buffer
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record where each gradient is on its way to the optimizer's place. Raise an error if the op is out of order."""
@@ -46,9 +46,10 @@ class GradientCheck(ScheduleCheck):
             self._check_take(i, op, spec)
             self.last = i
         elif REST in spec.reads:
-            self._check_read_at_rest(i, op)
-        elif FINAL in spec.reads and self.last >= 0 and not self.order.is_before(self.last, i):
-            raise self.unordered_error(i, op, "may run before the end of", self.last)
+            self.check_is_before(self.written.get(op.unit), i, "may start before the end of")
+            self.read[op.unit] = i
+        elif FINAL in spec.reads:
+            self.check_is_before(self.last, i, "may run before the end of")
 
     def _gradient_key(self, op: Op) -> tuple[str, int]:
         return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.at)
@@ -78,9 +79,8 @@ class GradientCheck(ScheduleCheck):
                 at = self.done[done]
                 what = f"comes after op {at}, {self.order.ops[at]}, which has sent the gradient without it."
                 raise op_error(i, op, what, f"a position before {at}", f"Move it before op {at}.")
-        reader = self.read.get(op.unit)
-        if reader is not None and op.spec.filled_buffer(self.facts[op.unit]) == REST and not self.order.is_before(reader, i):
-            raise self.unordered_error(i, op, "changes what may still be read by", reader)
+        if op.spec.filled_buffer(self.facts[op.unit]) == REST:
+            self.check_is_before(self.read.get(op.unit), i, "changes what may still be read by")
         self.written[op.unit] = i
 
     def _check_take(self, i: int, op: Op, spec: OpSpec) -> None:
@@ -91,21 +91,13 @@ class GradientCheck(ScheduleCheck):
         if missing := self._missing_text(op, spec, key):
             raise op_error(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
         reduced = [self.done[each, *key] for each in self._reductions_before(spec) if (each, *key) in self.done]
-        source = reduced[0] if reduced else self.written.get(op.unit, -1)
-        if source >= 0 and not self.order.is_before(source, i):
-            raise self.unordered_error(i, op, "may start before the end of", source)
+        self.check_is_before(reduced[0] if reduced else self.written.get(op.unit), i, "may start before the end of")
         self.done[mine] = i
         if REST in spec.reads:
             self.read[op.unit] = i
         if spec.fills == REST:
             self._record_write(i, op, [])
             self.waiting.pop(op.unit, None)
-
-    def _check_read_at_rest(self, i: int, op: Op) -> None:
-        written = self.written.get(op.unit, -1)
-        if written >= 0 and not self.order.is_before(written, i):
-            raise self.unordered_error(i, op, "may start before the end of", written)
-        self.read[op.unit] = i
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
         """Return the kinds of reductions whose sum is in the buffer that an op of the kind ``spec`` frees."""

@@ -17,9 +17,9 @@ class OffloadedStateCheck(ScheduleCheck):
         super().__init__(schedule, order)
         self.fetched: dict[str, int] = {}  # by unit, its fetch, for the update to come
         self.due: dict[str, int] = {}  # by unit, its fetch, until it is offloaded
-        self.updated = -1
+        self.updated: int | None = None
         self.seen = 0  # events up to the last update
-        self.computed = -1  # the last op of compute
+        self.computed: int | None = None  # the last op of compute
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record a copy of optimizer state to the device or back. Raise an error if an update reads state that is not there."""
@@ -29,8 +29,7 @@ class OffloadedStateCheck(ScheduleCheck):
             event = self.events[op.at]
             if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
                 raise op_error(i, op, "is not at a fetch event of its unit, or comes twice.", "one for each fetch event")
-            if self.computed >= 0 and not self.order.is_before(self.computed, i):
-                raise self.unordered_error(i, op, "may fill memory still in use by", self.computed)
+            self.check_is_before(self.computed, i, "may fill memory still in use by")
             self.fetched[op.unit] = i
         if STATE in spec.reads:
             self._check_offloaded()
@@ -38,8 +37,7 @@ class OffloadedStateCheck(ScheduleCheck):
             for unit in sorted(asked - set(self.fetched)):
                 raise op_error(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
             for j in self.fetched.values():
-                if not self.order.is_before(j, i):
-                    raise self.unordered_error(i, op, "may read state before the end of", j)
+                self.check_is_before(j, i, "may read state before the end of")
             self.updated, self.seen = i, op.at
             self.due, self.fetched = self.fetched, {}
         if spec.frees == STATE:
@@ -47,8 +45,7 @@ class OffloadedStateCheck(ScheduleCheck):
                 raise op_error(
                     i, op, "copies state that was not fetched, or is back already.", "one for each fetch, at the update"
                 )
-            if not self.order.is_before(self.updated, i):
-                raise self.unordered_error(i, op, "may copy state before the end of", self.updated)
+            self.check_is_before(self.updated, i, "may copy state before the end of")
             del self.due[op.unit]
 
     def _check_offloaded(self) -> None:
@@ -109,29 +106,24 @@ class MemoryCheck(ScheduleCheck):
             key, description = (buffer, op.unit), BUFFERS[buffer].description
             if key not in self.live:
                 raise op_error(i, op, f"nothing has filled the {description} that it reads.", "an op before it")
-            if not self.order.is_before(self.changed[key], i):
-                raise self.unordered_error(i, op, f"may read the {description} before the end of", self.changed[key])
+            self.check_is_before(self.changed[key], i, f"may read the {description} before the end of")
             self.readers.setdefault(key, []).append(i)
 
     def _check_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         if op.memory is None:
             return
         fills, key = spec.fills == spec.memory_buffer_kind, (spec.memory_buffer_kind, op.unit)
-        readers = self.readers.get(key, [])
+        buffer, readers = BUFFERS[spec.memory_buffer_kind], self.readers.get(key, [])
         for j in readers:
-            if j != i and not self.order.is_before(j, i):
-                raise self.unordered_error(
-                    i, op, f"changes or frees the {BUFFERS[spec.memory_buffer_kind].description} that may still be read by", j
-                )
+            if j != i:
+                self.check_is_before(j, i, f"changes or frees the {buffer.description} that may still be read by")
         self.readers[key] = [i] if i in readers else []
         self.changed[key] = i
-        if fills and BUFFERS[spec.memory_buffer_kind].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
+        if fills and buffer.is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
             what = "the unit's copy changes its address within a step, and saved tensors point at the old one."
             raise op_error(i, op, what, f"{self.slots[op.unit]}")
         if key not in self.live and not fills:
-            raise op_error(
-                i, op, f"nothing has filled the {BUFFERS[spec.memory_buffer_kind].description} that it uses.", "an op before it"
-            )
+            raise op_error(i, op, f"nothing has filled the {buffer.description} that it uses.", "an op before it")
         if key not in self.live:
             self._check_fill(i, op, op.memory)
             self._set_owner(i, key, op.memory)
@@ -140,7 +132,7 @@ class MemoryCheck(ScheduleCheck):
             raise op_error(i, op, what, f"{self.live[key][1]}")
         if spec.frees == spec.memory_buffer_kind:
             filled, _ = self.live.pop(key)
-            self.owners.remove_values(op.memory.start, op.memory.stop)
+            self.owners.set_value(op.memory.start, op.memory.stop, None)
             # The op that filled these bytes has waited for earlier frees, so the last one is enough.
             self.freed.set_value(op.memory.start, op.memory.stop, (filled, i))
 
@@ -152,8 +144,7 @@ class MemoryCheck(ScheduleCheck):
             raise op_error(i, op, what, expected, "Move the op's memory, or release the other buffer first.")
         for filled, freed in self.freed.values_over(memory.start, memory.stop):
             for j in (freed, filled):
-                if not self.order.is_before(j, i):
-                    raise self.unordered_error(i, op, "may fill memory still in use by", j)
+                self.check_is_before(j, i, "may fill memory still in use by")
 
 
 class PolicyLimitsCheck(ScheduleCheck):
@@ -163,29 +154,18 @@ class PolicyLimitsCheck(ScheduleCheck):
         super().__init__(schedule, order)
         self.group_of = {unit: _bucket_name(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
         self.in_use, self.pinned = Counter[str](), Counter[str]()  # by unit, uses under way; the same and backwards to come
-        self.changes = self._changes_by_event()
+        ends = {event.use: i for i, event in enumerate(self.events) if event.kind == "backward_end"}
+        self.last_ends = ends if self.policy.release != "forward" else {}  # by use that may stay, where it ends
         self.seen = 0  # events so far
         self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
 
-    def _changes_by_event(self) -> list[list[tuple[str, bool, int]]]:
-        """Return for each event triples ``(unit, is_use, change)``: a change of the uses under way, or of backwards to come."""
-        result: list[list[tuple[str, bool, int]]] = [[] for _ in self.events]
-        for unit, first, last in self.program.use_spans():
-            result[first].append((unit, True, 1))
-            result[last].append((unit, True, -1))
-        if self.policy.release != "forward":
-            begun = {event.use: i for i, event in enumerate(self.events) if event.kind == "forward"}
-            ends = {event.use: i for i, event in enumerate(self.events) if event.kind == "backward_end"}
-            for use, last in ends.items():
-                result[begun[use]].append((self.events[last].unit, False, 1))
-                result[last].append((self.events[last].unit, False, -1))
-        return result
-
     def _count_uses_until(self, at: int) -> None:
-        for changes in self.changes[self.seen : at + 1]:
-            for unit, is_use, by in changes:
-                self.pinned[unit] += by
-                self.in_use[unit] += by if is_use else 0
+        for i, event in enumerate(self.events[self.seen : at + 1], self.seen):
+            change = (event.kind in ("forward", "backward")) - (event.kind in ("forward_end", "backward_end"))
+            self.in_use[event.unit] += change
+            if event.use in self.last_ends:
+                change += (event.kind == "forward") - (i == self.last_ends[event.use])
+            self.pinned[event.unit] += change
         self.seen = max(self.seen, at + 1)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:

@@ -25,8 +25,8 @@ class ParameterCheck(ScheduleCheck):
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}
         spread = {order.ops[i].unit: i for i in tail if order.ops[i].spec.fills == RESTING}
         self.arriving = {unit: i for unit, i in spread.items() if unit not in settled}  # gathers after an update without a wait
-        self.stale: set[str] = set()  # units whose updated parameters are not gathered to their place yet
-        self.updated = -1
+        self.stale: dict[str, int] = {}  # by unit whose updated parameters are not gathered to their place yet, its update
+        self.updated: int | None = None
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record gathers, waits, uses and releases of units. Raise an error for a use of missing or stale parameters."""
@@ -44,12 +44,11 @@ class ParameterCheck(ScheduleCheck):
             self._check_update(i, op)
 
     def _check_gather(self, i: int, op: Op, spec: OpSpec) -> None:
-        if self.updated >= 0 and not self.order.is_before(self.updated, i):
-            raise self.unordered_error(i, op, "may read stale parameters, before", self.updated)
+        self.check_is_before(self.updated, i, "may read stale parameters, before")
         if spec.fills == RESTING:
             if op.unit not in self.stale:
                 raise op_error(i, op, "brings updated parameters twice, or before an update.", "one after each update")
-            self.stale.discard(op.unit)
+            del self.stale[op.unit]
             self.arriving[op.unit] = i
             return
         if op.unit in self.stale:
@@ -66,8 +65,7 @@ class ParameterCheck(ScheduleCheck):
             return
         if gather is None:
             raise op_error(i, op, "waits for a gather that was not made, or whose copy is released.", "a gather before it")
-        if not self.order.is_before(gather, i):
-            raise self.unordered_error(i, op, "does not wait for its gather,", gather)
+        self.check_is_before(gather, i, "does not wait for its gather,")
         if is_updated:
             self.arriving.pop(op.unit)
         else:
@@ -86,8 +84,7 @@ class ParameterCheck(ScheduleCheck):
         if op.unit not in self.joined:
             what = f"uses a unit before its gather, op {self.schedule_position(gather)}, is waited for."
             raise op_error(i, op, what, "a wait between the two", "Add the wait.")
-        if not self.order.is_before(gather, i):
-            raise self.unordered_error(i, op, "uses a unit before the end of", gather)
+        self.check_is_before(gather, i, "uses a unit before the end of")
 
     def _check_release(self, i: int, op: Op) -> None:
         if op.unit not in self.copies:
@@ -106,16 +103,15 @@ class ParameterCheck(ScheduleCheck):
             )
             raise op_error(i, op, what, f"a release of {unit!r} before the update, or its gather after")
         for j in self.readers.values():
-            if not self.order.is_before(j, i):
-                raise self.unordered_error(i, op, "changes what may still be read by", j)
+            self.check_is_before(j, i, "changes what may still be read by")
         self._check_updates_gathered()
         self.updated = i
-        self.stale = {unit.name for unit in self.facts.values() if unit.update_gather}
+        self.stale = {unit.name: i for unit in self.facts.values() if unit.update_gather}
 
     def _check_updates_gathered(self) -> None:
-        for unit in sorted(self.stale):
+        for unit, update in sorted(self.stale.items()):
             what = f"the updated parameters of {unit!r} never come to where they rest."
-            raise op_error(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
+            raise op_error(update, self.order.ops[update], what, "a gather of phase update after it")
 
     def check_end(self) -> None:
         """Check that updated parameters have reached their place, and that no op follows a gather for the next step."""

@@ -8,7 +8,6 @@ import torch
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
 from fsharp.stateful.runtime.compiled import describe_first_mismatch
-from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Memory, Schedule
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, checking_races, simulate
@@ -179,9 +178,8 @@ def test_facts_of_other_units_are_not_followed(name, value):
         trainer = Trainer(comm, "zero3", {}, 1)
         schedule = trainer.step.schedule
         units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
-        why = describe_first_mismatch(
-            replace(schedule, program=replace(schedule.program, units=units)), trainer.scheduler.units, SchedulePolicy()
-        )
+        changed = replace(schedule, program=replace(schedule.program, units=units))
+        why = describe_first_mismatch(changed, trainer.scheduler.units)
         assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why
 
     simulate(STRATEGIES["zero3"][0], rank_fn)

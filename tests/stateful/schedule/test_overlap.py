@@ -46,7 +46,8 @@ def positions(schedule, kind, unit=None, phase=None):
 def ends(schedule):
     """For each use, forward and backward, in order: the unit, the position of its compute op, the event that ends it."""
     computes = {schedule.ops[i].at: i for i in positions(schedule, "compute")}
-    return [(unit, computes[first], last) for unit, first, last in schedule.program.use_spans()]
+    spans = sorted(schedule.program.use_spans(), key=lambda span: span[1])
+    return [(unit, computes[first], last) for unit, first, last in spans]
 
 
 def moves_parameters(strategy):
@@ -281,7 +282,13 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         events.append(Event("microbatch_end"))
     chosen = fs.SchedulePolicy(**{"bucket_nbytes": 0, **policy})
     facts = tuple(
-        units[name].facts(chosen, trained=True, updated=True, several_uses=False, several_microbatches=microbatches > 1)
+        units[name].facts(
+            trained=True,
+            updated=True,
+            several_uses=False,
+            several_microbatches=microbatches > 1,
+            keep_gradients=chosen.keep_gradients,
+        )
         for name in order
     )
     program = Program(facts, (*events, Event("reduce"), Event("update")))
