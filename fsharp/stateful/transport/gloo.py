@@ -138,9 +138,8 @@ class GlooTransport(Transport):
         n = len(rows[0])
         partners = list(_exchange_rounds(mine, n))
         pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
-        chunks = [
-            chunk for x, out in pairs for chunk in zip(_split_into_chunks(x), _split_into_chunks(out, like=x), strict=True)
-        ]
+        numel = _CHUNK_NBYTES // rows[0][0].element_size()
+        chunks = [chunk for x, out in pairs for chunk in zip(x.split(numel), out.split(numel), strict=True)]
         width = max((len(chunk) for chunk, _ in chunks), default=0)
         memory = max([each.scratch for each in summands], key=len).view(rows[0][0].dtype)
         room = (n - 1) * width
@@ -153,7 +152,8 @@ class GlooTransport(Transport):
 
         def post() -> tuple[list[Any], list[list[Any]]]:
             received = [receive(k) for k in range(min(num_rooms, len(chunks)))]
-            sent = [messages.send(chunk, to) for to, _ in partners for parts in rows for chunk in _split_into_chunks(parts[to])]
+            parts = [(to, row[to]) for to, _ in partners for row in rows if len(row[to])]
+            sent = [messages.send(chunk, to) for to, part in parts for chunk in part.split(numel)]
             return sent, received
 
         def finish(posted: tuple[list[Any], list[list[Any]]]) -> Any:
@@ -195,11 +195,6 @@ class GlooTransport(Transport):
         n = self.comm.mesh.axis_size(axis)
         part, chunk = -(-numel // n), _CHUNK_NBYTES // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
-
-
-def _split_into_chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
-    """Return chunks of ``_CHUNK_NBYTES`` bytes of a tensor. With ``like`` they have as many elements as chunks of ``like``."""
-    return x.split(_CHUNK_NBYTES // (x if like is None else like).element_size()) if len(x) else ()
 
 
 def _exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:

@@ -294,12 +294,7 @@ class UnitGradient:
         rows = zip(chains, self.rest.tensors, self.final.tensors, blocks, self._take_encoded(chains), strict=True)
         return [
             ChainInput(
-                chain,
-                sent.copy_(source) if len(sent) else source,
-                target,
-                scratch,
-                self._residuals_of(chain.group),
-                encoded,
+                chain, sent.copy_(source) if len(sent) else source, target, scratch, self._residuals_of(chain.group), encoded
             )
             for chain, source, target, (sent, *scratch), encoded in rows
         ]
