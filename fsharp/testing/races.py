@@ -281,9 +281,9 @@ def _check_can_simulate(scheduler: Scheduler) -> None:
 
 
 def _point_of_step_text(scheduler: Scheduler) -> str:
-    step = scheduler._now.step
-    if step is None:
+    if scheduler._now is None:
         return "outside of a step"
+    step = scheduler._now.step
     return str(step.events[-1]) if step.events else "start of the step"
 
 

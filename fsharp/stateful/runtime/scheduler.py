@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_bytes
@@ -40,28 +40,17 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 
-class StepUnderWay:
+class StepUnderWay(NamedTuple):
     """The step under way, with its function and its thread.
 
     Attributes:
         title: name of the step in labels of collectives, without the digest of earlier steps' settings.
-        loose: the step of calls outside of scheduled functions, while a backward of such a call may still come.
     """
 
-    def __init__(self) -> None:
-        self.step: Step | None = None
-        self.scheduled: ScheduledFunction | None = None
-        self.title = ""
-        self.thread = 0
-        self.loose = weakref.WeakSet[Step]()
-
-    def begin_step(self, scheduled: ScheduledFunction, step: Step, title: str) -> None:
-        """Record that a function's step begins in this thread."""
-        self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
-
-    def end_step(self) -> None:
-        """Record that no step is under way."""
-        self.step = self.scheduled = None
+    step: Step
+    scheduled: ScheduledFunction
+    title: str
+    thread: int
 
     def check_thread(self) -> None:
         """Raise an error if this thread is not the step's thread."""
@@ -132,7 +121,8 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     def _reset_units(self) -> None:
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.arena = Arena(self.executor, self.registry, self.policy)
-        self._now = StepUnderWay()
+        self._now: StepUnderWay | None = None
+        self._loose = weakref.WeakSet[Step]()  # the step of calls outside of functions, until no backward can come
         self.num_updates = 0
 
     def reopen(self) -> None:
@@ -174,7 +164,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         that names these.
         """
         self._history.add_settings(text)
-        if self._now.step is not None:
+        if self._now is not None:
             self.executor.set_label_names(step=f"{self._now.title}{self._history_suffix}")
 
     def reset_history(self) -> None:
@@ -191,7 +181,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     @property
     def comm_with_history_labels(self) -> Comm:
         """A Comm whose labels have the history of settings, for collectives of all ranks' parts outside of steps."""
-        return self if self._now.step is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
+        return self if self._now is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
     def _history_suffix(self) -> str:
@@ -208,7 +198,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def call_scheduled(self, scheduled: ScheduledFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scheduled function. Inside of another scheduled function the call is part of that function's step."""
-        if self._now.step is not None:
+        if self._now is not None:
             self._now.check_thread()
             return scheduled.fn(*args, comm=self, **kwargs)
         step = self.open_step(scheduled, (args, kwargs))
@@ -230,7 +220,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             schedule = self.arena.bind_next_schedule(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
             step = Step(self.executor, schedule, self.units, recorder)
-            self._now.begin_step(scheduled, step, title)
+            self._now = StepUnderWay(step, scheduled, title, threading.get_ident())
             self.lanes.set_recorder(recorder)
             observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # the list is replaced
             self.transport.observe_collectives(observer)
@@ -254,7 +244,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         try:
             yield
         except BaseException as error:
-            if step is None or self._now.step is step:
+            if step is None or (self._now is not None and self._now.step is step):
                 self.close_after_error(error)
             raise
 
@@ -264,7 +254,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             return
         self._closed = f"{type(error).__name__}: {error}"
         self.executor.report_failure(error, "a call outside of any step")
-        if self._now.step is not None:
+        if self._now is not None:
             self._now.step.abandon()
         for unit in self.units.values():
             unit.drop_references()
@@ -293,7 +283,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def _clear_step(self) -> None:
         """Forget the step under way, and the references to its tensors."""
-        self._now.end_step()
+        self._now = None
         self._handed_out = HandedOutGradients()
         self.registry.unbind_nodes()
         self.executor.set_label_names(step="")
@@ -302,8 +292,8 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def _record_step_end(self, step: Step) -> None:
         """Record how a step went, for the schedule of later steps, and gather for the next step if its schedule says so."""
+        assert self._now is not None
         scheduled = self._now.scheduled
-        assert scheduled is not None
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.copy_out_held_tensors()
@@ -365,7 +355,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         unit = self.registry.find_unit(node)
         if unit is None:
             unit = self.registry.bind_or_make_unit(node)
-            if self._now.scheduled is not None:
+            if self._now is not None:
                 self._now.scheduled.record_argument_position(unit.key, node)
         if unit.node is None or (node.lazy is not None and is_pending(node)):
             unit.bind_node(node)
@@ -377,15 +367,16 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def current_step(self) -> Step:
         """Return the step under way; outside of scheduled functions, a step without schedule and recording."""
-        now = self._now
-        step = now.step or next(iter(now.loose), None)
+        if (now := self._now) is not None:
+            if threading.get_ident() != now.thread:
+                now.check_thread()
+            return now.step
+        step = next(iter(self._loose), None)
         if step is None:
             self._raise_if_closed()
             self.registry.unbind_nodes()
             step = Step(self.executor, None, self.units)
-            now.loose.add(step)
-        elif now.step is not None and threading.get_ident() != now.thread:
-            now.check_thread()
+            self._loose.add(step)
         return step
 
 
