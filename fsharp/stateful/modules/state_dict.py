@@ -20,7 +20,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.stateful.modules.calls import copied_buffers
 from fsharp.stateful.modules.initial.initial import check_rank
-from fsharp.stateful.modules.parameter import ShardedTensor
+from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.session import Session
 
 SAME_VALUES_REMEDY = "Load the same values on all ranks."
@@ -84,7 +84,7 @@ def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callab
                     f"{where}: {path!r} is tied, and its names have different values. Give all names the same value."
                 )
             given[path], parameter = each.given[0], session.parameters[path]
-            parts[path] = local_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
+            parts[path] = local_part(path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
         written.extend((buffer, copy) for buffer, copy in buffers if copy._version)
         return result
 
@@ -108,9 +108,7 @@ def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callab
     return result
 
 
-def local_part(
-    where: str, name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Sequence[torch.dtype]
-) -> ShardedTensor:
+def local_part(name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Sequence[torch.dtype]) -> ShardedTensor:
     """Return this rank's part of ``value``: a parameter, or optimizer state with the parameter's shape.
 
     ``value`` is a part of this rank and layout, or a whole tensor, in one of ``dtypes``. Any other value is a TreeError that
@@ -119,12 +117,8 @@ def local_part(
     first, last = like.flat_range
     what, got = "", tensor_text(value)
     if isinstance(value, ShardedTensor):
-        is_same = (value.unit, value.leaf, value.place) == (like.unit, like.leaf, like.place)
-        if (
-            not is_same
-            or not like.unit.hold_same_part(like.place, value.rank, like.rank)
-            or value.local.numel() != last - first
-        ):
+        is_same = (value.unit, value.leaf, value.place, value.local.numel()) == (like.unit, like.leaf, like.place, last - first)
+        if not is_same or not like.unit.hold_same_part(like.place, value.rank, like.rank):
             what = "is a part of another rank or layout"
         got = f"elements {list(value.flat_range)} of {got}"
         got += f" in unit {value.unit.display_name}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
@@ -141,7 +135,7 @@ def local_part(
         facts = [("got", got), ("expected", expected), ("rank", f"{like.rank} of {like.unit.mesh}")]
         remedy = "Load what state_dict() gave on the same mesh, strategy and units, or whole tensors, such as those of an "
         remedy += "unsharded module; fs.checkpoint.load() reads what any mesh has saved."
-        raise TreeError(problem(where, f"{name!r} {what}.", facts, remedy))
+        raise TreeError(problem("load_state_dict()", f"{name!r} {what}.", facts, remedy))
     return value if isinstance(value, ShardedTensor) else ShardedTensor.from_local(value.detach().reshape(-1)[first:last], like)
 
 
@@ -197,19 +191,16 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
         by_unit.setdefault((part.unit, part.place), {})[part.path] = part
     for (unit, place), mine in by_unit.items():
         dtypes = {part.leaf.group: part.dtype for part in mine.values()}
-        buffers = []
-        for group, dtype in dtypes.items():
-            buffer = torch.zeros(unit.local_size(group, place), dtype=dtype, device=comm.device)
-            for span in unit.leaf_spans(group, place, comm.rank):
-                if (held := mine.get(unit.path_in_tree(span.leaf))) is not None:
-                    buffer[span.start : span.stop] = held.local.reshape(-1)
-            buffers.append(buffer)
+        buffers = [torch.zeros(unit.local_size(g, place), dtype=dtype, device=comm.device) for g, dtype in dtypes.items()]
+        node = Sharded(buffers, unit, place, tuple(dtypes))
+        for path, _, room in iter_local_leaves(node, comm.rank):
+            if path in mine:
+                room.copy_(mine[path].local.reshape(-1))
         with torch.no_grad():
-            full = dict(zip(dtypes, gather(Sharded(buffers, unit, place, tuple(dtypes)), comm=comm).buffers, strict=True))
-        for part in mine.values():
-            x = part.leaf
-            yield part, full[x.group][x.offset : x.offset + x.numel].view(x.shape)
-        del buffer, buffers, full  # before the next unit is gathered
+            whole = {path: x.view(leaf.shape) for path, leaf, x in iter_local_leaves(gather(node, comm=comm), comm.rank)}
+        for path, part in mine.items():
+            yield part, whole[path]
+        del buffers, node, room, whole  # before the next unit is gathered
 
 
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
@@ -232,7 +223,8 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
     mine = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     if data:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    outline, metadata = _unpack_state_dict(bytes(broadcast_from_rank(mine, rank, comm).cpu().numpy()))
+    packed = io.BytesIO(broadcast_from_rank(mine, rank, comm).cpu().numpy().tobytes())
+    outline, metadata = torch.load(packed, weights_only=True)
 
     def fill(path: Any, x: Any, own: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -266,13 +258,9 @@ def _pack_state_dict(where: str, given: Mapping[str, Any]) -> bytes:
     stream = io.BytesIO()
     torch.save((torch_pytree.tree_map_with_path(outline, dict(given)), getattr(given, "_metadata", None)), stream)
     try:
-        _unpack_state_dict(stream.getvalue())
+        torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     except Exception as error:  # of any class, so that all ranks raise
         raise TreeError(
             f"{where}: the state dict has objects other than tensors, numbers, texts, lists and dicts: {error}"
         ) from error
     return stream.getvalue()
-
-
-def _unpack_state_dict(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)

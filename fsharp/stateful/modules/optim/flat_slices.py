@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Hashable, Iterator, Mapping
 from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -37,43 +36,32 @@ class FlatSlice(NamedTuple):
 
 
 def slices_by_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
-    """Yield a slice for each run of neighbouring leaves with equal labels, with padding. Leaves without a label are left out.
+    """Yield a slice for each run of neighbouring leaves with equal labels. Leaves without a label are left out.
 
     With ``by_leaf`` yield each leaf by itself, in its shape; buffers then have to hold whole leaves.
     """
     for node in units_of(tree):
-        for group, buffer in zip(node.groups, node.buffers, strict=True):
-            spans = [
-                (labels.get(path := node.unit.path_in_tree(s.leaf)), path, s)
-                for s in node.unit.leaf_spans(group, node.place, rank)
-            ]
-            if by_leaf:
-                for label, path, s in spans:
-                    if label is not None:
-                        whole = ((path, 0, s.leaf.numel),)
-                        yield FlatSlice(node.name, group, s.start, s.stop, whole, s.leaf.shape)
-                continue
-            pieces = [(label, list(each)) for label, each in groupby(spans, itemgetter(0))]
-            bounds = [0, *(each[0][2].start for _, each in pieces[1:]), len(buffer)]
-            for (label, each), start, stop in zip(pieces, bounds, bounds[1:], strict=False):
+        for group in node.groups:
+            spans = [(node.unit.path_in_tree(s.leaf), s) for s in node.unit.leaf_spans(group, node.place, rank)]
+            for (label, _), each in groupby(spans, lambda row: (labels.get(row[0]), row[0] if by_leaf else "")):
+                run = list(each)
+                start, stop = run[0][1].start, run[-1][1].stop
+                leaves = tuple((path, s.start - start, s.stop - start) for path, s in run)
                 if label is not None:
-                    leaves = tuple((path, s.start - start, s.stop - start) for _, path, s in each)
-                    yield FlatSlice(node.name, group, start, stop, leaves)
+                    yield FlatSlice(node.name, group, start, stop, leaves, run[0][1].leaf.shape if by_leaf else None)
 
 
-def split_state(
-    flat_slice: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, ShardedTensor]
-) -> dict[str, dict[str, Any]]:
-    """Split an optimizer's state of a slice into states of its leaves. State for each element stays in the same memory."""
-    shape = (flat_slice.stop - flat_slice.start,) if flat_slice.shape is None else flat_slice.shape
+def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: int, like: ShardedTensor) -> dict[str, Any]:
+    """Return a leaf's state in the state of a slice ``of``, of which the leaf has the elements from ``first`` to ``last``.
 
-    def cut(value: Any, like: ShardedTensor, first: int, last: int) -> Any:
-        is_elementwise = isinstance(value, torch.Tensor) and value.shape == shape
+    State for each element is a part that is cut as ``like``, in the same memory.
+    """
+
+    def cut(value: Any) -> Any:
+        is_elementwise = isinstance(value, torch.Tensor) and value.shape == of.shape
         return ShardedTensor.from_local(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
 
-    return {
-        path: {key: cut(value, parameters[path], *span) for key, value in state.items()} for path, *span in flat_slice.leaves
-    }
+    return {key: cut(value) for key, value in state.items()}
 
 
 def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
@@ -91,9 +79,6 @@ def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], l
 
 
 def state_join_key(state: Mapping[str, Any]) -> Hashable:
-    """Return a key of a leaf's state. :func:`join_state` can join states with equal keys.
-
-    The key has the dtype of each state with one value for each element, and the values of all other states, by name.
-    """
+    """Return a key of a leaf's state. :func:`join_state` can join states with equal keys."""
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)

@@ -25,7 +25,7 @@ from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import averaged_parameters
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_state, slices_by_label, split_state, state_join_key
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_state, slices_by_label, state_join_key, state_of_leaf
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
@@ -95,7 +95,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner: Any = None
         self._tx: Transform | None = None
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
-        self._slices: list[list[FlatSlice]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             self._make_inner_from_class(optimizer, defaults, check_steps)
         else:
@@ -166,13 +165,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _cut_into_slices(self) -> list[list[nn.Parameter]]:
         """Cut flat buffers into slices. Return the slices as parameters, a list for each group of the inner optimizer."""
         tree, self._generation = self.session.state.optimizer_copies(), self.session.state.generation
-        rank = self.session.scheduler.rank
-        self._slices = [
-            list(slices_by_label(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT))
-            for scope, labels in zip(self._scopes, self._labels, strict=True)
-        ]
-        nodes = units_by_name(tree)
-        return [[nn.Parameter(flat_slice.view_in(nodes)) for flat_slice in slices] for slices in self._slices]
+        nodes, rank, groups = units_by_name(tree), self.session.scheduler.rank, []
+        self._slices: dict[nn.Parameter, FlatSlice] = {}
+        for scope, labels in zip(self._scopes, self._labels, strict=True):
+            found = slices_by_label(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
+            groups.append({nn.Parameter(flat_slice.view_in(nodes)): flat_slice for flat_slice in found})
+            self._slices |= groups[-1]
+        return list(map(list, groups))
 
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Cut buffers into new slices by the labels of leaves, and join the states of the leaves of each slice."""
@@ -181,7 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
             group["params"] = parameters
         self.inner.state.clear()
-        for flat_slice, parameter in self._slices_and_parameters():
+        for parameter, flat_slice in self._slices.items():
             if joined := join_state(flat_slice, states, parameter):
                 self.inner.state[parameter] = joined
 
@@ -231,16 +230,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._recut_by_labels(self._labels, self._states_by_path())
         missing = self.session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
-        if missing and any(
-            len({path in missing for path, _, _ in flat_slice.leaves}) > 1 for flat_slice, _ in self._slices_and_parameters()
-        ):
-            self._recut_by_labels(
-                [{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states_by_path()
-            )
+        if missing and any(len({path in missing for path, _, _ in each.leaves}) > 1 for each in self._slices.values()):
+            labels = [{path: (old, path in missing) for path, old in each.items()} for each in self._labels]
+            self._recut_by_labels(labels, self._states_by_path())
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
         nodes = units_by_name(grads)
-        for flat_slice, parameter in self._slices_and_parameters():
+        for parameter, flat_slice in self._slices.items():
             parameter.grad = None if flat_slice.leaves[0][0] in missing else flat_slice.view_in(nodes).to(parameter.dtype)
         self.inner.step()
         self.inner.zero_grad()
@@ -300,19 +296,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, path: str) -> dict[str, Any]:
         """Return the state of one parameter by name, such as ``"exp_avg"``, as parts of this rank."""
-        like = self.session.parameters
-        for flat_slice, parameter in self._slices_and_parameters():
-            if leaf := next((leaf for leaf in flat_slice.leaves if leaf[0] == path), None):
-                return split_state(flat_slice._replace(leaves=(leaf,)), self.inner.state.get(parameter, {}), like)[path]
+        like = self.session.parameters[path]
+        for parameter, flat_slice in self._slices.items():
+            for name, first, last in flat_slice.leaves:
+                if name == path:
+                    return state_of_leaf(self.inner.state.get(parameter, {}), parameter, first, last, like)
         if path not in self._has_state:
             return {}
         labels = next(each for each in self._labels if path in each)
-        for flat_slice, parameter in self._slices_and_parameters():  # leaves with one label have had the same steps
+        for parameter, flat_slice in self._slices.items():  # leaves with one label have had the same steps
             if flat_slice.shape is None and labels.get(flat_slice.leaves[0][0]) == labels[path]:
-                return split_state(flat_slice._replace(leaves=((path, 0, 0),)), self.inner.state[parameter], like)[path]
-        return {
-            key: value for key, value in self._fresh_state(path, self.param_groups).items() if isinstance(value, ShardedTensor)
-        }
+                return state_of_leaf(self.inner.state[parameter], parameter, 0, 0, like)
+        fresh = self._fresh_state(path, self.param_groups)
+        return {key: value for key, value in fresh.items() if isinstance(value, ShardedTensor)}
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
@@ -333,7 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is not None:
             # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
             mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
-            states = fill_in_missing_states("state_dict()", mine, self._parameters_with_state(), self.session.scheduler)
+            states = fill_in_missing_states(mine, self._parameters_with_state(), self.session.scheduler)
             return {"state": states, "param_groups": self._groups_with_paths()}
         for node in units_of(self.session.state.train_state.opt):
             node.rank = self.session.scheduler.rank
@@ -352,9 +348,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse_dtensors("state_template()", self.session)
         if self.inner is None:
             return self.state_dict()
-        states = {
-            path: self._fresh_state(path, self.param_groups) for path in self._parameters_with_state() if has(f"state.{path}")
-        }
+        chosen = [path for path in self._parameters_with_state() if has(f"state.{path}")]
+        states = {path: self._fresh_state(path, self.param_groups) for path in chosen}
         return {"state": states, "param_groups": self._groups_with_paths()}
 
     def _groups_with_paths(self) -> list[dict[str, Any]]:
@@ -369,18 +364,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the state with which the inner optimizer begins for a parameter, with its group's options in ``groups``."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
-        mine, is_flat = parameter.local, self._scopes[index] is UpdateScope.ELEMENT
+        mine = parameter.local
         held = mine.numel()
-        shape = (held or 1,) if is_flat else parameter.leaf.shape
+        shape = (held or 1,) if self._scopes[index] is UpdateScope.ELEMENT else parameter.leaf.shape
         values = mine.view(shape) if held else mine.new_zeros(shape)
         state = fresh_state(type(self.inner), groups[index], self._defaults, values)
-        flat_slice = FlatSlice("", 0, 0, values.numel(), ((path, 0, held),), None if is_flat else shape)
-        return split_state(flat_slice, state, {path: parameter})[path]
+        return state_of_leaf(state, values, 0, held, parameter)
 
     def _states_by_path(self) -> StatesByPath:
         found: StatesByPath = {}
-        for flat_slice, parameter in self._slices_and_parameters():
-            found |= split_state(flat_slice, self.inner.state.get(parameter, {}), self.session.parameters)
+        for parameter, flat_slice in self._slices.items():
+            for path, first, last in flat_slice.leaves:
+                state, like = self.inner.state.get(parameter, {}), self.session.parameters[path]
+                found[path] = state_of_leaf(state, parameter, first, last, like)
         return found
 
     @api_boundary
@@ -404,11 +400,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_dtensors(where, self.session)
             mine = {p.path for group in self.param_groups for p in group["params"] if p.is_trained}
             trained = None if self.inner is None else mine
-            check_param_groups(where, state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
+            check_param_groups(state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self.inner is None:
-                return pair_state_from_state_dict(where, state_dict["state"], self.session.state.train_state.opt, comm.rank)
+                return pair_state_from_state_dict(state_dict["state"], self.session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
-            return states_from_state_dict(where, state_dict["state"], self._parameters_with_state(), fresh)
+            return states_from_state_dict(state_dict["state"], self._parameters_with_state(), fresh)
 
         states, compared = check_on_all_ranks(where, comm, check, lambda _: _options_text_by_group(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in compared.items()} for i in (0, 1))
@@ -419,9 +415,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.session.state.train_state = self.session.state.train_state._replace(opt=states)
         else:
             self._has_state = set(states)
-            self._recut_by_labels(
-                [{path: state_join_key(states.get(path, {})) for path in labels} for labels in self._labels], states
-            )
+            labels = [{path: state_join_key(states.get(path, {})) for path in each} for each in self._labels]
+            self._recut_by_labels(labels, states)
         self.session.record_full_load("optimizer")
 
     @api_boundary
@@ -460,10 +455,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take the whole tree on all ranks, "
                 "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm)."
             )
-
-    def _slices_and_parameters(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
-        for group, slices in zip(self.inner.param_groups, self._slices, strict=True):
-            yield from zip(slices, group["params"], strict=True)
 
 
 def _session_of(params: list[Any]) -> Session:

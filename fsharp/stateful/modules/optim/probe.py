@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -69,12 +69,13 @@ def probe_update_scope(
                 f"ShardedOptimizer(): {optimizer.__name__} was tried on small dense parameters, to find out whether it can "
                 f"update parts of them, and raised {type(error).__name__}: {error}"
             ) from error
-        if not all(are_close(x, _run_trial(make, [each]).updates[0]).all() for x, each in zip(together, trial, strict=True)):
+        alone = [_run_trial(make, [each])[0][0] for each in trial]
+        if not all(are_close(x, y).all() for x, y in zip(together, alone, strict=True)):
             return UpdateScope.EVERYTHING
         elements = torch.cat([each.reshape(len(each), -1) for each in trial], 1)
         third = elements.shape[1] // 3
         try:
-            pieces = [_run_trial(make, [x]).updates[0] for x in elements.tensor_split([third, third + 2], 1)]
+            pieces = [_run_trial(make, [x])[0][0] for x in elements.tensor_split([third, third + 2], 1)]
         except Exception:  # the optimizer takes no vectors
             return UpdateScope.PARAMETER
         is_same = bool(are_close(torch.cat(together), torch.cat(pieces)).all())
@@ -125,21 +126,14 @@ def _random_parameters_and_gradients(
     return [(x * scales.view(-1, *(1 for _ in x.shape[1:]))).to(device) for x in drawn]
 
 
-class _TrialResult(NamedTuple):
-    """The result of a trial of an optimizer.
-
-    Attributes:
-        updates: the total update of each parameter, flat.
-        has_other_shapes: whether the state of a parameter has a tensor of another shape than the parameter's.
-    """
-
-    updates: list[torch.Tensor]
-    has_other_shapes: bool
-
-
 @torch.no_grad()
-def _run_trial(make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> _TrialResult:
-    """Run the steps of a trial with a new optimizer. ``trial``: see :func:`_random_parameters_and_gradients`."""
+def _run_trial(
+    make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], bool]:
+    """Run the steps of a trial, from :func:`_random_parameters_and_gradients`, with a new optimizer.
+
+    Return the total update of each parameter, flat; and whether some state has a tensor of another shape than its parameter's.
+    """
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make_optimizer(list(parameters))
     for group in made.param_groups:  # with a learning rate of zero all updates would be equal
@@ -152,4 +146,4 @@ def _run_trial(make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], tri
         made.step()
     kept = [(x, p.shape) for p in parameters for x in torch_pytree.tree_leaves(dict(made.state.get(p, {})))]
     has_other_shapes = any(isinstance(x, torch.Tensor) and x.numel() > 1 and x.shape != shape for x, shape in kept)
-    return _TrialResult([(p - x[0]).flatten() for p, x in zip(parameters, trial, strict=True)], has_other_shapes)
+    return [(p - x[0]).flatten() for p, x in zip(parameters, trial, strict=True)], has_other_shapes

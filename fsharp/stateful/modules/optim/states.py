@@ -50,9 +50,7 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
         return sum(1 for _ in self)
 
 
-def fill_in_missing_states(
-    where: str, states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm
-) -> StatesByPath:
+def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm) -> StatesByPath:
     """Return states with equal names on all ranks, for state dicts.
 
     A rank that holds no element of a parameter gets empty parts, and another rank's values of state that is not elementwise.
@@ -62,11 +60,11 @@ def fill_in_missing_states(
 
     def described() -> str:
         mine = [(path, states.get(path, {}).items()) for path in parameters]
-        rows = [json.dumps([[key, _kind_of_state(where, path, key, x)] for key, x in items]) for path, items in mine]
+        rows = [json.dumps([[key, _kind_of_state("state_dict()", path, key, x)] for key, x in items]) for path, items in mine]
         known = list(dict.fromkeys(rows))  # many parameters have equal rows
         return json.dumps([known, list(map(known.index, rows))])
 
-    texts = all_gather_texts(check_on_all_ranks(where, comm, described), comm)
+    texts = all_gather_texts(check_on_all_ranks("state_dict()", comm, described), comm)
     everyone = [[json.loads(known[i]) for i in which] for known, which in map(json.loads, texts)]
     found: StatesByPath = {}
     for i, (path, like) in enumerate(parameters.items()):
@@ -77,7 +75,7 @@ def fill_in_missing_states(
         for rank, kind in kinds.items():
             if kinds[one := first.setdefault(owners[rank], rank)] != kind:
                 rows = [(f"rank {each}", kinds[each]) for each in (one, rank)]
-                raise AgreementError(problem(where, f"ranks keep different states of {path!r}.", rows))
+                raise AgreementError(problem("state_dict()", f"ranks keep different states of {path!r}.", rows))
         if (source := first.get(owners[like.rank])) is not None:
             everywhere = all(rank in kinds for rank in range(mesh.size) if owners[rank] == owners[like.rank])
             found[path] = {
@@ -113,17 +111,13 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
     device = comm.device if device == comm.device.type else torch.device(device)
     if single is not None:
         return torch.full(shape, single, dtype=dtype, device=device) if value is None else value
-    sent = broadcast_from_rank(
-        torch.empty(shape, dtype=dtype, device="meta") if value is None else value,
-        source,
-        comm,
-        varying=like.place.varying_axes,
-    )
+    mine = torch.empty(shape, dtype=dtype, device="meta") if value is None else value
+    sent = broadcast_from_rank(mine, source, comm, varying=like.place.varying_axes)
     return sent.to(device) if value is None else value
 
 
 def check_param_groups(
-    where: str, state_dict: Any, own: list[dict[str, Any]], *, options: Iterable[str], trained: Container[str] | None
+    state_dict: Any, own: list[dict[str, Any]], *, options: Iterable[str], trained: Container[str] | None
 ) -> None:
     """Raise an error if the parameter groups of a state dict differ from an optimizer's parameter groups.
 
@@ -131,22 +125,22 @@ def check_param_groups(
     may have a state; None if the state is not by name.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise TreeError(f"{where}: expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
+        raise TreeError("load_state_dict(): expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
     groups = state_dict["param_groups"]
     got, expected = ([list(group["params"]) for group in each] for each in (groups, own))
     if got != expected:
         facts = [("got", _group_sizes_text(got)), ("expected", _group_sizes_text(expected))]
         remedy = "Make the same groups in the same order, by names of parameters; torch's own optimizers number parameters."
-        raise TreeError(problem(where, "the parameter groups are not those of this optimizer.", facts, remedy))
+        raise TreeError(problem("load_state_dict()", "the parameter groups are not those of this optimizer.", facts, remedy))
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
         if missing := sorted(set(options) - group.keys()):
             facts = [("got", ", ".join(sorted(group))), ("expected", f"{missing[0]!r}, such as {mine[missing[0]]!r}")]
             what = f"group {i} belongs to another optimizer."
-            raise TreeError(problem(where, what, facts, "Load the state of the same class."))
+            raise TreeError(problem("load_state_dict()", what, facts, "Load the state of the same class."))
     if trained is not None and (unknown := sorted(str(name) for name in state_dict["state"] if name not in trained)):
         raise TreeError(
-            f"{where}: the state dict has state of parameter {unknown[0]!r}, which this optimizer does not train. Make the "
-            "optimizer with the same parameters."
+            f"load_state_dict(): the state dict has state of parameter {unknown[0]!r}, which this optimizer does not train. "
+            "Make the optimizer with the same parameters."
         )
 
 
@@ -159,10 +153,7 @@ ComparedTensors = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
 
 
 def states_from_state_dict(
-    where: str,
-    given: Mapping[str, Mapping[str, Any]],
-    parameters: Mapping[str, ShardedTensor],
-    fresh: Callable[[str], Mapping[str, Any]],
+    given: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, ShardedTensor], fresh: Callable[[str], Mapping[str, Any]]
 ) -> tuple[StatesByPath, ComparedTensors]:
     """Return the states in a state dict, with whole tensors cut to this rank's parts; and tensors that ranks compare.
 
@@ -172,11 +163,11 @@ def states_from_state_dict(
     compared: ComparedTensors = {}
     for path, like in parameters.items():
         state = given.get(path) or {}
-        states[path] = _checked_state(where, path, state, fresh(path), like) if state else {}
+        states[path] = _checked_state(path, state, fresh(path), like) if state else {}
         # The same entries for each parameter, as ranks with parameters of their own may keep different states.
         parts = [tensor_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [tensor_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
-        kinds = repr([(key, _kind_of_state(where, path, key, value)) for key, value in state.items()]).encode()
+        kinds = repr([(key, _kind_of_state("load_state_dict()", path, key, value)) for key, value in state.items()]).encode()
         compared[path] = _sha256_tensor(kinds, *rest), like.place.varying_axes
         compared[f"{path}, its part"] = _sha256_tensor(*parts), like.place.varying_axes + like.place.sharded_axes
     return {path: state for path, state in states.items() if state}, compared
@@ -186,55 +177,53 @@ def _sha256_tensor(*data: bytes) -> torch.Tensor:
     return torch.tensor(list(hashlib.sha256(b"".join(data)).digest()), dtype=torch.uint8)
 
 
-def _checked_state(
-    where: str, path: str, given: Mapping[str, Any], wanted: Mapping[str, Any], like: ShardedTensor
-) -> dict[str, Any]:
+def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any], like: ShardedTensor) -> dict[str, Any]:
     if wanted.keys() - given.keys():
         raise TreeError(
-            f"{where}: the state of {path!r} has {sorted(given)}, and this optimizer keeps {sorted(wanted)}. Load the state of "
-            "the same class with the same options, or leave the parameter's state out."
+            f"load_state_dict(): the state of {path!r} has {sorted(given)}, and this optimizer keeps {sorted(wanted)}. Load "
+            "the state of the same class with the same options, or leave the parameter's state out."
         )
     found: dict[str, Any] = {}
     for key, value in given.items():
         name, want = f"{key} of {path}", wanted.get(key)
         is_tensor = isinstance(value, torch.Tensor)
         if key in wanted and isinstance(want, torch.Tensor) != is_tensor:
-            raise TreeError(f"{where}: {name!r} is a {type(value).__name__}, expected a {type(want).__name__}.")
+            raise TreeError(f"load_state_dict(): {name!r} is a {type(value).__name__}, expected a {type(want).__name__}.")
         is_elementwise = isinstance(want, ShardedTensor) or (
             key not in wanted and is_tensor and like.leaf.shape and value.shape == like.leaf.shape
         )  # state that exists only from a later step on
         if is_elementwise:
-            found[key] = local_part(where, name, value, like, dtypes=[value.dtype if want is None else want.dtype])
+            found[key] = local_part(name, value, like, dtypes=[value.dtype if want is None else want.dtype])
         elif isinstance(want, torch.Tensor):
             if (value.dtype, value.shape) != (want.dtype, want.shape) or isinstance(value, ShardedTensor) or value.is_meta:
                 got, expected = (f"{type(x).__name__} {tensor_text(x)} on {x.device}" for x in (value, want))
-                raise TreeError(f"{where}: {name!r} is a {got}, expected a {expected}.")
+                raise TreeError(f"load_state_dict(): {name!r} is a {got}, expected a {expected}.")
             found[key] = value.to(want.device)
         else:
             found[key] = value
     return found
 
 
-def pair_state_from_state_dict(where: str, given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
+def pair_state_from_state_dict(given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
     """Return a copy of ``given``, the state of an ``(init, update)`` pair; and tensors that ranks compare.
 
     A state that differs from the current state ``own`` in structure, layout, shapes or dtypes, or was donated, is an error.
     """
-    check_not_donated(where, units_of(given))
+    check_not_donated("load_state_dict()", units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."
     paths, new, spec = optree.tree_flatten_with_path(given, is_leaf=is_sharded)
     old, own_spec = optree.tree_flatten(own, is_leaf=is_sharded)
     if spec != own_spec:
         what = "the state is of another transformation."
-        raise TreeError(problem(where, what, [("got", spec), ("expected", own_spec)], remedy))
+        raise TreeError(problem("load_state_dict()", what, [("got", spec), ("expected", own_spec)], remedy))
     for path, x, y in zip(paths, new, old, strict=True):
         if _layout_or_shape(x) != _layout_or_shape(y):
             got, expected = (each if is_sharded(each) else _layout_or_shape(each) for each in (x, y))
             facts = [("at", ".".join(map(str, path))), ("got", got), ("expected", expected)]
-            raise TreeError(problem(where, "the state has another layout, shape or dtype.", facts, remedy))
+            raise TreeError(problem("load_state_dict()", "the state has another layout, shape or dtype.", facts, remedy))
         if is_sharded(x) and x.rank is not None and not x.unit.hold_same_part(x.place, x.rank, rank):
             what = f"the state is of rank {x.rank} of {x.unit.mesh}, and this is rank {rank}, which has another part."
-            raise TreeError(problem(where, what, [("unit", repr(x.name))], "Load what this rank has saved."))
+            raise TreeError(problem("load_state_dict()", what, [("unit", repr(x.name))], "Load what this rank has saved."))
     compared: ComparedTensors = {}
     for i, node in enumerate(new):
         if is_sharded(node):
