@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -16,20 +15,19 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, units_by_name
+from fsharp.functional.layout.sharded import units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import unaliased_clone
 from fsharp.functional.tree.paths import innermost_prefix, parent_by_path
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
-from fsharp.stateful.modules.te_gradients import has_fused_gradient, lending_gradient_memory
+from fsharp.stateful.modules.te import lending_gradient_memory, scales_of_fused_weights
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import compiled_by_caller, uncompiled
 
 _PYTREE_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-"""Types that are leaves of torch's pytrees."""
 
 
 class ParameterEntries:
@@ -52,7 +50,7 @@ class ParameterEntries:
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             entries.setdefault((id(owner), name), (i, owner._parameters, name))
-            if has_fused_gradient(owner, name):
+            if name in scales_of_fused_weights(owner):
                 self.fused.append(i)
             if hasattr(owner, "_flat_weights_names"):
                 packed[id(owner)] = weakref.ref(owner)
@@ -110,10 +108,7 @@ def copied_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.T
 
 
 def refuse_added_parameters(module: nn.Module, path: str) -> None:
-    """Raise an error if parameters that require a gradient were added to a module after it was sharded.
-
-    Inner modules that are gathered by themselves are not searched.
-    """
+    """Raise an error if parameters that require a gradient were added to a module after it was sharded."""
     modules = [module]
     for each in modules:
         for parameter in each._parameters.values():
@@ -131,51 +126,11 @@ def refuse_added_parameters(module: nn.Module, path: str) -> None:
                 modules.append(child)
 
 
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class ParameterSource:
     """The parameters that modules read in their code: nodes of a tree, by unit, and the Comm that gathers them."""
 
-    nodes: dict[str, Sharded]
-    comm: Comm
-
-    @staticmethod
-    def from_tree(tree: Any, comm: Comm) -> "ParameterSource":
-        """Return a source that reads parameters from a tree."""
-        return ParameterSource(units_by_name(tree), comm)
-
-
-class PureCalls:
-    """Calls of a module as a pure function. In their backward, a checkpoint may call modules again.
-
-    The backward then runs an autograd node of one of the calls. The sequence number of the node tells which call made it. The
-    graph of a call keeps the call's parameters alive.
-    """
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[int, int, weakref.ref[ParameterSource]]] = []
-
-    def add(self, source: ParameterSource, first_sequence_nr: int, out: Any) -> None:
-        """Add a call that has returned ``out``. ``first_sequence_nr``: autograd's sequence number when the call began."""
-        numbers = range(first_sequence_nr, torch._C._autograd._get_sequence_nr())
-        nodes: list[Any] = [x.grad_fn for x in tensors_in(out) if x.grad_fn is not None]
-        made = [node for node in nodes if node._sequence_nr() in numbers]
-        for node in made:
-            node.metadata[id(self)] = source
-        alive = [each for each in self._calls if each[2]() is not None]
-        self._calls = [*alive, (numbers.start, numbers.stop, weakref.ref(source))] if made else alive
-
-    def source_of_running_node(self) -> ParameterSource | None:
-        """Return the parameters of the call that made the running autograd node; None if no call made it."""
-        node = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
-        found = [source() for first, end, source in self._calls if first <= number < end]
-        alive = [source for source in found if source is not None]
-        if len(alive) > 1:  # autograd numbers the nodes of each thread from zero
-            raise ScheduleError(
-                "a checkpoint computes a module again, which several threads have called by functions of model.functional(). "
-                "Call these functions in one thread."
-            )
-        return alive[0] if alive else None
+    def __init__(self, tree: Any, comm: Comm) -> None:
+        self.nodes, self.comm = units_by_name(tree), comm
 
 
 class GatheredModule(NamedTuple):
@@ -225,7 +180,7 @@ class ModuleCallState:
             for path, names in by_path.items()
         }
         self.source: ParameterSource | None = None
-        self.pure_calls = PureCalls()
+        self._pure_calls: list[tuple[range, weakref.ref[ParameterSource]]] = []  # each with autograd's sequence numbers
 
     @contextmanager
     def reading_from(
@@ -254,23 +209,46 @@ class ModuleCallState:
                 of_unit.swap_in(tensors)
             self.source = before
 
+    def add_pure_call(self, source: ParameterSource, first_sequence_nr: int, out: Any) -> None:
+        """Record a call of the module as a pure function, which began at an autograd sequence number and has returned ``out``.
+
+        The graph of a call keeps the call's parameters alive.
+        """
+        numbers = range(first_sequence_nr, torch._C._autograd._get_sequence_nr())
+        nodes: list[Any] = [x.grad_fn for x in tensors_in(out) if x.grad_fn is not None]
+        made = [node for node in nodes if node._sequence_nr() in numbers]
+        for node in made:
+            node.metadata[id(self)] = source
+        alive = [each for each in self._pure_calls if each[1]() is not None]
+        self._pure_calls = [*alive, (numbers, weakref.ref(source))] if made else alive
+
+    def source_of_running_node(self) -> ParameterSource | None:
+        """Return the parameters of the pure call that made the running autograd node; None if no call made it.
+
+        In a backward a checkpoint may call modules again, and needs these parameters.
+        """
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        alive = [source for numbers, ref in self._pure_calls if number in numbers and (source := ref()) is not None]
+        if len(alive) > 1:  # autograd numbers the nodes of each thread from zero
+            raise ScheduleError(
+                "a checkpoint computes a module again, which several threads have called by functions of model.functional(). "
+                "Call these functions in one thread."
+            )
+        return alive[0] if alive else None
+
 
 class ModuleCall:
-    """One call of ``fn``, a method of the module at ``path``, with the module's units gathered.
-
-    Attributes:
-        flat: the leaves of the arguments.
-        out: the result of ``fn``.
-    """
+    """One call of ``fn``, a method of the module at ``path``, with the module's units gathered."""
 
     def __init__(
         self, calls: ModuleCallState, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
         self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
         self.owner, self.flat = calls.owners[path], flat_arguments(args, kwargs)
-        self.out: Any = None
+        self.out: Any = None  # the result of fn
         self._given_away: list[torch.Tensor] = []
-        self._comm_and_label = [*args, *kwargs.values()]
+        self._arguments = [*args, *kwargs.values()]
 
     @uncompiled
     def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
@@ -280,7 +258,7 @@ class ModuleCall:
     @uncompiled
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
         """Call the code with these leaves of full parameters, by unit. Return all tensors that leave the code."""
-        calls, path, owner, passed = self.calls, self.path, self.owner, self._comm_and_label
+        calls, path, owner, passed = self.calls, self.path, self.owner, self._arguments
         before = owner.side_outputs.find_tensors(passed)
         if calls.paused:
             rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(owner.entries, full, strict=True)]
@@ -306,7 +284,7 @@ class ModuleCall:
         """Return the result of the code, with ``tensors`` in place of the tensors that :meth:`compute` returned."""
         if all(map(is_, tensors, self._given_away)):
             return self.out
-        self.owner.side_outputs.replace_stored(self._comm_and_label, self._given_away, tensors, self.path)
+        self.owner.side_outputs.replace_stored(self._arguments, self._given_away, tensors, self.path)
         return replace_tensors(self.out, self._given_away, tensors, self.path)
 
 

@@ -143,15 +143,13 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
             gradients.setdefault(unit.layout.varying_axes, []).append(unit.gradient)
     for varying, alike in gradients.items():
         has = [gradient.found >> i & 1 for gradient in alike for i in range(len(gradient.route.leaves))]
-        is_complete = all(has)
-        if is_complete:
-            flags = torch.ones(len(has), dtype=torch.uint8, device=comm.device)
-        else:
+        flags = torch.ones(len(has), dtype=torch.uint8, device=comm.device)
+        if not all(has):
             flags = torch.tensor(has, dtype=torch.uint8, device=comm.device)
         for axis, size in comm.mesh.axes:
             if has and size > 1 and axis not in varying:
                 flags = comm.all_reduce(flags, axis, op="max", label=label)
-        if not is_complete:
+        if not all(has):
             paths = [gradient.route.unit.path_in_tree(leaf) for gradient in alike for leaf in gradient.route.leaves]
             missing |= {path for path, found in zip(paths, flags.tolist(), strict=True) if not found}
     return missing

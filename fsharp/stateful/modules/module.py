@@ -104,10 +104,10 @@ class ShardedModule(nn.Module):
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
             if session.calls.source is not None:
                 raise ScheduleError("model.functional(): the function was called inside of a forward of its own module.")
-            source, first = ParameterSource.from_tree(params, comm), torch._C._autograd._get_sequence_nr()
+            source, first = ParameterSource(params, comm), torch._C._autograd._get_sequence_nr()
             with session.calls.reading_from(source), copied_buffers(self):
                 out = self(*args, **kwargs)
-            session.calls.pure_calls.add(source, first, out)
+            session.calls.add_pure_call(source, first, out)
             return out
 
         return fn, session.state.train_state.params
@@ -169,16 +169,20 @@ class ShardedModule(nn.Module):
         try:
             with session.replacing_parameters(parameters):
                 yield
-                _refuse_parameter_hooks(parameters)
+                for path, parameter in parameters.items():
+                    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                        raise LayoutError(
+                            f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
+                            "register_post_accumulate_grad_hook() outside of unsharded()."
+                        )
                 written = dict(full)
                 for entries in session.calls.entries.values() if write else ():
                     written |= entries.replacements_by_path(full)
         finally:
             session.is_unsharded = False
         if write:
-            session.write_parameters(
-                {path: x.reshape(-1)[slice(*session.parameters[path].flat_range)] for path, x in written.items()}
-            )
+            mine = {path: x.reshape(-1)[slice(*session.parameters[path].flat_range)] for path, x in written.items()}
+            session.write_parameters(mine)
             session.state.is_written = True
 
     @api_boundary
@@ -309,16 +313,6 @@ class ShardedModule(nn.Module):
 def _session_of(module: nn.Module) -> Session:
     session: Session = module.__dict__["_fsharp"][0]
     return session
-
-
-def _refuse_parameter_hooks(whole: Mapping[str, nn.Parameter]) -> None:
-    """Raise an error if whole parameters have hooks, as both the parameters and their hooks end with ``unsharded()``."""
-    for path, parameter in whole.items():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise LayoutError(
-                f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
-                "register_post_accumulate_grad_hook() outside of unsharded()."
-            )
 
 
 def _warn_of_rounded_frozen(where: str, parameters: Iterable[ShardedParameter]) -> None:

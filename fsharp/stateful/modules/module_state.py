@@ -27,16 +27,14 @@ class ModuleState:
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
         self.train_state, self._comm, self.generation = state, comm, 0
-        self.is_written, self.loaded = False, set[str]()
-        self.record_version_counters()
+        self.begin_generation()
 
     def begin_generation(self) -> None:
         """Begin a generation, in which all ranks load the whole state. Writes and loads before it do not count.
 
         Among the writes may be those of an update that an error has ended on this rank alone.
         """
-        self.is_written = False
-        self.loaded.clear()
+        self.is_written, self.loaded = False, set[str]()
         self.record_version_counters()
 
     def record_version_counters(self) -> None:
@@ -87,8 +85,7 @@ class ModuleState:
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):
-                facts = [None if node is None else _layout_key(node) for node in (new, old)]
-                if facts[0] != facts[1]:
+                if _layout_key(new) != _layout_key(old):
                     names = [repr(node.name) if node is not None else "none" for node in (new, old)]
                     raise TreeError(
                         f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]} with the "
@@ -108,10 +105,10 @@ class ModuleState:
 
     def propagate_writes(self) -> bool:
         """Copy writes to the optimizer's copies into parameters at rest, by a collective. Return whether there were writes."""
-        is_written = self.were_copies_written()
-        if is_written:
-            self.copy_to_resting_parameters()
-        return is_written
+        if not self.were_copies_written():
+            return False
+        self.copy_to_resting_parameters()
+        return True
 
     def were_copies_written(self) -> bool:
         """Return whether the optimizer's copies were written to since the last record. Raise an error for any other write."""
@@ -135,5 +132,5 @@ class ModuleState:
         return [(buffer.data_ptr(), buffer._version) for *_, buffer in self._buffers]
 
 
-def _layout_key(node: Sharded) -> tuple[Any, ...]:
-    return node.unit, node.place, node.groups, [(b.dtype, b.device, b.shape) for b in node.raw_buffers]
+def _layout_key(node: Sharded | None) -> Any:
+    return node and (node.unit, node.place, node.groups, [(b.dtype, b.device, b.shape) for b in node.raw_buffers])

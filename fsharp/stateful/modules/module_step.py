@@ -42,25 +42,22 @@ class ModuleStep:
     def __init__(self, state: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
         self.state, self.means, self.scheduler, self._paused = state, means, scheduler, paused
         self.scheduled = scheduler.wrap(lambda: None, "training step")  # never called: a user's calls are its steps
-        self.is_accumulating = False
         self.has_feedback = state.train_state.residuals is not None
+        self.on_backward = partial(_begin_backward_of, weakref.ref(self))
+        self._begin_generation()
+        setup_calls.record_for_repeat(self._begin_generation)
+
+    def _begin_generation(self) -> None:
+        """Begin without a step and gradients: at first, and in a new generation of the job, where all ranks load the module."""
+        self.is_accumulating = self._is_discarding = False
         self.updated_by: int | None = None
         self.used: set[str] = set()
         self.params: Any = None
-        self.on_backward = partial(_begin_backward_of, weakref.ref(self))
         self.run: Step | None = None
         self._units: list[UnitState] = []
         self._carried: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
         self._pass = -1  # id of the backward pass that is under way
-        self._is_discarding = False
         self._lost = False  # whether gradients were lost by an error that was not reported yet
-        setup_calls.record_for_repeat(self._begin_generation)
-
-    def _begin_generation(self) -> None:
-        """Begin as a new step does, in a new generation of the job. All ranks load the module afterwards."""
-        self.is_accumulating = self._is_discarding = self._lost = False
-        self.updated_by, self.used, self._pass = None, set(), -1
-        self.params, self.run, self._units, self._carried = None, None, [], {}
         self.means.release_all()
         self.state.begin_generation()
 
@@ -174,11 +171,7 @@ class ModuleStep:
         return any(unit.gradient is not None and unit.gradient.has_received for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
-        """Update parameters by a transformation of the gradients, if there are gradients.
-
-        ``settings``: settings that have to be equal on all ranks, such as learning rates. ``optimizer_id``: the ``id()`` of the
-        optimizer.
-        """
+        """Update parameters by a transformation of the gradients, if there are gradients. Ranks compare ``settings``."""
         if self.finish_gradients("step()") is None:
             return
         run = self.run
@@ -212,12 +205,12 @@ class ModuleStep:
             raise self._gradients_used_up_error(where, "use", f"and then a backward before {where}")
         return self.means.tree
 
-    def refuse_scaled_gradients(self, where: str) -> None:
-        """Raise an error for a loss scaler if the module has feedback. Residuals, which are scaled by now, become zero."""
+    def refuse_scaled_gradients(self) -> None:
+        """Raise an error for ``unscale_()`` if the module has feedback. Residuals, which are scaled by now, become zero."""
         if self.has_feedback:
             self.state.zero_residuals()
             raise ScheduleError(
-                f"{where}: the module has Precision(feedback=True), which adds encoding errors of earlier gradients to later "
+                "unscale_(): the module has Precision(feedback=True), which adds encoding errors of earlier gradients to later "
                 "gradients, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
             )
 

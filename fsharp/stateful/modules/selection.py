@@ -18,20 +18,15 @@ Units = ModuleRule | tuple[ModuleRule, ...] | list[ModuleRule]
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
-    """Return the modules that ``units`` selects, by path. Each of them is gathered when it is called. The root is left out.
-
-    A rule that selects nothing is an error, and so is a selected module without parameters.
-    """
-    rules = [rule for each in _as_list(units) for rule in _as_list(each)]
-    for rule in rules:
+    """Return the modules that ``units`` selects, by path. Each of them is gathered when it is called. The root is left out."""
+    every = {path: each for path, each in module.named_modules() if path}
+    found: set[str] = set()
+    for rule in [rule for each in _as_list(units) for rule in _as_list(each)]:
         if not isinstance(rule, str) and (isinstance(rule, nn.Module) or not callable(rule)):
             raise OptionError(
                 f"shard_module(): units has {short_repr(rule)}, expected a class of modules, a pattern of paths, a predicate "
                 "on path and module, or a tuple or list of these."
             )
-    every = {path: each for path, each in module.named_modules() if path}
-    found: set[str] = set()
-    for rule in rules:
         if isinstance(rule, str):
             hits = {path for path in every if matches(rule, path)}
         elif isinstance(rule, type):
@@ -56,10 +51,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 
 
 def module_groups(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """Return, for each group in ``units``, the paths of its modules. A group is a tuple or list of rules for modules.
-
-    The modules of a group share one gather. A module in two groups, or inside of another module of its group, is an error.
-    """
+    """Return, for each group in ``units``, the paths of its modules, which share one gather. A group is a tuple or list."""
     groups = [chosen_modules(module, each) for each in _as_list(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
     for group in groups:

@@ -27,7 +27,7 @@ from fsharp.stateful.modules.calls import (
     copied_buffers,
     refuse_added_parameters,
 )
-from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors
+from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
@@ -75,7 +75,7 @@ class Session:
         self.step = ModuleStep(self.state, means, scheduler, self.paused)
         self._trained = set[str]()  # paths of trained parameters
         self.is_unsharded = self.is_averaged = False
-        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.from_tree(params, comm)), "evaluation")
+        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource(params, comm)), "evaluation")
 
     @uncompiled
     def call_module(
@@ -94,11 +94,11 @@ class Session:
         source, step = self.calls.source, self.step
         buffers: AbstractContextManager[Any] = nullcontext()
         if source is None and in_backward():  # a checkpointed module computes again
-            source = self.calls.pure_calls.source_of_running_node()
+            source = self.calls.source_of_running_node()
             if source is not None:
                 buffers = copied_buffers(module)
             elif step.params is not None:
-                source = ParameterSource.from_tree(step.params, self.scheduler)
+                source = ParameterSource(step.params, self.scheduler)
         if source is None and step.params is None:
             step.reopen_scheduler()
         if source is not None:
@@ -109,11 +109,11 @@ class Session:
             out = self._evaluation(run, self.state.train_state.params)
         elif step.params is None and self._trained <= self.paused:  # without gradients a later backward needs no step
             step.propagate_writes()
-            out = run(ParameterSource.from_tree(self.state.train_state.params, self.scheduler))
+            out = run(ParameterSource(self.state.train_state.params, self.scheduler))
         else:
             self._refuse_to_train()
             with step.forward_context() as params:
-                out = run(ParameterSource.from_tree(params, self.scheduler))
+                out = run(ParameterSource(params, self.scheduler))
                 # Units inside may be in a reentrant checkpoint, whose backward is a nested pass: begin the outer pass here.
                 call_before_backward(tensors_in(out), call.flat, step.on_backward)
         return out if dtypes is None else cast_tensors(out, dtypes.outputs)
@@ -195,8 +195,7 @@ class Session:
         leaf = full.leaves()[full.index.position[part.leaf.path]]
         if part.requires_grad and torch.is_grad_enabled():
             leaf.requires_grad_().register_hook(partial(_refuse_reentrant_checkpoint, part.path))
-        whole: torch.Tensor = as_dtensors([part.path], [leaf], self.calls.specs)[0]
-        return whole
+        return leaf if part.spec is None else part.spec.as_dtensor(leaf)
 
     def differentiate(
         self,
@@ -245,14 +244,12 @@ class Session:
             rest = iter(found[len(sinks) :])
             result = [step.means.gradient_part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
         for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
+            part = x if isinstance(x, ShardedTensor) else None
             if grad is None and materialize_grads:
-                result[i] = (
-                    ShardedTensor.from_local(torch.zeros_like(x.local), x)
-                    if isinstance(x, ShardedTensor)
-                    else torch.zeros_like(x)
-                )
+                zeros = torch.zeros_like(x if part is None else part.local)
+                result[i] = zeros if part is None else ShardedTensor.from_local(zeros, part)
             elif grad is None and not allow_unused:
-                name = repr(x.path) if isinstance(x, ShardedTensor) else str(i)
+                name = str(i) if part is None else repr(part.path)
                 raise RuntimeError(f"{_GRAD_CALL}: input {name} was not used. Set allow_unused=True if this is what you want.")
         return tuple(result)
 
@@ -285,9 +282,8 @@ class Session:
                 for path, leaf, data in iter_local_leaves(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
                     about |= {"spec": self.calls.specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
-                    self.parameters[path] = ShardedParameter.from_attributes(
-                        data.detach(), about, requires_grad=each is not frozen
-                    )
+                    part = ShardedParameter.from_attributes(data.detach(), about, requires_grad=each is not frozen)
+                    self.parameters[path] = part
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}
         for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
             entries.swap_in(owned)
@@ -306,7 +302,7 @@ def _refuse_reentrant_checkpoint(path: str, grad: torch.Tensor) -> None:
 
 
 def install_gathering_subclass(
-    module: nn.Module, session: Session, path: str, method_names: Sequence[str], *mixins: type
+    module: nn.Module, session: Session, path: str, method_names: Sequence[str], mixins: tuple[type, ...]
 ) -> None:
     """Give a module a subclass: its calls, hooks, forward, and the methods named, run with the module's units gathered."""
     entries = ("forward", *method_names)

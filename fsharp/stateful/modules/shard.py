@@ -10,29 +10,31 @@ import optree
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsharp.errors import TreeError
+from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.gather_hooks import format_of_hooked_parameter, hooked_parameters
+from fsharp.functional.formats.te import formats_of_module
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.packing import Atom, Element
+from fsharp.functional.layout.packing import Atom, Element, Rows
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
+from fsharp.functional.layout.text import describe_units
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, parent_by_path
+from fsharp.functional.tree.paths import Patterns, matches_or_contains, parent_by_path
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
-from fsharp.stateful.modules.initial.initial import initial_parameters
+from fsharp.stateful.modules.initial.initial import initial_parameters, settings_of_values
 from fsharp.stateful.modules.module import ShardedModule
-from fsharp.stateful.modules.own_formats import add_tensor_class_formats
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
 from fsharp.stateful.modules.session import Session, install_gathering_subclass
-from fsharp.stateful.modules.te_gradients import check_te_gradients
-from fsharp.stateful.modules.te_scales import preserving_amax_histories, use_text_extra_state
+from fsharp.stateful.modules.te import check_te_gradients, preserving_amax_histories, use_text_extra_state
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, patch_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_by_path
 from fsharp.stateful.modules.values.side_outputs import refuse_stored_parameters
@@ -134,8 +136,7 @@ def shard_module(
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}
-        dtypes, own_atoms = add_tensor_class_formats(module, dtypes, atoms, comm)
-        cut = Element() if own_atoms is None else own_atoms
+        dtypes, cut = _add_tensor_class_formats(module, dtypes, atoms or Element(), comm)
         specs = dtensor_specs(module, comm)
         whole: Any = parameter_tree("shard_module()", module)
         tree = optree.tree_map(local_tensor, whole)
@@ -148,14 +149,15 @@ def shard_module(
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
         casts = casts_by_path(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
-        return tree, layout, specs, chosen, groups, entries, casts
+        settings = settings_of_values(module, comm, key=key, initialize=initialize, sync_from=sync_from)
+        settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
+        return tree, layout, specs, chosen, groups, entries, casts, {**describe_units(layout.units), **settings}
 
-    tree, layout, specs, chosen, groups, entries, casts = check_on_all_ranks("shard_module()", comm, planned)
-    said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
-    start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
-    with (
-        preserving_amax_histories(layout) if sync_from is None else nullcontext()
-    ):  # histories already contain the module's own values
+    found = check_on_all_ranks("shard_module()", comm, planned, lambda found: found[-1])
+    tree, layout, specs, chosen, groups, entries, casts, _ = found
+    start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from)
+    # Amax histories contain the module's own values already.
+    with preserving_amax_histories(layout) if sync_from is None else nullcontext():
         state = init_state(_NO_UPDATE, start, comm=comm, donate=True)
     del tree, start
     policy = policy or SchedulePolicy()
@@ -171,11 +173,46 @@ def shard_module(
     session.install_parts()
     use_text_extra_state(module)
     for path in session.calls.owners:
-        install_gathering_subclass(
-            module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else [])
-        )
+        mixins = (ShardedModule,) if not path else ()
+        install_gathering_subclass(module.get_submodule(path), session, path, entries[path], mixins)
     assert isinstance(module, ShardedModule)
     return module
+
+
+def _add_tensor_class_formats(
+    module: nn.Module, precisions: Mapping[str, Precision], atoms: Any, comm: Comm
+) -> tuple[dict[str, Precision], Any]:
+    """Return precisions and atoms by pattern, completed for parameters whose tensor class defines its own gather."""
+    found = dict(precisions)
+    for path, (form, dtype) in formats_of_module(module).items():
+        own = _last_match(precisions, path, Precision())
+        found[path] = replace(own, compute=own.compute or dtype, main=own.main or torch.float32, stored=own.stored or form)
+    if hooked := hooked_parameters(module):
+        atoms = dict(atoms) if isinstance(atoms, Mapping) else {"**": atoms}
+    for path, parameter in hooked.items():
+        own = _last_match(precisions, path, Precision())
+        if own.stored is not None:
+            raise OptionError(
+                f"parameter {path!r} is a {type(parameter).__name__} with hooks of FSDP2, which encode it, and has "
+                f"stored={own.stored.name!r}. Leave stored out by another pattern, or make it a plain parameter."
+            )
+        if comm.mesh.size > 1 and not torch.distributed.is_initialized():
+            raise OptionError(
+                f"parameter {path!r} has hooks of FSDP2, which reduce over ranks only where torch.distributed is initialized: "
+                "expected ranks that are processes."
+            )
+        compute, main = own.compute or parameter.dtype, own.main or parameter.dtype
+        policy = MixedPrecisionPolicy(param_dtype=compute)
+        form = format_of_hooked_parameter(parameter, compute, main, comm.device, policy)
+        found[path] = replace(own, compute=compute, main=main, stored=form)
+        if _last_match(atoms, path, Element()) == Element():
+            atoms[path] = Rows(1)
+    return found, atoms
+
+
+def _last_match(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
+    """Return the value of the last pattern that selects a path, or ``default``."""
+    return next((each for pattern, each in reversed([*by_pattern.items()]) if matches_or_contains(pattern, path)), default)
 
 
 def _comm_of_mesh(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:

@@ -100,12 +100,12 @@ def test_several_calls_and_a_step_of_the_module_wait_for_their_backward(comm, ke
 def test_a_call_keeps_its_parameters_only_as_long_as_its_graph(comm):
     model = make(comm, "zero3", KEEPS["again"])
     fn, params = model.functional()
-    calls = model._fsharp[0].calls.pure_calls
+    calls = model._fsharp[0].calls
     for i in range(3):
         loss = fn(params, inputs(comm, i).requires_grad_(), comm=comm)
-        assert [source() is not None for _, _, source in calls._calls] == [True]
+        assert [source() is not None for _, source in calls._pure_calls] == [True]
         del loss
-    assert [source() for _, _, source in calls._calls] == [None]
+    assert [source() for _, source in calls._pure_calls] == [None]
 
 
 def test_calls_of_two_threads_that_have_the_same_numbers_are_refused():

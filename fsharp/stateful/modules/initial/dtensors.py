@@ -41,10 +41,7 @@ class DTensorSpec:
 
 
 def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
-    """Return the specs of the parameters that are DTensors, by path.
-
-    A DTensor with partial sums, on the meta device, or on a mesh with several ranks of ``comm`` is an error.
-    """
+    """Return the specs of the parameters that are DTensors, by path. A DTensor that cannot be sharded further is an error."""
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, DTensorSpec] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,8 +1,7 @@
 """This rank's part of a module's initial values: cut from the module's or one rank's values, or made by initializers."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -19,18 +18,43 @@ from fsharp.functional.formats.gather_hooks import plain_value
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.layout.slicing import build_shard, shard_for
-from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import mesh_independent_seed
 from fsharp.functional.tree.paths import self_and_ancestors
 from fsharp.stateful.modules.initial.dtensors import local_tensor
 
-SAME_SEED_REMEDY = (
+_SAME_SEED_REMEDY = (
     "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0, to take rank 0's values."
 )
 Initializer = Callable[[nn.Module], None]
 _UNWRITTEN_BYTE = 0x55  # the value of integers that were not written
 _generator_lock = threading.Lock()  # ranks that are threads share the generator
+
+
+def settings_of_values(
+    module: nn.Module, comm: Comm, *, key: int, initialize: Initializer | None, sync_from: int | None
+) -> dict[str, str]:
+    """Return the settings of a module's initial values, which ranks compare, as texts by name.
+
+    Raise an error if ``sync_from`` is no rank, or is this rank, which has no values.
+    """
+    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    meta = [path for path, tensor in tensors if tensor.is_meta]
+    buffers = [f"{path}: {b.dtype}{list(b.shape)}" for path, b in module.named_buffers(remove_duplicate=False)]
+    if sync_from is not None:
+        check_rank("shard_module(sync_from=...)", sync_from, comm)
+        if comm.rank == sync_from and meta:
+            raise TreeError(
+                f"shard_module(sync_from={sync_from}): {meta[0]!r} of rank {sync_from} is on the meta device. Make the module "
+                "on a real device there, or leave sync_from out on all ranks: submodules then initialize themselves, alike on "
+                "all ranks."
+            )
+    return {
+        "key": repr(key),
+        "initialize": getattr(initialize, "__qualname__", type(initialize).__qualname__),
+        "sync_from": repr(sync_from),
+        **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": "\n".join(buffers)}),
+    }
 
 
 def initial_parameters(
@@ -40,56 +64,38 @@ def initial_parameters(
     comm: Comm,
     *,
     key: int,
-    initialize: Initializer | None = None,
-    sync_from: int | None = None,
-    settings: Mapping[str, str] = {},
+    initialize: Initializer | None,
+    sync_from: int | None,
 ) -> Any:
     """Return this rank's part of a module's initial parameters, in the optimizer's place. Fill the module's meta buffers.
 
-    Arguments are those of :func:`~fsharp.shard_module`. ``settings``: further settings that ranks compare, as texts by name.
-
-    Memory: this rank's parts, and one submodule or unit in full.
+    Arguments are those of :func:`~fsharp.shard_module`. Memory: this rank's parts, and one submodule or unit in full.
     """
-    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    meta = [path for path, tensor in tensors if tensor.is_meta]
-    buffers = [f"{path}: {b.dtype}{list(b.shape)}" for path, b in module.named_buffers(remove_duplicate=False)]
-    how = {
-        "key": repr(key),
-        "initialize": getattr(initialize, "__qualname__", type(initialize).__qualname__),
-        "sync_from": repr(sync_from),
-        **settings,
-        **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": "\n".join(buffers)}),
-    }
-    check_on_all_ranks(
-        "shard_module()",
-        comm,
-        lambda: _check_sync_from(sync_from, comm, meta),
-        lambda _: {**describe_units(layout.units), **how},
-    )
     if sync_from is not None:
         return _synced_shards(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
     own = {unit.path_in_tree(leaf): _local_parameter(module, unit, leaf) for unit, leaf in leaves}
     varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
-    check_same_on_ranks("shard_module()", present, comm, remedy=SAME_SEED_REMEDY, varying=varying)
-    if not meta:
+    check_same_on_ranks("shard_module()", present, comm, remedy=_SAME_SEED_REMEDY, varying=varying)
+    if not any(x.is_meta for x in chain(module.parameters(), module.buffers())):
         return shard_for(tree, layout, comm.rank, place="optim")
     makers = Initializers(module, layout, comm, key, initialize)
 
     def make() -> Any:
-        nodes = [
-            build_shard(u, resolve_place(u, "optim"), comm.rank, partial(makers.initial_value, u), main=True)
-            for u in layout.units
-        ]
-        return nodes, makers.initial_buffers()
+        nodes = []
+        for unit in layout.units:
+            value = lambda leaf, unit=unit: makers.value(unit.path_in_tree(leaf))  # noqa: E731
+            nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, value, main=True))
+        buffers = module.named_buffers(remove_duplicate=False)
+        return nodes, {path: makers.value(path) for path, buffer in buffers if buffer.is_meta}
 
     nodes, made = check_on_all_ranks("shard_module()", comm, make)
     unfilled = {path for text in all_gather_texts("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
     if unfilled:
         raise _unfilled_error(module, sorted(unfilled))
-    for places, name, value in made:
-        places[name] = value
+    for path, value in made.items():
+        _replace_buffer(module, path, value)
     return optree.tree_unflatten(layout.spec, nodes)
 
 
@@ -97,17 +103,6 @@ def check_rank(where: str, rank: Any, comm: Comm) -> None:
     """Raise an error if ``rank`` is not a rank of ``comm``."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.mesh.size:
         raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
-
-
-def _check_sync_from(source: int | None, comm: Comm, meta: list[str]) -> None:
-    if source is None:
-        return
-    check_rank("shard_module(sync_from=...)", source, comm)
-    if comm.rank == source and meta:
-        raise TreeError(
-            f"shard_module(sync_from={source}): {meta[0]!r} of rank {source} is on the meta device. Make the module on a real "
-            "device there, or leave sync_from out on all ranks: submodules then initialize themselves, alike on all ranks."
-        )
 
 
 def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
@@ -121,12 +116,16 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
     for path, buffer in module.named_buffers(remove_duplicate=False):
         around, mine = layout.unit_around(path), local_tensor(buffer.detach())
         value = broadcast_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying_axes)
-        parent, _, name = path.rpartition(".")
         if mine.is_meta or 0 in mine.stride():  # an expanded buffer cannot be written to; modules may share a buffer
-            module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)
+            _replace_buffer(module, path, new.setdefault(id(buffer), value))
         else:
             mine.copy_(value)
     return optree.tree_unflatten(layout.spec, nodes)
+
+
+def _replace_buffer(module: nn.Module, path: str, value: torch.Tensor) -> None:
+    parent, _, name = path.rpartition(".")
+    module.get_submodule(parent)._buffers[name] = value
 
 
 def _local_parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
@@ -139,44 +138,31 @@ class Initializers:
     A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
     together with its submodules, whose parameters it changes. Random numbers depend on the key, a submodule's path, and the
     rank's coordinates along axes on which its parameters vary.
-
-    Attributes:
-        unfilled: paths of tensors that no initializer has filled so far.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initializer | None) -> None:
         self._module, self._layout, self._comm, self._key, self._initialize = module, layout, comm, key, initialize
-        self.unfilled: set[str] = set()
-        self._made: tuple[str | None, dict[int, torch.Tensor]] = None, {}
-        self._buffers: dict[int, torch.Tensor] = {}  # by id of the meta tensor, as modules may share a buffer
+        self.unfilled: set[str] = set()  # paths of tensors that no initializer has filled so far
+        self._last_root: str | None = None
+        self._parameters: dict[int, torch.Tensor] = {}  # of the last initializer, by id of the meta tensor
+        self._buffers: dict[int, torch.Tensor] = {}  # of all initializers, as modules may share a buffer
 
-    def initial_value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
-        """Return the whole value of a leaf: what an initializer makes of a meta tensor, else the tensor itself."""
-        path = unit.path_in_tree(leaf)
-        given = self._module.get_parameter(path)
+    def value(self, path: str) -> torch.Tensor:
+        """Return the value of a parameter or buffer: what an initializer makes of a meta tensor, else the tensor itself."""
+        owner, _, name = path.rpartition(".")
+        given: torch.Tensor = getattr(self._module.get_submodule(owner), name)
         if not given.is_meta:
             return local_tensor(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
-        root = self._path_of_initializer(path.rpartition(".")[0])
-        if root != self._made[0]:
-            self._made = root, self._run_initializer(root)
-        return self._made[1][id(given)]
-
-    def initial_buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Return ``(buffers of the module, name, value)`` for each buffer on the meta device."""
-        found = []
-        for path, each in self._module.named_modules():
-            for name, buffer in each._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    if id(buffer) not in self._buffers:
-                        self._run_initializer(self._path_of_initializer(path))
-                    found.append((each._buffers, name, self._buffers[id(buffer)]))
-        return found
+        root = self._path_of_initializer(owner)
+        if root != self._last_root and id(given) not in self._buffers:
+            self._last_root, self._parameters = root, {}
+            self._run_initializer(root)
+        return (self._parameters if isinstance(given, nn.Parameter) else self._buffers)[id(given)]
 
     def _path_of_initializer(self, path: str) -> str:
         """Return the path of the module whose initializer fills the module at ``path``: itself, or a module around it."""
-        return next(
-            (above for above in reversed(list(self_and_ancestors(path))) if self._is_initialized_with_submodules(above)), path
-        )
+        around = [each for each in self_and_ancestors(path) if self._is_initialized_with_submodules(each)]
+        return around[-1] if around else path
 
     def _is_initialized_with_submodules(self, path: str) -> bool:
         """Return whether a module is initialized together with all of its submodules."""
@@ -185,15 +171,15 @@ class Initializers:
         own = [*module._parameters.values(), *module._buffers.values()]
         return self._initialize is None and private and not public and any(x is not None and x.is_meta for x in own)
 
-    def _run_initializer(self, path: str) -> dict[int, torch.Tensor]:
-        """Run the initializer of the module at ``path``. Return the filled tensors, by id of the meta tensor."""
+    def _run_initializer(self, path: str) -> None:
+        """Run the initializer of the module at ``path``, and keep the filled tensors."""
         root = self._module.get_submodule(path)
         members = dict(root.named_modules(prefix=path)) if self._is_initialized_with_submodules(path) else {path: root}
         before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (name, places, dict(places)) for name, each in members.items() for places in (each._parameters, each._buffers)
         ]
         rows = [(f"{n}.{k}".lstrip("."), n, x, k, old) for n, x, given in before for k, old in given.items() if old is not None]
-        rooms, made = {id(old): _memory_to_fill(old) for *_, old in rows}, dict[int, torch.Tensor]()
+        rooms = {id(old): _memory_to_fill(old) for *_, old in rows}
         try:
             for *_, places, key, old in rows:
                 places[key] = rooms[id(old)]
@@ -201,23 +187,20 @@ class Initializers:
                 for name, each in reversed(members.items()):  # submodules come first
                     mine = [full for full, owner, *_, old in rows if owner == name and old.is_meta]
                     if mine:
-                        torch.manual_seed(
-                            mesh_independent_seed(self._key, name, self._layout.unit_around(mine[0]), self._comm.rank)
-                        )
+                        unit = self._layout.unit_around(mine[0])
+                        torch.manual_seed(mesh_independent_seed(self._key, name, unit, self._comm.rank))
                         if self._initialize is not None:
                             self._initialize(each)
                         elif fill := getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None):
                             fill()
             for full, _, places, key, old in rows:
                 if old.is_meta:
-                    made[id(old)] = self._value_after_initializer(full, old, rooms[id(old)], places.get(key))
-                    if not isinstance(old, nn.Parameter):
-                        self._buffers[id(old)] = made[id(old)]
+                    kept = self._parameters if isinstance(old, nn.Parameter) else self._buffers
+                    kept[id(old)] = self._value_after_initializer(full, old, rooms[id(old)], places.get(key))
         finally:
             for _, places, given in before:
                 places.clear()
                 places.update(given)
-        return made
 
     def _value_after_initializer(
         self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
@@ -240,10 +223,8 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
         owners.setdefault(parent, []).append(name)
     rows = [(path or "(root)", f"{type(module.get_submodule(path)).__name__}: {', '.join(n)}") for path, n in owners.items()]
     what = "parameters or buffers on the meta device that nothing initializes."
-    remedy = (
-        "Give these classes a reset_parameters() that fills their own parameters and buffers, pass initialize=, a function "
-    )
-    remedy += "that does so for a submodule, or make the module on a real device."
+    remedy = "Give these classes a reset_parameters() that fills their own parameters and buffers, pass initialize=, a "
+    remedy += "function that does so for a submodule, or make the module on a real device."
     return TreeError(problem("shard_module()", what, rows, remedy))
 
 

@@ -8,13 +8,12 @@ import optree
 import torch
 
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.sharded import trainable, units_of
 from fsharp.functional.optim.ema import WithEmaState
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.te_scales import preserving_amax_histories
+from fsharp.stateful.modules.te import preserving_amax_histories
 
-BufferByUnitAndGroup = dict[tuple[str, int], torch.Tensor]
-"""Buffers by unit and group."""
+_BufferByUnitAndGroup = dict[tuple[str, int], torch.Tensor]
 
 
 @contextmanager
@@ -26,8 +25,8 @@ def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
     session.step.abandon_forwards("averaged()")
     state.propagate_writes()
     shown = _buffer_by_unit_and_group(state.optimizer_copies())
-    trees = [_buffer_by_unit_and_group(tree) for tree in (state.train_state.params, state.train_state.main)]
-    targets = [buffers[key] for buffers in trees for key in buffers if key in shown]
+    nodes = units_of((trainable(state.train_state.params), state.train_state.main))
+    targets = [buffer for node in nodes for buffer in node.buffers]
     own = [target.detach().clone() for target in targets]
     session.is_averaged = True
     try:
@@ -40,11 +39,11 @@ def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
         session.is_averaged = False
 
 
-def _buffer_by_unit_and_group(tree: Any) -> BufferByUnitAndGroup:
+def _buffer_by_unit_and_group(tree: Any) -> _BufferByUnitAndGroup:
     return {(node.name, g): b for node in units_of(tree) for g, b in zip(node.groups, node.buffers, strict=True)}
 
 
-def _average_buffers(opt_state: Any) -> BufferByUnitAndGroup:
+def _average_buffers(opt_state: Any) -> _BufferByUnitAndGroup:
     is_average = lambda x: isinstance(x, WithEmaState)  # noqa: E731
     states = [x for x in optree.tree_leaves(opt_state, is_leaf=is_average) if is_average(x)]
     if not states:
@@ -52,7 +51,7 @@ def _average_buffers(opt_state: Any) -> BufferByUnitAndGroup:
             "averaged(): the optimizer keeps no average. Make it of fs.optim.with_ema(fs.optim.adamw(...), decay=...). With a "
             "class of torch.optim, average `params` of `fn, params = model.functional()`, and call fn with the averages."
         )
-    found: BufferByUnitAndGroup = {}
+    found: _BufferByUnitAndGroup = {}
     for state in states:
         for node in units_of(state.ema):
             for group, buffer in zip(node.groups, node.buffers, strict=True):

@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         session = optimizer.session
         if session.step.finish_gradients("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
-        session.step.refuse_scaled_gradients("unscale_()")
+        session.step.refuse_scaled_gradients()
         buffers = session.step.means.buffers
         if not allow_fp16 and any(buffer.dtype == torch.float16 for buffer in buffers):
             raise ValueError(

@@ -21,11 +21,7 @@ from fsharp.stateful.modules.parts.part_functions import (
     is_in_place,
     reduction_of,
 )
-from fsharp.stateful.modules.torch_tools.refusals import (
-    not_whole_message,
-    running_torch_tool_and_remedy,
-    unseen_by_autograd_message,
-)
+from fsharp.stateful.modules.torch_tools.refusals import running_torch_tool_and_remedy
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
@@ -136,15 +132,11 @@ class ShardedTensor(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.full_shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        properties, items = TensorProperties.create_from_tensor(self.local), []
+        for chunk in self.__create_chunk_list__():
+            about = TensorWriteData(chunk, properties, self.full_shape)
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=about))
+        return items
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -226,13 +218,17 @@ class ShardedTensor(torch.Tensor):
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
-            owner.step.refuse_scaled_gradients("unscale_()")  # torch's own GradScaler calls this function
+            owner.step.refuse_scaled_gradients()  # torch's own GradScaler calls this function
         reduction = reduction_of(name, args, kwargs) if any(part._dividing_axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE_FUNCTIONS or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
-            # A TypeError would mean to Python that an operator is missing.
-            raise LayoutError(
-                not_whole_message(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held_text(cut[0])}", name)
+            by, remedy = running_torch_tool_and_remedy(
+                "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions "
+                "parameters are whole inside of `with model.unsharded():` (write=True keeps changes)."
+            )
+            raise LayoutError(  # a TypeError would mean to Python that an operator is missing
+                f"{kind}{cut[0].path!r} is sharded: this rank holds {_held_text(cut[0])}, which {name}(){by} would take for "
+                f"the whole tensor. {remedy}"
             )
         if torch.is_grad_enabled():
             _refuse_autograd(name, rows, cut)
@@ -296,7 +292,14 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
     """Raise an error if a tensor in ``rows`` requires a gradient, as autograd does not record functions of parts."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
-            raise LayoutError(unseen_by_autograd_message(x.path, name))
+            by, remedy = running_torch_tool_and_remedy(
+                "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read "
+                "values under torch.no_grad()."
+            )
+            raise LayoutError(
+                f"parameter {x.path!r} is used by {name}(){by} outside of the forward of its ShardedModule, where it would get "
+                f"no gradient. {remedy}"
+            )
         if cut:
             raise LayoutError(
                 f"{name}() of a tensor that requires a gradient and of the part {cut[0].path!r}, which autograd does not know. "

@@ -31,9 +31,8 @@ ELEMENTWISE_FUNCTIONS = frozenset(
 
 def is_in_place(name: str) -> bool:
     """Return whether a function of this name changes its first argument."""
-    return name in ("__iand__", "__ifloordiv__", "__ior__", "__ipow__", "__ixor__") or (
-        name.endswith("_") and not name.endswith("__")
-    )
+    is_operator = name in ("__iand__", "__ifloordiv__", "__ior__", "__ipow__", "__ixor__")
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 class Reduction(NamedTuple):

@@ -71,25 +71,6 @@ def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
     return ("", usual_remedy) if found is None else (f" of {found[1]}", found[2])
 
 
-def not_whole_message(held_text: str, name: str) -> str:
-    """Return the error message for the function ``name``, which would take the part ``held_text`` for the whole."""
-    by, remedy = running_torch_tool_and_remedy(
-        "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions parameters "
-        "are whole inside of `with model.unsharded():` (write=True keeps changes)."
-    )
-    return f"{held_text}, which {name}(){by} would take for the whole tensor. {remedy}"
-
-
-def unseen_by_autograd_message(path: str, name: str) -> str:
-    """Return the error message for a function of a trained part in grad mode, which autograd does not record."""
-    by, remedy = running_torch_tool_and_remedy(
-        "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values under "
-        "torch.no_grad()."
-    )
-    where = "outside of the forward of its ShardedModule, where it would get no gradient"
-    return f"parameter {path!r} is used by {name}(){by} {where}. {remedy}"
-
-
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 

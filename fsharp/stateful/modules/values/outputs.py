@@ -17,19 +17,8 @@ from fsharp.errors import TreeError
 from fsharp.functional.release import inner_tensors
 from fsharp.tracebacks import api_boundary
 
-_TENSOR_FREE_TYPES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Generator,
-    torch.autograd.graph.Node,
-)
-_OPAQUE_TYPES = (*_TENSOR_FREE_TYPES, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+_OPAQUE_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
+_OPAQUE_TYPES += (torch.autograd.graph.Node, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, zip, filter)
 
 
@@ -117,10 +106,7 @@ def map_tensors(
 
 
 def replace_tensors(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``value`` with the tensors ``old`` replaced by ``new``, in place if possible.
-
-    Containers may be torch's pytrees and dataclasses. A tensor to replace in any other container is an error.
-    """
+    """Return ``value`` with the tensors ``old`` replaced by ``new``, in place if possible, by :func:`map_tensors`."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
     return map_tensors(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
@@ -145,13 +131,11 @@ def _storage_addresses(x: torch.Tensor) -> list[int]:
 
 def connect_to_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors in a graph that leads to all inputs, so that a backward also reaches unused inputs."""
-    moved = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+    result, moved = list(tensors), [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
     reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-    if not moved or not reached or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return list(tensors)
-    result = list(tensors)
-    for i, x in zip(moved, _ConnectToInputs.apply(len(moved), *(tensors[i] for i in moved), *reached), strict=True):
-        result[i] = x
+    if moved and reached and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        for i, x in zip(moved, _ConnectToInputs.apply(len(moved), *(tensors[i] for i in moved), *reached), strict=True):
+            result[i] = x
     return result
 
 

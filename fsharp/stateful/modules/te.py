@@ -1,25 +1,78 @@
-"""Scales and histories of TransformerEngine's delayed scaling in state dicts, as text.
+"""What modules of TransformerEngine do by themselves: they write gradients of weights, and keep scales and histories.
 
-TransformerEngine's own extra state is a pickle. A pickle of equal values has other bytes on other ranks, and loading one
-runs code.
+With ``fuse_wgrad_accumulation=True`` a module asks the weight for memory in a backward, writes the gradient there, and returns
+no gradient to autograd. The memory is new for each use, and is taken as the gradient where the backward of the weight's unit
+ends.
+
+Scales and histories of delayed scaling are text in state dicts. TransformerEngine's own extra state is a pickle. A pickle of
+equal values has other bytes on other ranks, and loading one runs code.
 """
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsharp.errors import TreeError
+from fsharp.errors import OptionError, TreeError
 from fsharp.functional.formats.te_delayed import ModuleFormat
 from fsharp.functional.layout.layout import Layout
+from fsharp.stateful.runtime.boundary import find_unit_use
 
 _TEXT_FORMAT = "delayed scaling, 1"
 _SCALING_TENSORS = {f"{name}_{way}": (f"scaling_{way}", name) for way in ("fwd", "bwd") for name in ("scale", "amax_history")}
 _FP8_META_NUMBERS = ("num_gemms", "fp8_max_fwd", "fp8_max_bwd")
+
+
+def check_te_gradients(module: nn.Module) -> None:
+    """Raise an error that names a submodule if its gradients of weights cannot be taken."""
+    for path, each in module.named_modules():
+        store = getattr(each, "wgrad_store", None)
+        if store is not None and store.delay_wgrad_compute():
+            raise OptionError(
+                f"module {path!r} has delay_wgrad_compute=True: it would compute gradients of weights after the backward in "
+                "which they are reduced. Make it with False."
+            )
+        if getattr(each, "fuse_wgrad_accumulation", False):
+            scales = scales_of_fused_weights(each)
+            if not scales or len(scales) > len(set(scales.values())):
+                raise OptionError(
+                    f"module {path!r} has fuse_wgrad_accumulation=True, and no weight of its own, or a weight made of several "
+                    "parameters, of which none gets the gradient. Make it with False, or without parameters_split."
+                )
+
+
+def scales_of_fused_weights(module: Any) -> dict[str, int]:
+    """Return TransformerEngine's index of the scale of each weight whose gradient a module writes by itself, by name."""
+    records = module.param_init_meta if getattr(module, "fuse_wgrad_accumulation", False) else {}
+    return {name: record.fp8_meta_index for name, record in records.items() if record.fp8_meta_index is not None}
+
+
+@contextmanager
+def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Give ``weights``, pairs of path and weight, the attributes by which TransformerEngine finds memory, in this context.
+
+    ``grad_added_to_main_grad`` is left out: with it TransformerEngine would also return a gradient that was never written.
+    """
+    for path, weight in weights:
+        given: Any = weight
+        given.__fsdp_param__ = True
+        if weight.requires_grad:
+            use = find_unit_use(weight)
+            if use is None:
+                raise TreeError(
+                    f"parameter {path!r} belongs to a module with fuse_wgrad_accumulation=True, which needs a scheduler. Call "
+                    "the sharded module itself, or pass comm=scheduler; or make the module with False."
+                )
+            given.get_main_grad, given.overwrite_main_grad = use.make_gradient_allocator(weight), True
+    try:
+        yield
+    finally:
+        for _, weight in weights:
+            weight.__dict__.pop("get_main_grad", None)  # it refers to the weight: a cycle
 
 
 def use_text_extra_state(module: nn.Module) -> None:
