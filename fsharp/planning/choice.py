@@ -235,13 +235,7 @@ class Choice:
             what = f"there is no candidate {(layout, policy, remat)}."
             raise ScheduleError(problem("Choice.pick()", what, known, "Pass the names of a row of the table."))
         option, chosen, arguments = found
-        return self._with_candidate(
-            arguments.predict_candidate(option.layout, chosen, (layout, policy, remat)),
-            option.layout,
-            chosen,
-            arguments,
-            option,
-        )
+        return self._with_prediction((layout, policy, remat), option.layout, chosen, arguments, option.made_by)
 
     @api_boundary
     def edit(self, **changes: Any) -> "Choice":
@@ -257,20 +251,22 @@ class Choice:
         first = self.candidates[0]
         text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         names = (first.layout, f"{first.policy}, {text}" if text else first.policy, first.remat)
-        return self._with_candidate(
-            self._arguments.predict_candidate(self.layout, policy, names), self.layout, policy, self._arguments, None
-        )
+        return self._with_prediction(names, self.layout, policy, self._arguments, self.made_by)
 
-    def _with_candidate(
-        self, first: Candidate, layout: Layout, policy: SchedulePolicy, arguments: StepArguments, option: Any
+    def _with_prediction(
+        self,
+        names: tuple[str, str, str],
+        layout: Layout,
+        policy: SchedulePolicy,
+        arguments: StepArguments,
+        made_by: Mapping[str, Any],
     ) -> "Choice":
+        first = arguments.predict_candidate(layout, policy, names)
         if first.peak_nbytes > self.budget:
             what = f"the candidate takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
-        key = (first.layout, first.policy, first.remat)
-        rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != key]
-        rows = (replace(first, lost=""), *(replace(x, lost=_why_lost(x, first, self.budget)) for x in rest))
-        made_by = self.made_by if option is None else option.made_by
+        rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != names]
+        rows = (first, *(replace(x, lost=_why_lost(x, first, self.budget)) for x in rest))
         return replace(
             self,
             name=first.layout,
@@ -340,7 +336,7 @@ class Choice:
         again = arguments.predict_candidate(layout, policy, (first.layout, first.policy, first.remat))
         if replace(again, lost="") == replace(first, lost=""):
             return found
-        return found._with_candidate(replace(again, policy=f"{first.policy}, edited"), layout, policy, arguments, None)
+        return found._with_prediction((first.layout, f"{first.policy}, edited", first.remat), layout, policy, arguments, {})
 
     def _table_rows(self) -> list[tuple[str, ...]]:
         has_remat = any(x.remat for x in self.candidates)

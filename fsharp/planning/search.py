@@ -35,6 +35,12 @@ class Combination:
         """Words for what the combination changes from the defaults, such as recomputation, formats and fields of the policy."""
         return self.arguments.departures(self.option.layout, self.policy)
 
+    def not_simulated(self, step_s: float) -> Candidate:
+        """Return a candidate whose step takes at least ``step_s`` seconds. Its memory has no arena."""
+        memory = self.arguments.nbytes_at_rest(self.option.layout)
+        nbytes = peak_nbytes(memory, self.policy)
+        return Candidate(*self.names, step_s, memory, nbytes, 0, is_bound=True, departures=self.departures)
+
 
 def search_candidates(
     combinations: Sequence[Combination], budget: float, tolerance: float, *, effort: float, show: bool
@@ -50,10 +56,9 @@ def search_candidates(
     waiting: list[tuple[float, int, Combination]] = []
     policies = {name: i for i, name in enumerate(dict.fromkeys(each.names[1] for each in combinations))}
     for each in combinations:
-        memory = each.arguments.nbytes_at_rest(each.option.layout)
-        nbytes = peak_nbytes(memory, each.policy)
-        if nbytes > budget:
-            found[each.names] = Candidate(*each.names, math.inf, memory, nbytes, 0, is_bound=True, departures=each.departures)
+        at_rest = each.not_simulated(math.inf)
+        if at_rest.peak_nbytes > budget:
+            found[each.names] = at_rest
             continue
         separate = each.policy.separate_groups
         is_one_group = not (each.arguments.backend == "gloo" if separate is None else separate)
@@ -71,11 +76,7 @@ def search_candidates(
             is_known = alike in same
             is_enough = spent >= effort and best < math.inf
             if not is_known and math.isfinite(effort) and (bound_s > (1 + tolerance) * best or is_enough):
-                memory = each.arguments.nbytes_at_rest(each.option.layout)
-                nbytes = peak_nbytes(memory, each.policy)
-                found[each.names] = Candidate(
-                    *each.names, bound_s, memory, nbytes, 0, is_bound=True, departures=each.departures
-                )
+                found[each.names] = each.not_simulated(bound_s)
             else:
                 if not is_known:
                     same[alike] = each.arguments.predict_candidate(each.option.layout, each.policy, each.names)
