@@ -69,26 +69,28 @@ class Arena:
         """Release the parameters of the schedule that owns the memory, so that another schedule can own it."""
         if self.tenant is not None:
             self._executor.lanes.join_lanes("gather", "reduce")
-            for slot in self.tenant.slots.values():
-                slot.release()
+            for unsharded in self.tenant.unsharded_by_unit.values():
+                unsharded.release()
         self.tenant = None
 
     def abandon_gathers(self) -> None:
         """Abandon gathers into the arena that are under way, as they may never end."""
         if self.tenant is not None:
-            for slot in self.tenant.slots.values():
-                slot.abandon_gathers()
+            for unsharded in self.tenant.unsharded_by_unit.values():
+                unsharded.abandon_gathers()
 
     def use_gathers_of_last_step(self, schedule: BoundSchedule) -> None:
         """At the start of a step, use the units that the previous step has gathered for it, and gather the missing units."""
         for bound in schedule.carried:
-            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.bucket_members if each.unit is not None]
-            if all(node is None or slot.is_filled_from(buffers_stamp(node)) for slot, node in slots):
-                for slot, _ in slots:
-                    slot.begin_step(self._executor.number)
+            units = [each.unit for each in bound.bucket_members if each.unit is not None]
+            buffers = [schedule.unsharded_by_unit[unit.key] for unit in units]
+            nodes = [unit.node for unit in units]
+            if all(n is None or x.is_filled_from(buffers_stamp(n)) for x, n in zip(buffers, nodes, strict=True)):
+                for unsharded in buffers:
+                    unsharded.begin_step(self._executor.number)
             else:
-                for slot, _ in slots:
-                    slot.release()
+                for unsharded in buffers:
+                    unsharded.release()
                 self._executor.run_op(bound)
 
     def gather_for_next_step(self, scheduled: ScheduledFunction, recorder: TraceRecorder | None) -> None:
@@ -106,7 +108,7 @@ class Arena:
             else:
                 self._executor.run_op(op)
         for unit in units:
-            bound.slots[unit.key].carry_to_next_step(unit.node)
+            bound.unsharded_by_unit[unit.key].carry_to_next_step(unit.node)
         if self._executor.lanes.has_streams:
             with self._executor.lanes.on_lane("gather", after_compute=False):
                 for x in [x for unit in units if unit.node is not None for x in unit.node.raw_buffers]:

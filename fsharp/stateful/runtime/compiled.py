@@ -25,7 +25,7 @@ class BoundSchedule:
 
     Attributes:
         microbatches_before_reduce: numbers of the microbatches after which gradients go to the optimizer's place.
-        slots: by unit, the memory of its full parameters.
+        unsharded_by_unit: by unit, the memory of its full parameters.
         resting_gradients: by unit, its gradient at rest, from the op that opens it.
         ops: by event, the first op of each bucket, without carried ops.
         bound: by event, pairs of an op in ``ops`` and its action.
@@ -43,7 +43,9 @@ class BoundSchedule:
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(_schedule_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison
-        self.slots = {k: UnshardedBuffer(units[k], comm, where, arena, poison=poison) for k, where in schedule.slots.items()}
+        self.unsharded_by_unit = {
+            name: UnshardedBuffer(units[name], comm, where, arena, poison=poison) for name, where in schedule.slots.items()
+        }
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.resting_gradients = {
             name: units[name].trained_gradient.route.resting_gradient(self._arena_bytes(memory))
@@ -96,7 +98,7 @@ class BoundSchedule:
                 known["is_first"] = spec.fills == OUTGOING and op.unit not in begun
                 (begun.add if spec.fills == OUTGOING else begun.discard)(op.unit)
             known["gradients_to_join"], known["other_members"] = tuple(dict.fromkeys(joins)), other_members
-            return BoundOp(op, (self.number, i), after, unit, self.slots.get(op.unit), **known)
+            return BoundOp(op, (self.number, i), after, unit, self.unsharded_by_unit.get(op.unit), **known)
 
         for run in runs:
             yield bind(run[0], [bind(i) for i in run[1:]])
@@ -119,10 +121,10 @@ class BoundSchedule:
     def leave_schedule(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
         """Leave this schedule during a step. Backwards keep the memory of their forwards; new uses get memory of their own."""
         self.stranded = {}
-        for slot in self.slots.values():
-            slot.wait()
-            if not is_in_use(slot):
-                slot.release()
+        for unsharded in self.unsharded_by_unit.values():
+            unsharded.wait()
+            if not is_in_use(unsharded):
+                unsharded.release()
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()

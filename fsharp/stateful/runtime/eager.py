@@ -41,7 +41,7 @@ class EagerOps:
         left_at: text about the event that the schedule did not contain.
 
     Attributes:
-        slots: by unit, the last memory of its full parameters.
+        unsharded_by_unit: by unit, the last memory of its full parameters.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EagerOps:
     ) -> None:
         self._executor, self._device, self._left, self.left_at = executor, executor.comm.device, left, left_at
         self._is_in_use = is_in_use
-        self.slots: dict[str, UnshardedBuffer] = {}
+        self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_schedule_numbers)  # numbers of compiled schedules are positive
         executor.lanes.drop_events_when_collected(self, self._number)
         self._at = 0
@@ -129,10 +129,10 @@ class EagerOps:
         """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward."""
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
-        unsharded = forward_buffer or self.slots.get(unit.key)
+        unsharded = forward_buffer or self.unsharded_by_unit.get(unit.key)
         if unsharded is None or (forward_buffer is None and self._is_in_use(unsharded) and not unsharded.is_filled_from(seen)):
             unsharded = UnshardedBuffer(unit, self._executor.comm)
-        self.slots[unit.key] = unsharded
+        self.unsharded_by_unit[unit.key] = unsharded
         is_filled = unsharded.is_filled_from(seen)
         if not is_filled:
             if unsharded.filled_from is not None:
@@ -156,7 +156,7 @@ class EagerOps:
                     f"the backward of unit {unit.key!r} needs memory that now holds the gradient of {name!r}, of which there "
                     f"are views. Run the backward of {unit.key!r} earlier, or pass keep_gradients=True to the Scheduler."
                 )
-        for name, other in self._left.slots.items():
+        for name, other in self._left.unsharded_by_unit.items():
             shares_bytes = other.where is not None and other.where.overlaps(unsharded.where)
             if other is unsharded or other.filled_from is None or not shares_bytes:
                 continue
@@ -265,7 +265,7 @@ class EagerOps:
         to_come = [(self._number, j) for j in op.after if self.ops[j].stream != stream and j not in self._joined]
         if stream == "compute":
             self._joined = set()
-        return BoundOp(op, (self._number, number), to_come, unit, **{"unsharded": self.slots.get(key), **bound})
+        return BoundOp(op, (self._number, number), to_come, unit, **{"unsharded": self.unsharded_by_unit.get(key), **bound})
 
     def _assign_address(self, buffer: str, unit: UnitState) -> Memory | None:
         """Return the address of a buffer in this step's schedule, which no other buffer has; None for 0 bytes."""

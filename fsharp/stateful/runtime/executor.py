@@ -340,7 +340,7 @@ def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
 
 def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
     transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.bucket_members]
-    coalesced, is_finish = len(members) > 1, bound.spec is ops.FINAL_REDUCE
+    coalesced, is_final = len(members) > 1, bound.spec is ops.FINAL_REDUCE
     units, what = [each.unit for each in bound.bucket_members if each.unit is not None], ops_text(bound.bucket_members)
 
     def start() -> None:
@@ -349,7 +349,7 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
         inputs: list[ChainInput] = []
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
-            if is_finish:
+            if is_final:
                 inputs += gradient.final_reduction_inputs(each.final_pieces)
             else:
                 assert block is not None
@@ -370,10 +370,10 @@ def _bind_decode_sum(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
-    gradient, end, is_finish = bound.gradient, _action_to_end_reduction(bound), bound.spec is ops.FINAL_ACCUMULATE
-    reduction, opens = (bound.op.unit, ops.FINAL_REDUCE if is_finish else ops.REDUCE), bound.op.opens is not None
+    gradient, end, is_final = bound.gradient, _action_to_end_reduction(bound), bound.spec is ops.FINAL_ACCUMULATE
+    reduction, opens = (bound.op.unit, ops.FINAL_REDUCE if is_final else ops.REDUCE), bound.op.opens is not None
     waits_late = bound.may_run_late and executor.transport.is_async
-    end_on_lane = executor.action_on_lane(bound, end, after_compute=not is_finish and not gradient.route.has_reduction)
+    end_on_lane = executor.action_on_lane(bound, end, after_compute=not is_final and not gradient.route.has_reduction)
 
     def action() -> None:
         executor.reducing.pop(reduction, None)

@@ -119,7 +119,7 @@ class Step:
         if unit.axes:
             source = self.eager or self.schedule
             assert source is not None
-            unsharded = source.slots[unit.key]
+            unsharded = source.unsharded_by_unit[unit.key]
             full = unsharded.full
         else:
             full = unit.full_at_rest()
