@@ -53,7 +53,8 @@ def emit_ops(
     for i, event in enumerate(program.events):
         phase: Phase = "forward" if event.kind.startswith("forward") else "backward"
         if event.kind not in ("backward_end", "microbatch_end", "update"):
-            parameters.emit_releases_and_gathers(i, phase)
+            parameters.emit_releases(i, phase)
+            parameters.emit_gathers(i, phase)
         match event.kind:
             case "forward" | "backward":
                 parameters.emit_use(event, phase, i)
@@ -63,7 +64,8 @@ def emit_ops(
                 parameters.emit_gathers(i, "backward")
             case "microbatch_end":
                 gradients.end_microbatch(i)
-                parameters.emit_releases_and_gathers(i, "backward")
+                parameters.emit_releases(i, "backward")
+                parameters.emit_gathers(i, "backward")
                 microbatch += 1
                 gradients.begin_microbatch(casts[microbatch], is_last=microbatch in last)
             case "reduce":

@@ -49,11 +49,6 @@ class ParameterOps:
         self._fetched: list[UnplacedOp] = []  # fetches for the next update
         self._waited_updates: set[str] = set()  # units whose updated parameters compute has waited for
 
-    def emit_releases_and_gathers(self, at: int, phase: Phase) -> None:
-        """Emit the releases and the gathers that are planned for event ``at``."""
-        self.emit_releases(at, phase)
-        self.emit_gathers(at, phase)
-
     def emit_releases(self, at: int, phase: Phase) -> None:
         """Emit the releases that are planned for event ``at``."""
         for unit in (unit for bucket in self._changes[at].released for unit in bucket):

@@ -157,7 +157,7 @@ class PolicyLimitsCheck(ScheduleCheck):
         ends = {event.use: i for i, event in enumerate(self.events) if event.kind == "backward_end"}
         self.last_ends = ends if self.policy.release != "forward" else {}  # by use that may stay, where it ends
         self.seen = 0  # events so far
-        self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
+        self.under_way: dict[str, dict[str, str]] = {OUTGOING: {}, FINISHING: {}}  # by unit, the group of its reduction
 
     def _count_uses_until(self, at: int) -> None:
         for i, event in enumerate(self.events[self.seen : at + 1], self.seen):
@@ -184,18 +184,14 @@ class PolicyLimitsCheck(ScheduleCheck):
         elif spec.frees == PARAMS:
             self.group_of.pop(op.unit, None)
         elif spec.calls and spec.memory_buffer_kind in self.under_way:
-            here = self.under_way[spec.memory_buffer_kind]
-            here.setdefault(_bucket_name(op), set()).add(op.unit)
+            self.under_way[spec.memory_buffer_kind][op.unit] = _bucket_name(op)
+            groups = set(self.under_way[spec.memory_buffer_kind].values())
             most = MAX_FINAL_REDUCTIONS if spec.memory_buffer_kind == FINISHING else MAX_REDUCTIONS
-            if len(here) > most:
-                what = f"is a reduction too many: reductions of {sorted(here)} are under way."
+            if len(groups) > most:
+                what = f"is a reduction too many: reductions of {sorted(groups)} are under way."
                 raise op_error(i, op, what, f"at most {most}", "Accumulate another gradient first.")
         elif spec.frees in self.under_way:
-            here = self.under_way[spec.frees]
-            for group in [group for group, units in here.items() if op.unit in units]:
-                here[group].discard(op.unit)
-                if not here[group]:
-                    del here[group]
+            self.under_way[spec.frees].pop(op.unit, None)
 
 
 def _bucket_name(op: Op) -> str:
