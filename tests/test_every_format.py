@@ -8,6 +8,7 @@ import torch
 import fsharp as fs
 from fsharp.testing import DebugPolicy, checking_races, processes, simulate
 from tests.gpt_like import loss_fn
+from tests.ranks import on_ranks
 from tests.scheduling import (
     STRATEGIES,
     assert_same,
@@ -16,6 +17,7 @@ from tests.scheduling import (
     make_layout,
     make_state,
     make_tx,
+    mesh_of,
     my_batches,
     train,
 )
@@ -46,20 +48,19 @@ POLICIES = {
 
 
 @every(9, strategy=STRATEGIES, policy=POLICIES, name=EXACT)
-def test_training_has_the_bits_of_bfloat16(strategy, policy, name):
-    def rank_fn(comm):
-        ours, theirs = (train(comm, strategy, POLICIES[policy], microbatches=2, precision=each) for each in EXACT[name])
-        assert_same_training(ours, theirs)
-        if ours.schedule is not None:
-            assert ours.num_unscheduled_calls == 1
-            fs.schedules.verify(ours.schedule)
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+@on_ranks(mesh_of)
+def test_training_has_the_bits_of_bfloat16(comm, strategy, policy, name):
+    ours, theirs = (train(comm, strategy, POLICIES[policy], microbatches=2, precision=each) for each in EXACT[name])
+    assert_same_training(ours, theirs)
+    if ours.schedule is not None:
+        assert ours.num_unscheduled_calls == 1
+        fs.schedules.verify(ours.schedule)
 
 
 @every(2, strategy=["ddp", "zero1", "zero2", "zero3", "hsdp"], name=[name for name in EXACT if name != "wire of bfloat16"])
-def test_modules_have_the_bits_of_bfloat16(strategy, name):
-    mesh, how = STRATEGIES[strategy]
+@on_ranks(mesh_of)
+def test_modules_have_the_bits_of_bfloat16(comm, strategy, name):
+    _, how = STRATEGIES[strategy]
 
     def trained(comm, precision):
         torch.manual_seed(3)
@@ -86,27 +87,23 @@ def test_modules_have_the_bits_of_bfloat16(strategy, name):
             found.append(model(x))
         return found, dict(model.full_parameters())
 
-    simulate(mesh, lambda comm: assert_same(*(trained(comm, precision) for precision in EXACT[name])))
+    assert_same(*(trained(comm, precision) for precision in EXACT[name]))
 
 
 @every(2, strategy=["ddp", "zero1", "zero3", "hsdp", "hfsdp"], form=[HALVES, BY_LEAF, *BUILT_IN])
-def test_what_rests_and_travels_is_what_is_predicted(strategy, form):
+@on_ranks(mesh_of)
+def test_what_rests_and_travels_is_what_is_predicted(comm, strategy, form):
     mesh, how = STRATEGIES[strategy]
     precision = fs.Precision(**DTYPES, stored=form)
     layout = make_layout(mesh, how, precision=precision)
-
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        tx = fs.optim.adamw(1e-2)
-        state = make_state(comm, strategy, tx=tx, precision=precision)
-        buffers = [b for node in fs.layouts.units_of(state.params) for b in node.buffers]
-        assert {b.dtype for b in buffers} == {torch.uint8}
-        assert sum(b.nbytes for b in buffers) == layout.nbytes("params")
-        fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
-        return Counter(counting.calls)
-
-    for calls in simulate(mesh, rank_fn):
-        assert calls == fs.inspect.step_traffic(layout)
+    counting = fs.collectives.CountingComm(comm)
+    tx = fs.optim.adamw(1e-2)
+    state = make_state(comm, strategy, tx=tx, precision=precision)
+    buffers = [b for node in fs.layouts.units_of(state.params) for b in node.buffers]
+    assert {b.dtype for b in buffers} == {torch.uint8}
+    assert sum(b.nbytes for b in buffers) == layout.nbytes("params")
+    fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
+    assert Counter(counting.calls) == fs.inspect.step_traffic(layout)
 
 
 ROUNDING = {
@@ -203,12 +200,10 @@ def test_layouts_print_and_serialise_and_ranks_compare_formats(one, other, shown
         ((2, 1), fs.zero1("dp", "inner"), fs.Precision(update=MXINT4), False),
     ],
 )
-def test_nothing_is_rounded_along_an_axis_of_one_rank(sizes, how, precision, is_exact):
-    def rank_fn(comm):
-        blocking = train(comm, how, precision=precision)
-        for policy in ({}, {"trivial_axes": True}, {"trivial_axes": True, "bucket_nbytes": 2000}):
-            assert_same_training(train(comm, how, policy, precision=precision), blocking)
-        if is_exact:
-            assert_same_training(blocking, train(comm, how))
-
-    simulate(fs.Mesh(dict(zip(("dp", "inner"), sizes))), rank_fn)
+@on_ranks(lambda sizes: fs.Mesh(dict(zip(("dp", "inner"), sizes))))
+def test_nothing_is_rounded_along_an_axis_of_one_rank(comm, sizes, how, precision, is_exact):
+    blocking = train(comm, how, precision=precision)
+    for policy in ({}, {"trivial_axes": True}, {"trivial_axes": True, "bucket_nbytes": 2000}):
+        assert_same_training(train(comm, how, policy, precision=precision), blocking)
+    if is_exact:
+        assert_same_training(blocking, train(comm, how))

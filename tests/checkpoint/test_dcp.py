@@ -18,6 +18,7 @@ from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.errors import CheckpointError, PatternError, TreeError
 from fsharp.testing import processes, simulate
 from tests.checkpoint.models import nested, planned, whole
+from tests.modules import descend
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 MESH = fs.Mesh({"dp": 2})
@@ -49,9 +50,7 @@ def trained_by_fsdp2(model):
     model = fsdp2(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9))
     for _ in range(2):
-        model(torch.arange(12.0).view(2, 6) / 12).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(torch.arange(12.0).view(2, 6) / 12).square().sum(), optimizer)
     state, opt = get_state_dict(model, optimizer)
     return {"model": state, "optim": opt}
 
@@ -71,9 +70,7 @@ def trained_by_fsharp(folder, kind):
         groups, which, options = OPTIMIZERS[kind](model)
         optimizer = fs.ShardedOptimizer(groups, which, **options)
         for _ in range(2):
-            model(torch.arange(12.0).view(2, 6) / 12).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(torch.arange(12.0).view(2, 6) / 12).square().sum(), optimizer)
         fs.checkpoint.save(folder / "root", {"model": model, "optim": optimizer}, step=2, comm=model.comm)
         return {name: p.detach().clone() for name, p in model.full_parameters()}, optimizer.full_state_dict(rank=None)
 
@@ -144,11 +141,7 @@ def exchanged(tmp_path_factory):
         moments = {name: {kind: each[kind] for kind in kinds[1:]} for name, each in states.items()}
         read = {"model": tree["model"], "optim": {"state": moments}}
         dcp.load(read, checkpoint_id=str(folder / "exported"))
-        return (
-            saved,
-            tensors_of(read),
-            {kind: loaded_by_torch(folder / kind, kind, fsdp2(build())) for kind in OPTIMIZERS},
-        )
+        return (saved, tensors_of(read), {kind: loaded_by_torch(folder / kind, kind, fsdp2(build())) for kind in OPTIMIZERS})
 
     trained = {kind: trained_by_fsharp(folder / kind, kind) for kind in OPTIMIZERS}
     results = processes(MESH, run)
@@ -436,9 +429,7 @@ def test_lists_tuples_and_none_go_through(tmp_path):
         model = nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * steps, betas=(0.1 * steps, 0.9))
         for _ in range(steps):
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(torch.ones(2, 3)).sum(), optimizer)
         return model, optimizer
 
     def states(model, optimizer):

@@ -6,6 +6,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.testing import processes, simulate
+from tests.modules import descend
 from tests.scheduling import every
 
 WORLDS = {
@@ -52,9 +53,7 @@ def made(world, comm, kind, seed):
 def train(model, optimizer, steps):
     for step in steps:
         x = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(step))
-        nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()), optimizer)
 
 
 def whole(model):

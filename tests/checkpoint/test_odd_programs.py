@@ -254,8 +254,7 @@ def test_states_of_torchopt_go_on_elsewhere(tmp_path, name):
 
     expected = simulate(fs.Mesh({"dp": 3}), before)[0]
     for found in simulate(fs.Mesh({"dp": 2}), after):
-        for x, y in zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(optree.tree_leaves(found), optree.tree_leaves(expected), rtol=1e-6, atol=1e-7)
 
 
 def test_states_of_torchopt_are_resharded_or_refused():

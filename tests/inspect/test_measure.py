@@ -5,6 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.testing import processes, simulate
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"outer": 2, "inner": 1}])
@@ -41,20 +42,16 @@ def test_one_rank_has_no_links():
         ("steps", [1, 2], "rank 1: 2.0"),
     ],
 )
-def test_ranks_with_different_arguments_are_refused(name, values, shown):
-    def run(comm):
-        with pytest.raises(fs.errors.AgreementError, match=rf"{name} .*{shown}"):
-            fs.inspect.measure(comm, **{"compute": (0.5, 1.0), "steps": 1, name: values[comm.rank]})
-
-    simulate(fs.Mesh({"dp": 2}), run)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_ranks_with_different_arguments_are_refused(comm, name, values, shown):
+    with pytest.raises(fs.errors.AgreementError, match=rf"{name} .*{shown}"):
+        fs.inspect.measure(comm, **{"compute": (0.5, 1.0), "steps": 1, name: values[comm.rank]})
 
 
-def test_a_bad_argument_on_one_rank_is_an_error_on_all():
-    def run(comm):
-        with pytest.raises(fs.errors.FsharpError, match=r"update_s is -1\.0, expected at least 0"):
-            fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1, update_s=-1.0 if comm.rank else 0.0)
-
-    simulate(fs.Mesh({"dp": 2}), run)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_bad_argument_on_one_rank_is_an_error_on_all(comm):
+    with pytest.raises(fs.errors.FsharpError, match=r"update_s is -1\.0, expected at least 0"):
+        fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1, update_s=-1.0 if comm.rank else 0.0)
 
 
 def test_no_steps_are_refused():

@@ -17,6 +17,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.interop.jax import as_torch
 from fsharp.testing import assert_equivalent, processes, simulate
 from tests import gpt_like
+from tests.ranks import on_ranks
 
 
 def jax_fn(p, x, n, scale=1.0):
@@ -316,8 +317,9 @@ def sharded_outside(comm, strategy):
 
 
 @pytest.mark.parametrize("strategy", [fs.ddp("dp"), fs.zero3("dp")], ids=["ddp", "zero3"])
-def test_as_torch_refuses_parameters_of_a_sharded_module_outside_of_it(strategy):
-    simulate(fs.Mesh({"dp": 2}), lambda comm: sharded_outside(comm, strategy))
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_as_torch_refuses_parameters_of_a_sharded_module_outside_of_it(comm, strategy):
+    sharded_outside(comm, strategy)
 
 
 # ---------------------------------------------------------------- as the function of a unit

@@ -15,6 +15,7 @@ from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn
 from tests.interop import worlds
 from tests.interop.worlds import STEPS, WORLDS, begin, difference, grads_at, params
+from tests.ranks import on_ranks
 from tests.scheduling import every, make_state, my_batches
 
 
@@ -116,19 +117,17 @@ def test_frozen_leaves_are_not_seen():
     assert difference(found["embed"], unsharded(tx)["embed"]) < 1e-5
 
 
-def test_state_is_sharded_and_its_numbers_may_be_set():
-    def rank_fn(comm):
-        tx = fs.optim.from_optax(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
-        layout, state = begin(comm, fs.zero3("dp"), tx)
-        state.opt.optax.hyperparams["learning_rate"] = torch.tensor(0.0)
-        new = fs.update(tx, fs.shard(params(), layout, comm, place="optim"), state, comm=comm)
-        same = all(map(torch.equal, optree.tree_leaves(new.params), optree.tree_leaves(state.params)))
-        moments = [sum(node.nbytes for node in fs.layouts.units_of(tree)) for tree in state.opt.buffers]
-        return same, moments, sum(node.nbytes for node in fs.layouts.units_of(state.params))
-
-    for same, moments, nbytes in simulate(fs.Mesh({"dp": 4}), rank_fn):
-        assert same
-        assert moments == [nbytes, nbytes]
+@on_ranks(fs.Mesh({"dp": 4}))
+def test_state_is_sharded_and_its_numbers_may_be_set(comm):
+    tx = fs.optim.from_optax(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
+    layout, state = begin(comm, fs.zero3("dp"), tx)
+    state.opt.optax.hyperparams["learning_rate"] = torch.tensor(0.0)
+    new = fs.update(tx, fs.shard(params(), layout, comm, place="optim"), state, comm=comm)
+    assert all(map(torch.equal, optree.tree_leaves(new.params), optree.tree_leaves(state.params)))
+    first, second, nbytes = (
+        sum(node.nbytes for node in fs.layouts.units_of(tree)) for tree in (*state.opt.buffers, state.params)
+    )
+    assert first == second == nbytes
 
 
 REFUSED = {
@@ -158,27 +157,20 @@ def test_what_looks_at_rows_is_right_where_nothing_is_cut(name):
     assert difference(found, unsharded(REFUSED[name]())) < 1e-5
 
 
-def test_ranks_with_other_numbers_are_told():
-    def rank_fn(comm):
-        with pytest.raises(AgreementError, match=r"from_optax\(\)"):
-            begin(comm, fs.zero3("dp"), fs.optim.from_optax(optax.sgd(0.1 + comm.rank)))
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_ranks_with_other_numbers_are_told(comm):
+    with pytest.raises(AgreementError, match=r"from_optax\(\)"):
+        begin(comm, fs.zero3("dp"), fs.optim.from_optax(optax.sgd(0.1 + comm.rank)))
 
 
-def test_ranks_with_another_loss_are_told():
+@on_ranks(fs.Mesh({"dp": 3}))
+def test_ranks_with_another_loss_are_told(comm):
     tx = fs.optim.from_optax(optax.contrib.reduce_on_plateau())
-
-    def rank_fn(comm):
-        layout, state = begin(comm, fs.ddp("dp"), tx)
-        grads = fs.shard(grads_at(0), layout, comm, place="optim")
-        state = fs.update(tx, grads, state, comm=comm, value=torch.tensor(2.0))
-        with pytest.raises(AgreementError, match=r"value  rank 1: 1\.5"):
-            fs.update(tx, grads, state, comm=comm, value=1.5 if comm.rank == 1 else 2.0)
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 3}), rank_fn))
+    layout, state = begin(comm, fs.ddp("dp"), tx)
+    grads = fs.shard(grads_at(0), layout, comm, place="optim")
+    state = fs.update(tx, grads, state, comm=comm, value=torch.tensor(2.0))
+    with pytest.raises(AgreementError, match=r"value  rank 1: 1\.5"):
+        fs.update(tx, grads, state, comm=comm, value=1.5 if comm.rank == 1 else 2.0)
 
 
 def test_jax_is_given_no_memory_of_gradients(monkeypatch):
@@ -207,22 +199,18 @@ def test_state_is_made_where_the_parameters_are(monkeypatch):
     assert places == {first}
 
 
-def test_ranks_that_set_another_number_are_told():
+@on_ranks(fs.Mesh({"dp": 3}))
+def test_ranks_that_set_another_number_are_told(comm):
     tx = fs.optim.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
-
-    def rank_fn(comm):
-        layout, state = begin(comm, fs.zero3("dp"), tx)
-        grads = fs.shard(grads_at(0), layout, comm, place="optim")
-        for value in (0.25, np.float32(0.25), jnp.float32(0.25), torch.tensor(0.25)):
-            state.opt.optax.hyperparams["learning_rate"] = value
-            new = fs.update(tx, grads, state, comm=comm)
-            assert new.opt.optax.hyperparams["learning_rate"] == 0.25
-        state.opt.optax.hyperparams["learning_rate"] = 0.5 if comm.rank == 1 else 0.25
-        with pytest.raises(AgreementError, match=r"state.hyperparams\['learning_rate'\]  rank 1: 0\.5"):
-            fs.update(tx, grads, state, comm=comm)
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 3}), rank_fn))
+    layout, state = begin(comm, fs.zero3("dp"), tx)
+    grads = fs.shard(grads_at(0), layout, comm, place="optim")
+    for value in (0.25, np.float32(0.25), jnp.float32(0.25), torch.tensor(0.25)):
+        state.opt.optax.hyperparams["learning_rate"] = value
+        new = fs.update(tx, grads, state, comm=comm)
+        assert new.opt.optax.hyperparams["learning_rate"] == 0.25
+    state.opt.optax.hyperparams["learning_rate"] = 0.5 if comm.rank == 1 else 0.25
+    with pytest.raises(AgreementError, match=r"state.hyperparams\['learning_rate'\]  rank 1: 0\.5"):
+        fs.update(tx, grads, state, comm=comm)
 
 
 def concatenated(grads, params):
@@ -230,17 +218,13 @@ def concatenated(grads, params):
     return jax.tree.map(lambda g: -0.1 * g / (1 + norm), grads)
 
 
-def test_leaves_are_combined_where_all_of_them_are_here():
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_leaves_are_combined_where_all_of_them_are_here(comm):
     tx = optax.stateless(concatenated)
-    found, _ = simulate(fs.Mesh({"dp": 2}), lambda comm: sharded(comm, fs.ddp("dp"), tx))[0]
+    found, _ = sharded(comm, fs.ddp("dp"), tx)
     assert difference(found, unsharded(tx)) < 1e-5
-
-    def refused(comm):
-        with pytest.raises(LayoutError, match=r"combines elements of 'embed\.w' and 'layers\.0\.b' \(concatenate\)"):
-            begin(comm, fs.zero3("dp"), fs.optim.from_optax(tx))
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), refused))
+    with pytest.raises(LayoutError, match=r"combines elements of 'embed\.w' and 'layers\.0\.b' \(concatenate\)"):
+        begin(comm, fs.zero3("dp"), fs.optim.from_optax(tx))
 
 
 def test_bfloat16_leaves_and_numbers_and_empty_leaves():
@@ -295,15 +279,12 @@ def trained(comm, strategy, wrap):
 
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero1", marks=pytest.mark.deep)])
-def test_scheduled_steps_in_a_chain_of_our_own(strategy):
-    def rank_fn(comm):
-        scheduler = fs.Scheduler(comm)
-        blocking = trained(comm, strategy, lambda step: lambda state, batch: step(state, batch, comm))
-        return blocking, trained(comm, strategy, lambda step: scheduler(step))
-
-    for (losses, found), (scheduled, same) in simulate(fs.Mesh({"dp": 2}), rank_fn):
-        assert losses == scheduled
-        assert all(map(torch.equal, found, same))
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_scheduled_steps_in_a_chain_of_our_own(comm, strategy):
+    losses, found = trained(comm, strategy, lambda step: lambda state, batch: step(state, batch, comm))
+    scheduled, same = trained(comm, strategy, fs.Scheduler(comm))
+    assert losses == scheduled
+    assert all(map(torch.equal, found, same))
 
 
 def test_in_processes():
