@@ -42,11 +42,19 @@ def edit(schedule, *positions, **fields):
     return schedule.replace_ops(ops)
 
 
+def in_a_row(units, microbatches=1):
+    """A step that uses units one after another, and comes back to them in the backward, in each microbatch."""
+    events = []
+    for start in range(0, microbatches * len(units), len(units)):
+        uses = [(unit.name, start + i) for i, unit in enumerate(units)]
+        events += [Event(kind, *use) for use in uses for kind in ("forward", "forward_end")]
+        events += [Event(kind, *use) for use in reversed(uses) for kind in ("backward", "backward_end")]
+        events.append(Event("microbatch_end"))
+    return Program(tuple(units), (*events, Event("reduce"), Event("update")))
+
+
 def chain(num_units, **facts):
-    units = [UnitFacts(f"u{i}", 64, 64, gather=(GATHER,), reduce=(REDUCE,), **facts) for i in range(num_units)]
-    events = [Event(kind, f"u{i}", i) for i in range(num_units) for kind in ("forward", "forward_end")]
-    events += [Event(kind, f"u{i}", i) for i in reversed(range(num_units)) for kind in ("backward", "backward_end")]
-    return Program(tuple(units), (*events, Event("microbatch_end"), Event("reduce"), Event("update")))
+    return in_a_row([UnitFacts(f"u{i}", 64, 64, gather=(GATHER,), reduce=(REDUCE,), **facts) for i in range(num_units)])
 
 
 def schedules(facts, policy):

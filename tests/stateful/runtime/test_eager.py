@@ -15,15 +15,20 @@ from tests.gpt_like import loss_fn
 from tests.scheduling import DP, STRATEGIES, every, make_state, make_tx, my_batches
 
 
-def emitted(comm, strategy, *, microbatches=1, precision=None):
+def emitted(comm, strategy, *, microbatches=1, precision=fs.Precision(), **policy):
     """The schedule that the first step of training leaves, and the scheduled function."""
-    state = make_state(comm, strategy, **({"precision": precision} if precision else {}))
-    call = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss_fn, make_tx(), microbatches=microbatches))
+    state, step = make_state(comm, strategy, precision=precision), fs.train_step(loss_fn, make_tx(), microbatches=microbatches)
+    call = fs.Scheduler(comm, policy=DebugPolicy(poison=True, **policy))(step)
     call(state, my_batches(comm, 1)[0])
     return call.emitted(), call
 
 
-@every(3, strategy=STRATEGIES, microbatches=[1, 2], precision=[None, fs.Precision(compute=torch.bfloat16, main=torch.float32)])
+@every(
+    3,
+    strategy=STRATEGIES,
+    microbatches=[1, 2],
+    precision=[fs.Precision(), fs.Precision(compute=torch.bfloat16, main=torch.float32)],
+)
 def test_what_an_unplanned_step_has_done_verifies(strategy, microbatches, precision):
     found = simulate(
         STRATEGIES[strategy][0], lambda comm: emitted(comm, strategy, microbatches=microbatches, precision=precision)[0]

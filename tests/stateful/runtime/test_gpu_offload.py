@@ -6,24 +6,14 @@ import torch
 import fsharp as fs
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.testing import DebugPolicy
-from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.gpt_like import loss_fn
 from tests.scheduling import every
-from tests.stateful.runtime.test_gpu_scheduler import MESH
+from tests.stateful.runtime.test_gpu_scheduler import batches, start
 from tests.virtual_device import accelerator as accelerator
 from tests.virtual_device import comm as comm
 
 BF16 = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 BLOCK = 512  # bytes, of which torch's allocator makes what it hands out
-
-
-def start(comm, strategy, tx, dim=6, precision=BF16):
-    params = optree.tree_map(lambda t: t.cuda(), make_params(layers=4, dim=dim))
-    layout = fs.plan(params, MESH, strategy("dp"), units="layers.*", precision=precision)
-    return fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-
-
-def batches(count):
-    return [{k: v.cuda() for k, v in batch.items()} for batch in make_batches(count, 32)]
 
 
 def held(state):
@@ -36,7 +26,7 @@ def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=donate)
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, poison=True, offload=True))
     scheduled = scheduler(step)
-    ours, theirs = start(comm, strategy, tx, precision=precision), start(comm, strategy, tx, precision=precision)
+    ours, theirs = (start(comm, strategy, tx, precision) for _ in range(2))
     for batch in batches(6):
         ours, metrics = scheduled(ours, batch)
         theirs, expected = step(theirs, batch, comm)
@@ -89,7 +79,7 @@ def test_forward_and_backward_have_the_bytes_that_are_on_the_host(comm):
 
         scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, offload=offload))(step)
         before = torch.cuda.memory_allocated()
-        state = start(comm, fs.zero3, tx, dim=512)
+        state = start(comm, fs.zero3, tx, BF16, dim=512)
         for batch in batches(5):
             state = scheduled(state, batch)
         assert scheduled.num_unscheduled_calls == 1

@@ -15,8 +15,8 @@ from tests.virtual_device import comm as comm
 MESH = fs.Mesh({"dp": 1})
 
 
-def start(comm, strategy, tx, precision=fs.Precision()):
-    params = optree.tree_map(lambda t: t.cuda(), make_params(layers=4))
+def start(comm, strategy, tx, precision=fs.Precision(), dim=6):
+    params = optree.tree_map(lambda t: t.cuda(), make_params(layers=4, dim=dim))
     layout = fs.plan(params, MESH, strategy("dp"), units="layers.*", precision=precision)
     return fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
 

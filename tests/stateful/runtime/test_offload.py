@@ -21,6 +21,7 @@ from fsharp.testing import DebugPolicy, RaceError, checking_races, processes, si
 from fsharp.testing.ordering import RecordStream, Wait, replay
 from tests import modules
 from tests.gpt_like import loss_fn
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     FLAT,
@@ -30,6 +31,7 @@ from tests.scheduling import (
     assert_same_training,
     every,
     make_state,
+    mesh_of,
     my_batches,
     train,
 )
@@ -132,15 +134,13 @@ def test_modules_have_the_same_bits(strategy, precision, tx):
         assert not any(here)
 
 
-def test_main_copies_of_a_module_stay_where_it_shows_them():
-    def rank_fn(comm):
-        model, _ = train_module(comm, "zero3", "bf16", fs.optim.adamw(1e-2), offload=True)
-        assert model.train_state.main is not None
-        held = {b.untyped_storage().data_ptr() for node in fs.layouts.units_of(model.train_state.main) for b in node.buffers}
-        assert {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()} <= held
-        assert not any(isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(model.train_state.main))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_main_copies_of_a_module_stay_where_it_shows_them(comm):
+    model, _ = train_module(comm, "zero3", "bf16", fs.optim.adamw(1e-2), offload=True)
+    assert model.train_state.main is not None
+    held = {b.untyped_storage().data_ptr() for node in fs.layouts.units_of(model.train_state.main) for b in node.buffers}
+    assert {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()} <= held
+    assert not any(isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(model.train_state.main))
 
 
 # ------------------------------------------------------------ bytes
@@ -175,39 +175,38 @@ def held(state):
 
 
 @every(2, strategy=STRATEGIES, precision=PRECISIONS)
-def test_bytes_copied_are_those_planned(strategy, precision):
-    for copied, states, _, schedule in simulate(STRATEGIES[strategy][0], lambda comm: steps(comm, strategy, precision)):
-        nbytes = tree_nbytes([node.buffers for node in held(states[-1])])
-        assert copied == [nbytes, 2 * nbytes, 2 * nbytes, 2 * nbytes], "the first step finds its state on the device"
-        assert schedule.host_nbytes == 2 * nbytes
-        assert sum(facts.host for facts in schedule.program.units) == nbytes
-        assert all(isinstance(node.lazy, HostBuffers) for node in held(states[-1]) if any(map(len, node.buffers)))
-        assert not any(isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(states[-1].params))
+@on_ranks(mesh_of)
+def test_bytes_copied_are_those_planned(comm, strategy, precision):
+    copied, states, _, schedule = steps(comm, strategy, precision)
+    nbytes = tree_nbytes([node.buffers for node in held(states[-1])])
+    assert copied == [nbytes, 2 * nbytes, 2 * nbytes, 2 * nbytes], "the first step finds its state on the device"
+    assert schedule.host_nbytes == 2 * nbytes
+    assert sum(facts.host for facts in schedule.program.units) == nbytes
+    assert all(isinstance(node.lazy, HostBuffers) for node in held(states[-1]) if any(map(len, node.buffers)))
+    assert not any(isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(states[-1].params))
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_donated_host_memory_is_filled_again(donate):
-    for seen in simulate(DP, lambda comm: steps(comm, "zero3", donate=donate)):
-        assert len(set(map(tuple, seen.addresses))) == (1 if donate else 4)
+@on_ranks(DP)
+def test_donated_host_memory_is_filled_again(comm, donate):
+    assert len(set(map(tuple, steps(comm, "zero3", donate=donate).addresses))) == (1 if donate else 4)
 
 
-def test_state_that_comes_on_the_device_is_right_in_a_planned_step():
+@on_ranks(DP)
+def test_state_that_comes_on_the_device_is_right_in_a_planned_step(comm):
     """From a checkpoint, or changed by the user: plain tensors."""
 
     def restored(state):
         return optree.tree_map(copy.copy, state)
 
-    def rank_fn(comm):
-        plain, again = steps(comm, "zero2"), steps(comm, "zero2", between=restored)
-        assert_same(optree.tree_leaves(again.states[-1]), optree.tree_leaves(plain.states[-1]))
-        return again
-
-    for seen in simulate(DP, rank_fn):
-        assert len(set(seen.copied)) == 1, "down alone"
-        assert seen.schedule.host_nbytes == 2 * seen.copied[0]
+    plain, again = steps(comm, "zero2"), steps(comm, "zero2", between=restored)
+    assert_same(optree.tree_leaves(again.states[-1]), optree.tree_leaves(plain.states[-1]))
+    assert len(set(again.copied)) == 1, "down alone"
+    assert again.schedule.host_nbytes == 2 * again.copied[0]
 
 
-def test_a_state_of_other_size_leaves_the_schedule_and_is_planned_for():
+@on_ranks(DP)
+def test_a_state_of_other_size_leaves_the_schedule_and_is_planned_for(comm):
     """A rule that begins to keep something."""
 
     def init(params):
@@ -219,18 +218,15 @@ def test_a_state_of_other_size_leaves_the_schedule_and_is_planned_for():
         return optree.tree_map(lambda x: -0.1 * x, state), state
 
     tx = fs.optim.Transform(init, update, {})
-
-    def rank_fn(comm):
-        expected = train(comm, "zero3", tx=tx, steps=6)
-        found = train(comm, "zero3", {"offload": True}, tx=tx, steps=6)
-        assert_same_training(found, expected)
-        assert found.num_unscheduled_calls <= 3
-        assert found.schedule.host_nbytes > 0
-
-    simulate(DP, rank_fn)
+    expected = train(comm, "zero3", tx=tx, steps=6)
+    found = train(comm, "zero3", {"offload": True}, tx=tx, steps=6)
+    assert_same_training(found, expected)
+    assert found.num_unscheduled_calls <= 3
+    assert found.schedule.host_nbytes > 0
 
 
-def test_tensors_that_occur_twice_are_copied_once_and_stay_one():
+@on_ranks(DP)
+def test_tensors_that_occur_twice_are_copied_once_and_stay_one(comm):
     def init(params):
         zeros = optree.tree_map(torch.zeros_like, params)
         return {"a": zeros, "b": zeros, "count": 0}
@@ -240,20 +236,17 @@ def test_tensors_that_occur_twice_are_copied_once_and_stay_one():
         return optree.tree_map(lambda x: -0.1 * x, state["b"]), {**state, "count": state["count"] + 1}
 
     tx = fs.optim.Transform(init, update, {})
-
-    def rank_fn(comm):
-        expected, found = (train(comm, "zero3", p, tx=tx) for p in (None, {"offload": True}))
-        assert_same_training(found, expected)
-        seen = steps(comm, "zero3", "fp32", tx=tx)
-        for a, b in zip(*(fs.layouts.units_of(seen.states[-1].opt[key]) for key in "ab"), strict=True):
-            assert [x.data_ptr() for x in a.buffers] == [x.data_ptr() for x in b.buffers]
-        assert seen.schedule.host_nbytes == 2 * tree_nbytes(seen.states[-1].opt["a"])
-
-    simulate(DP, rank_fn)
+    expected, found = (train(comm, "zero3", p, tx=tx) for p in (None, {"offload": True}))
+    assert_same_training(found, expected)
+    seen = steps(comm, "zero3", "fp32", tx=tx)
+    for a, b in zip(*(fs.layouts.units_of(seen.states[-1].opt[key]) for key in "ab"), strict=True):
+        assert [x.data_ptr() for x in a.buffers] == [x.data_ptr() for x in b.buffers]
+    assert seen.schedule.host_nbytes == 2 * tree_nbytes(seen.states[-1].opt["a"])
 
 
 @pytest.mark.parametrize("kept", ["params", "grads"])
-def test_state_that_is_parameters_or_gradients_stays_with_them(kept):
+@on_ranks(DP)
+def test_state_that_is_parameters_or_gradients_stays_with_them(comm, kept):
     """A copy of it would free nothing, and a gradient's memory is another's in the next step."""
 
     def init(params):
@@ -264,61 +257,52 @@ def test_state_that_is_parameters_or_gradients_stays_with_them(kept):
         return new, new if kept == "params" else grads
 
     tx = fs.optim.Transform(init, lambda *a, **k: None, {}, apply)
-
-    def rank_fn(comm):
-        expected, found = (train(comm, "zero3", p, tx=tx, donate=False, steps=6) for p in (None, {"offload": True}))
-        assert_same_training(found, expected)
-        assert found.num_unscheduled_calls <= 2, "the state to start from is another's"
-        assert found.schedule.host_nbytes == 0
-
-    simulate(DP, rank_fn)
+    expected, found = (train(comm, "zero3", p, tx=tx, donate=False, steps=6) for p in (None, {"offload": True}))
+    assert_same_training(found, expected)
+    assert found.num_unscheduled_calls <= 2, "the state to start from is another's"
+    assert found.schedule.host_nbytes == 0
 
 
-def test_what_is_not_sharded_and_what_has_no_state_stays():
-    def rank_fn(comm):
-        state = make_state(comm, "zero3", tx=fs.optim.sgd(0.1))
-        call = fs.Scheduler(comm, offload=True)(fs.train_step(loss_fn, fs.optim.sgd(0.1)))
-        for batch in my_batches(comm, 3):
-            state, _ = call(state, batch)
-        assert call.schedule.host_nbytes == 0
-        assert not any(op.stream == "host" for op in call.schedule.ops)
-        assert state.opt.count == 3
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_what_is_not_sharded_and_what_has_no_state_stays(comm):
+    state = make_state(comm, "zero3", tx=fs.optim.sgd(0.1))
+    call = fs.Scheduler(comm, offload=True)(fs.train_step(loss_fn, fs.optim.sgd(0.1)))
+    for batch in my_batches(comm, 3):
+        state, _ = call(state, batch)
+    assert call.schedule.host_nbytes == 0
+    assert not any(op.stream == "host" for op in call.schedule.ops)
+    assert state.opt.count == 3
 
 
 # ------------------------------------------------------------ elsewhere
 
 
-def test_a_state_goes_on_without_the_scheduler_and_comes_back():
-    def rank_fn(comm):
-        tx = fs.optim.adamw(1e-2)
-        step = fs.train_step(loss_fn, tx, donate=True)
-        away = fs.Scheduler(comm, offload=True)(step)
-        calls = [away, lambda *a: step(*a, comm), away, fs.Scheduler(comm)(step), fs.Scheduler(comm, offload=True)(step), away]
-        calls.append(partial(step, comm=fs.Scheduler(comm, offload=True)))  # outside of a scheduled function
-        ours, theirs = (make_state(comm, "zero3", tx=tx, precision=PRECISIONS["bf16"]) for _ in range(2))
-        for call, batch in zip(calls, my_batches(comm, len(calls)), strict=True):
-            (ours, _), (theirs, _) = call(ours, batch), step(theirs, batch, comm)
-            assert_same(optree.tree_leaves(ours), optree.tree_leaves(theirs))
-            full = fs.gather(ours.main, comm=comm)
-            assert_same(optree.tree_leaves(full), optree.tree_leaves(fs.gather(theirs.main, comm=comm)))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_state_goes_on_without_the_scheduler_and_comes_back(comm):
+    tx = fs.optim.adamw(1e-2)
+    step = fs.train_step(loss_fn, tx, donate=True)
+    away = fs.Scheduler(comm, offload=True)(step)
+    calls = [away, lambda *a: step(*a, comm), away, fs.Scheduler(comm)(step), fs.Scheduler(comm, offload=True)(step), away]
+    calls.append(partial(step, comm=fs.Scheduler(comm, offload=True)))  # outside of a scheduled function
+    ours, theirs = (make_state(comm, "zero3", tx=tx, precision=PRECISIONS["bf16"]) for _ in range(2))
+    for call, batch in zip(calls, my_batches(comm, len(calls)), strict=True):
+        (ours, _), (theirs, _) = call(ours, batch), step(theirs, batch, comm)
+        assert_same(optree.tree_leaves(ours), optree.tree_leaves(theirs))
+        full = fs.gather(ours.main, comm=comm)
+        assert_same(optree.tree_leaves(full), optree.tree_leaves(fs.gather(theirs.main, comm=comm)))
 
 
-def test_a_checkpoint_of_what_rests_on_the_host_is_that_of_any_state():
-    def rank_fn(comm):
-        seen = steps(comm, "zero3")
-        saved = pickle.loads(pickle.dumps(seen.states[-1]))
-        copied = copy.deepcopy(seen.states[-1])
-        for each in (saved, copied):
-            assert_same(optree.tree_leaves(each), optree.tree_leaves(seen.states[-1]))
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_checkpoint_of_what_rests_on_the_host_is_that_of_any_state(comm):
+    seen = steps(comm, "zero3")
+    saved = pickle.loads(pickle.dumps(seen.states[-1]))
+    copied = copy.deepcopy(seen.states[-1])
+    for each in (saved, copied):
+        assert_same(optree.tree_leaves(each), optree.tree_leaves(seen.states[-1]))
 
 
-def test_two_updates_in_a_step_each_move_their_own():
+@on_ranks(DP)
+def test_two_updates_in_a_step_each_move_their_own(comm):
     tx = fs.optim.adamw(1e-2)
 
     def step(states, batch, comm):
@@ -329,22 +313,19 @@ def test_two_updates_in_a_step_each_move_their_own():
             new.append(fs.update(tx, grads, state, comm=comm, donate=True))
         return new
 
-    def rank_fn(comm):
-        def run(call):
-            states = [make_state(comm, "zero2", tx=tx, precision=PRECISIONS["bf16"]) for _ in range(2)]
-            for batch in my_batches(comm, 4):
-                states = call(states, batch)
-            return states
+    def run(call):
+        states = [make_state(comm, "zero2", tx=tx, precision=PRECISIONS["bf16"]) for _ in range(2)]
+        for batch in my_batches(comm, 4):
+            states = call(states, batch)
+        return states
 
-        scheduler = fs.Scheduler(comm, offload=True)
-        scheduled = scheduler(step)
-        found = run(scheduled)
-        assert_same(optree.tree_leaves(found), optree.tree_leaves(run(lambda *a: step(*a, comm))))
-        assert scheduled.num_unscheduled_calls == 1
-        assert scheduler.executor.host_nbytes == scheduled.schedule.host_nbytes
-        assert scheduled.schedule.host_nbytes == 2 * sum(tree_nbytes([n.buffers for n in held(s)]) for s in found)
-
-    simulate(DP, rank_fn)
+    scheduler = fs.Scheduler(comm, offload=True)
+    scheduled = scheduler(step)
+    found = run(scheduled)
+    assert_same(optree.tree_leaves(found), optree.tree_leaves(run(lambda *a: step(*a, comm))))
+    assert scheduled.num_unscheduled_calls == 1
+    assert scheduler.executor.host_nbytes == scheduled.schedule.host_nbytes
+    assert scheduled.schedule.host_nbytes == 2 * sum(tree_nbytes([n.buffers for n in held(s)]) for s in found)
 
 
 def test_host_memory_comes_to_the_device_where_it_is_used():
@@ -379,16 +360,14 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
     assert taken[2] is taken[0]
 
 
-def test_what_keeps_its_own_state_or_addresses_is_refused():
-    def rank_fn(comm):
-        model = fs.shard_module(modules.make(), mesh=comm, policy=fs.SchedulePolicy(offload=True))
-        with pytest.raises(ScheduleError, match=r"AdamW keeps its state on the device.*fs\.optim\.adamw"):
-            fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-        state = make_state(comm, "ddp")
-        with pytest.raises(ScheduleError, match="leave out offload=True"):
-            _check_capturable(torch.device("cuda"), fs.SchedulePolicy(offload=True, gather_at_start=False), state, 3)
-
-    simulate(fs.Mesh({"dp": 1}), rank_fn)
+@on_ranks(fs.Mesh({"dp": 1}))
+def test_what_keeps_its_own_state_or_addresses_is_refused(comm):
+    model = fs.shard_module(modules.make(), mesh=comm, policy=fs.SchedulePolicy(offload=True))
+    with pytest.raises(ScheduleError, match=r"AdamW keeps its state on the device.*fs\.optim\.adamw"):
+        fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    state = make_state(comm, "ddp")
+    with pytest.raises(ScheduleError, match="leave out offload=True"):
+        _check_capturable(torch.device("cuda"), fs.SchedulePolicy(offload=True, gather_at_start=False), state, 3)
 
 
 # ------------------------------------------------------------ streams

@@ -15,18 +15,17 @@ from fsharp.stateful.units.host import HostBuffers
 from fsharp.testing import simulate
 from tests.edited_schedules import drop, edit, move, twice
 from tests.gpt_like import loss_fn
+from tests.ranks import on_ranks
 from tests.scheduling import DP, STRATEGIES, assert_same, make_state, my_batches
-from tests.stateful.runtime.test_offload import PRECISIONS, RULES, held, steps
+from tests.stateful.runtime.test_eager import emitted
+from tests.stateful.runtime.test_offload import PRECISIONS, held, steps
 
 # ------------------------------------------------------------ the schedule
 
 
 @pytest.fixture
 def schedule():
-    def rank_fn(comm):
-        return steps(comm, "zero1", prefetch=1).schedule
-
-    return simulate(DP, rank_fn)[0]
+    return simulate(DP, lambda comm: steps(comm, "zero1", prefetch=1).schedule)[0]
 
 
 def first(schedule, kind):
@@ -87,20 +86,16 @@ def test_a_schedule_is_the_same_from_json_and_says_what_it_copies(schedule):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_an_unplanned_step_has_done_verifies(strategy):
-    def rank_fn(comm):
-        state = make_state(comm, strategy, precision=PRECISIONS["bf16"])
-        call = fs.Scheduler(comm, offload=True)(fs.train_step(loss_fn, RULES["chain"][0]))
-        call(state, my_batches(comm, 1)[0])
-        return call.emitted()
-
-    found = simulate(STRATEGIES[strategy][0], rank_fn)
-    for emitted in found:
-        fs.schedules.verify(emitted)
-        assert {"fetch", "offload"} <= {op.kind for op in emitted.ops}
-    assert len({tuple(emitted.lines()) for emitted in found}) == 1
+    options = {"precision": PRECISIONS["bf16"], "offload": True}
+    found = simulate(STRATEGIES[strategy][0], lambda comm: emitted(comm, strategy, **options)[0])
+    for schedule in found:
+        fs.schedules.verify(schedule)
+        assert {"fetch", "offload"} <= {op.kind for op in schedule.ops}
+    assert len({tuple(schedule.lines()) for schedule in found}) == 1
 
 
-def test_a_step_that_leaves_its_schedule_offloads_too():
+@on_ranks(DP)
+def test_a_step_that_leaves_its_schedule_offloads_too(comm):
     def loss(params, batch, comm):
         return (
             loss_fn(params, batch, comm)
@@ -108,22 +103,19 @@ def test_a_step_that_leaves_its_schedule_offloads_too():
             else loss_fn({**params, "layers": params["layers"][:1]}, batch, comm)
         )
 
-    def rank_fn(comm):
-        batches = my_batches(comm, 4)
-        batches[2] = my_batches(comm, 1, size=4, seed=3)[0]
-        tx = fs.optim.adamw(1e-2)
-        step = fs.train_step(loss, tx, donate=True)
-        scheduler = fs.Scheduler(comm, offload=True)
-        scheduled, kinds = scheduler(step), []
-        ours, theirs = (make_state(comm, "zero3", tx=tx) for _ in range(2))
-        for batch in batches:
-            (ours, _), (theirs, _) = scheduled(ours, batch), step(theirs, batch, comm)
-            assert_same(optree.tree_leaves(ours), optree.tree_leaves(theirs))
-            kinds.append(scheduled.status().kind)
-            assert all(isinstance(node.lazy, HostBuffers) for node in held(ours) if any(map(len, node.buffers)))
-        assert kinds[:3] == ["recorded", "planned", "left"]
-
-    simulate(DP, rank_fn)
+    batches = my_batches(comm, 4)
+    batches[2] = my_batches(comm, 1, size=4, seed=3)[0]
+    tx = fs.optim.adamw(1e-2)
+    step = fs.train_step(loss, tx, donate=True)
+    scheduler = fs.Scheduler(comm, offload=True)
+    scheduled, kinds = scheduler(step), []
+    ours, theirs = (make_state(comm, "zero3", tx=tx) for _ in range(2))
+    for batch in batches:
+        (ours, _), (theirs, _) = scheduled(ours, batch), step(theirs, batch, comm)
+        assert_same(optree.tree_leaves(ours), optree.tree_leaves(theirs))
+        kinds.append(scheduled.status().kind)
+        assert all(isinstance(node.lazy, HostBuffers) for node in held(ours) if any(map(len, node.buffers)))
+    assert kinds[:3] == ["recorded", "planned", "left"]
 
 
 # ------------------------------------------------------------ time
@@ -150,24 +142,22 @@ def test_a_picture_has_a_lane_for_the_host(schedule, tmp_path):
     assert "<!-- host -->" in (tmp_path / "offload.svg").read_text()
 
 
-def test_what_is_measured_is_fitted():
-    def rank_fn(comm):
-        state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2))
-        call = fs.Scheduler(comm, offload=True, bucket_nbytes=0)(fs.train_step(loss_fn, fs.optim.adamw(1e-2), donate=True))
-        data = my_batches(comm, 6)
-        for batch in data[:3]:
-            state, _ = call(state, batch)
-        trace = call.start_trace()
-        for batch in data[3:]:
-            state, _ = call(state, batch)
-        timeline = trace.timeline(call.schedule)
-        copying = [span for span in timeline.spans if span.kind in ("fetch", "offload")]
-        assert {span.stream for span in copying} == {"compute"}, "on a host without streams"
-        assert sum(span.seconds for span in copying) > 0
-        hardware = fs.inspect.Hardware.fit(trace, call.schedule, synchronous_host=True)
-        assert 0 < hardware.host_bandwidth < float("inf")
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_what_is_measured_is_fitted(comm):
+    state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2))
+    call = fs.Scheduler(comm, offload=True, bucket_nbytes=0)(fs.train_step(loss_fn, fs.optim.adamw(1e-2), donate=True))
+    data = my_batches(comm, 6)
+    for batch in data[:3]:
+        state, _ = call(state, batch)
+    trace = call.start_trace()
+    for batch in data[3:]:
+        state, _ = call(state, batch)
+    timeline = trace.timeline(call.schedule)
+    copying = [span for span in timeline.spans if span.kind in ("fetch", "offload")]
+    assert {span.stream for span in copying} == {"compute"}, "on a host without streams"
+    assert sum(span.seconds for span in copying) > 0
+    hardware = fs.inspect.Hardware.fit(trace, call.schedule, synchronous_host=True)
+    assert 0 < hardware.host_bandwidth < float("inf")
 
 
 def test_a_bandwidth_that_is_none_is_refused():

@@ -8,6 +8,8 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import FsharpError
 from fsharp.testing import processes, simulate
+from tests.modules import descend
+from tests.ranks import on_ranks
 from tests.scheduling import every
 
 MESH = fs.Mesh({"dp": 2})
@@ -28,9 +30,7 @@ def train_module(comm, strategy, evaluates):
             with torch.no_grad():
                 losses.append(model(X).square().mean().item())
         if i < STEPS:
-            model(X[comm.rank :: 2]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(X[comm.rank :: 2]).square().mean(), optimizer)
     return losses, [x for _, x in model.full_parameters()]
 
 
@@ -126,9 +126,7 @@ def test_what_ranks_compare_does_not_depend_on_evaluations_of_one_rank(last):
         simulate(MESH, run)
 
 
-def test_one_rank_that_evaluates_what_is_sharded_is_named_at_once():
-    def run(comm):
-        with pytest.raises(FsharpError, match="evaluation #0"):
-            train_module(comm, fs.zero3("dp"), lambda i: comm.rank == 0 and i == 1)
-
-    simulate(MESH, run)
+@on_ranks(MESH)
+def test_one_rank_that_evaluates_what_is_sharded_is_named_at_once(comm):
+    with pytest.raises(FsharpError, match="evaluation #0"):
+        train_module(comm, fs.zero3("dp"), lambda i: comm.rank == 0 and i == 1)

@@ -16,6 +16,7 @@ import fsharp as fs
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests.gpt_like import loss_fn
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     FLAT,
@@ -29,6 +30,7 @@ from tests.scheduling import (
     every,
     make_layout,
     make_state,
+    mesh_of,
     my_batches,
     train,
 )
@@ -160,10 +162,9 @@ def assert_as_predicted(strategy, microbatches, precision):
 
 
 @every(4, microbatches=(1, 2), precision=("float32", "float32 wire"), strategy=STRATEGIES)
-def test_traffic_and_memory_are_those_planned(strategy, precision, microbatches):
-    mesh = STRATEGIES[strategy][0]
-    for measured in simulate(mesh, lambda comm: measure(comm, strategy, microbatches, precision)):
-        assert_as_planned(measured, mesh)
+@on_ranks(mesh_of)
+def test_traffic_and_memory_are_those_planned(comm, strategy, precision, microbatches):
+    assert_as_planned(measure(comm, strategy, microbatches, precision), comm.mesh)
 
 
 @every(2, strategy=STRATEGIES, microbatches=[1, 3])

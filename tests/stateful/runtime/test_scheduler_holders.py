@@ -20,6 +20,7 @@ from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.pending import is_pending
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, loss_fn, make_params, through
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     assert_same,
@@ -58,63 +59,57 @@ def test_old_parameters_are_used_after_an_update(strategy, way):
     run_both(program, mesh_of(strategy))
 
 
-def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone():
-    def rank_fn(comm):
-        scheduler, state = fs.Scheduler(comm), make_state(comm, "zero3")
-        for batch in my_batches(comm, 4):
-            state, _ = fs.train_step(loss_fn, make_tx())(state, batch, scheduler)
-            evaluate(state.params, batch, scheduler)
-        return len(scheduler.units) - len(fs.layouts.units_of(state.params))
-
-    assert simulate(DP, rank_fn) == [0, 0]
+@on_ranks(DP)
+def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone(comm):
+    scheduler, state = fs.Scheduler(comm), make_state(comm, "zero3")
+    for batch in my_batches(comm, 4):
+        state, _ = fs.train_step(loss_fn, make_tx())(state, batch, scheduler)
+        evaluate(state.params, batch, scheduler)
+    assert len(scheduler.units) == len(fs.layouts.units_of(state.params))
 
 
 @pytest.mark.parametrize("when", ["recorded", "planned"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_parameters_changed_between_a_forward_and_its_backward_are_refused(strategy, when):
-    def rank_fn(comm):
-        state, (batch, *_) = make_state(comm, strategy), my_batches(comm, 1)
+@on_ranks(DP)
+def test_parameters_changed_between_a_forward_and_its_backward_are_refused(comm, strategy, when):
+    state, (batch, *_) = make_state(comm, strategy), my_batches(comm, 1)
 
-        def fn(params, change, comm):
-            def loss(params, batch, comm):
-                result = loss_fn(params, batch, comm)
-                if change:
-                    with torch.no_grad():
-                        params["layers"][0].buffers[0].mul_(1.5)
-                return result
+    def fn(params, change, comm):
+        def loss(params, batch, comm):
+            result = loss_fn(params, batch, comm)
+            if change:
+                with torch.no_grad():
+                    params["layers"][0].buffers[0].mul_(1.5)
+            return result
 
-            return fs.value_and_grad(loss)(params, batch, comm=comm)
+        return fs.value_and_grad(loss)(params, batch, comm=comm)
 
-        call = fs.Scheduler(comm)(fn)
-        for _ in range(2 if when == "planned" else 0):
-            call(state.params, False)
-        with pytest.raises(ScheduleError, match=r"unit 'layers\.0' were changed or replaced between a forward"):
-            call(state.params, True)
-
-    simulate(DP, rank_fn)
+    call = fs.Scheduler(comm)(fn)
+    for _ in range(2 if when == "planned" else 0):
+        call(state.params, False)
+    with pytest.raises(ScheduleError, match=r"unit 'layers\.0' were changed or replaced between a forward"):
+        call(state.params, True)
 
 
-def test_a_backward_after_the_end_does_not_touch_what_was_handed_out():
-    def rank_fn(comm):
-        state, (batch, *_) = make_state(comm, "ddp"), my_batches(comm, 1)
+@on_ranks(DP)
+def test_a_backward_after_the_end_does_not_touch_what_was_handed_out(comm):
+    state, (batch, *_) = make_state(comm, "ddp"), my_batches(comm, 1)
 
-        def fn(params, comm):
-            kept = []
+    def fn(params, comm):
+        kept = []
 
-            def loss(params, batch, comm):
-                result = loss_fn(params, batch, comm)
-                kept.append(loss_fn(params, batch, comm)[0])
-                return result
+        def loss(params, batch, comm):
+            result = loss_fn(params, batch, comm)
+            kept.append(loss_fn(params, batch, comm)[0])
+            return result
 
-            return fs.value_and_grad(loss)(params, batch, comm=comm)[1], kept[0]
+        return fs.value_and_grad(loss)(params, batch, comm=comm)[1], kept[0]
 
-        grads, late = fs.Scheduler(comm)(fn)(state.params)
-        before = copied(grads)
-        with pytest.raises(ScheduleError, match="after the step that used it was over"):
-            late.backward()
-        assert_same(before, buffers(grads))
-
-    simulate(DP, rank_fn)
+    grads, late = fs.Scheduler(comm)(fn)(state.params)
+    before = copied(grads)
+    with pytest.raises(ScheduleError, match="after the step that used it was over"):
+        late.backward()
+    assert_same(before, buffers(grads))
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["deepcopy", "pickle"])
@@ -271,37 +266,34 @@ def test_gradients_are_reduced_again_after_they_were_divided_in_place(strategy):
     run_both(program, mesh_of(strategy))
 
 
-def test_a_function_that_is_not_called_any_more_keeps_no_arena():
-    def rank_fn(comm):
-        scheduler, params = fs.Scheduler(comm), {dim: make_params(layers=3, dim=dim) for dim in (16, 64)}
-        states = {dim: make_state(comm, "zero3", params=params[dim]) for dim in params}
-        steps = {dim: scheduler(fs.train_step(loss_fn, make_tx())) for dim in params}
-        arenas = []
-        for dim in (16, 64):
-            for batch in my_batches(comm, 3):
-                states[dim], _ = steps[dim](states[dim], batch)
-            arenas.append(StorageWeakRef(scheduler.arena.memory.untyped_storage()))
-        return [arena.expired() for arena in arenas], steps[16].schedule is not None
-
-    assert simulate(DP, rank_fn) == [([True, False], True)] * 2
+@on_ranks(DP)
+def test_a_function_that_is_not_called_any_more_keeps_no_arena(comm):
+    scheduler, params = fs.Scheduler(comm), {dim: make_params(layers=3, dim=dim) for dim in (16, 64)}
+    states = {dim: make_state(comm, "zero3", params=params[dim]) for dim in params}
+    steps = {dim: scheduler(fs.train_step(loss_fn, make_tx())) for dim in params}
+    arenas = []
+    for dim in (16, 64):
+        for batch in my_batches(comm, 3):
+            states[dim], _ = steps[dim](states[dim], batch)
+        arenas.append(StorageWeakRef(scheduler.arena.memory.untyped_storage()))
+    assert [arena.expired() for arena in arenas] == [True, False]
+    assert steps[16].schedule is not None
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_sparse_gradients_are_refused(strategy):
-    def rank_fn(comm):
-        params = {"table": torch.ones(10, 4), "out": torch.ones(4)}
-        state = make_state(comm, strategy, params=params, units="*")
+@on_ranks(DP)
+def test_sparse_gradients_are_refused(comm, strategy):
+    params = {"table": torch.ones(10, 4), "out": torch.ones(4)}
+    state = make_state(comm, strategy, params=params, units="*")
 
-        def look_up(table, ids):
-            return F.embedding(ids, table, sparse=True)
+    def look_up(table, ids):
+        return F.embedding(ids, table, sparse=True)
 
-        def loss(params, ids, comm):
-            return fs.forward(torch.mul, params["out"], fs.forward(look_up, params["table"], ids, comm=comm), comm=comm).sum()
+    def loss(params, ids, comm):
+        return fs.forward(torch.mul, params["out"], fs.forward(look_up, params["table"], ids, comm=comm), comm=comm).sum()
 
-        with pytest.raises(TreeError, match=r"unit 'table': the gradient of leaf .* is torch\.sparse_coo.*sparse=False"):
-            fs.Scheduler(comm)(fs.train_step(loss, make_tx()))(state, torch.tensor([1, 2, 2]))
-
-    simulate(DP, rank_fn)
+    with pytest.raises(TreeError, match=r"unit 'table': the gradient of leaf .* is torch\.sparse_coo.*sparse=False"):
+        fs.Scheduler(comm)(fs.train_step(loss, make_tx()))(state, torch.tensor([1, 2, 2]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -338,32 +330,29 @@ def test_units_that_are_used_outside_of_a_function_take_no_memory_of_its_schedul
     run_both(program, mesh_of(strategy), poison=True)
 
 
-def test_what_a_schedule_has_put_elsewhere_is_refused_by_a_backward_that_comes_by_a_side_door():
+@on_ranks(DP)
+def test_what_a_schedule_has_put_elsewhere_is_refused_by_a_backward_that_comes_by_a_side_door(comm):
     """After the step, when its memory has what the next one begins with."""
+    x, kept = torch.ones(2, 4, requires_grad=True), []
+    params = {"first": torch.full((4, 4), 2.0), "second": torch.ones(4, 4)}
+    tx = fs.optim.sgd(0.5)
 
-    def rank_fn(comm):
-        x, kept = torch.ones(2, 4, requires_grad=True), []
-        params = {"first": torch.full((4, 4), 2.0), "second": torch.ones(4, 4)}
-        tx = fs.optim.sgd(0.5)
+    def loss(params, batch, comm):
+        def keep(p, x):
+            kept[:] = [torch.sin(x @ p)] if batch else []
+            return torch.tanh(x @ p)
 
-        def loss(params, batch, comm):
-            def keep(p, x):
-                kept[:] = [torch.sin(x @ p)] if batch else []
-                return torch.tanh(x @ p)
+        y = fs.forward(keep, params["first"], x, comm=comm)
+        return fs.forward(lambda p, y: y @ p, params["second"], y, comm=comm).sum()
 
-            y = fs.forward(keep, params["first"], x, comm=comm)
-            return fs.forward(lambda p, y: y @ p, params["second"], y, comm=comm).sum()
-
-        layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*")
-        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-        step = fs.Scheduler(comm, gather_at_start=True)(fs.train_step(loss, tx, donate=True))
-        for keeps in (False, False, False, True):
-            state, _ = step(state, keeps)
-        assert step.status().kind == "planned"
-        with pytest.raises((RuntimeError, ScheduleError), match=r"modified by an inplace operation|after the step"):
-            torch.autograd.grad(kept[0].sum(), x)
-
-    simulate(DP, rank_fn)
+    layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*")
+    state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+    step = fs.Scheduler(comm, gather_at_start=True)(fs.train_step(loss, tx, donate=True))
+    for keeps in (False, False, False, True):
+        state, _ = step(state, keeps)
+    assert step.status().kind == "planned"
+    with pytest.raises((RuntimeError, ScheduleError), match=r"modified by an inplace operation|after the step"):
+        torch.autograd.grad(kept[0].sum(), x)
 
 
 def test_what_was_under_way_is_refused_when_the_scheduler_has_closed():
@@ -412,32 +401,30 @@ def test_a_collective_that_has_failed_fails_again():
 
 
 @every(2, strategy=["ddp", "zero2", "zero3"], engine=["blocking", "eager", "planned"])
-def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
+@on_ranks(DP)
+def test_a_function_that_writes_to_its_parameters_is_refused(comm, strategy, engine):
     """As it would change them for good where they rest in full, and nowhere else."""
 
-    def rank_fn(comm):
-        @through
-        def loss(x, layers, batch, comm):
-            def fn(p, x):
-                out = block(p, x)
-                if batch["writes"]:
-                    with torch.no_grad():
-                        p["b"].mul_(0.5)
-                return out
+    @through
+    def loss(x, layers, batch, comm):
+        def fn(p, x):
+            out = block(p, x)
+            if batch["writes"]:
+                with torch.no_grad():
+                    p["b"].mul_(0.5)
+            return out
 
-            for layer in layers:
-                x = fs.forward(fn, layer, x, comm=comm)
-            return x
+        for layer in layers:
+            x = fs.forward(fn, layer, x, comm=comm)
+        return x
 
-        state, tx = make_state(comm, strategy), make_tx()
-        step = fs.train_step(loss, tx)
-        call = partial(step, comm=comm) if engine == "blocking" else fs.Scheduler(comm)(step)
-        for batch in my_batches(comm, 2) if engine == "planned" else ():
-            state, _ = call(state, batch | {"writes": False})
-        with pytest.raises(TreeError, match=r"has written to a parameter of unit 'layers.0' in place"):
-            call(state, my_batches(comm, 1)[0] | {"writes": True})
-
-    simulate(DP, rank_fn)
+    state, tx = make_state(comm, strategy), make_tx()
+    step = fs.train_step(loss, tx)
+    call = partial(step, comm=comm) if engine == "blocking" else fs.Scheduler(comm)(step)
+    for batch in my_batches(comm, 2) if engine == "planned" else ():
+        state, _ = call(state, batch | {"writes": False})
+    with pytest.raises(TreeError, match=r"has written to a parameter of unit 'layers.0' in place"):
+        call(state, my_batches(comm, 1)[0] | {"writes": True})
 
 
 @pytest.mark.parametrize("late", [range(5), (3, 5)], ids=["always", "now and then"])

@@ -11,6 +11,7 @@ from fsharp.stateful.transport.base import Work
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import in_order, loss_fn
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     STRATEGIES,
@@ -95,30 +96,26 @@ def test_gradients_stay_what_they_are_for_as_long_as_they_are_kept(strategy, pol
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
-def test_what_leaves_a_step_is_not_in_the_arena(strategy):
+@on_ranks(mesh_of)
+def test_what_leaves_a_step_is_not_in_the_arena(comm, strategy):
     """Gradients are there while the step runs; those that it returns have memory of their own, and the arena stays."""
+    scheduler, within = fs.Scheduler(comm, policy=DebugPolicy(poison=True)), []
 
-    def rank_fn(comm):
-        scheduler, within = fs.Scheduler(comm, policy=DebugPolicy(poison=True)), []
+    def step(state, batch, comm):
+        out = explicit(state, batch, comm)
+        mine = [x for x in buffers(out[2]) if x.numel()]
+        within.append(in_arena(scheduler, mine) / len(mine))
+        return out
 
-        def step(state, batch, comm):
-            out = explicit(state, batch, comm)
-            mine = [x for x in buffers(out[2]) if x.numel()]
-            within.append(in_arena(scheduler, mine) / len(mine))
-            return out
-
-        state, call, after, arenas = make_state(comm, strategy), scheduler(step), [], set()
-        for batch in my_batches(comm, 5):
-            state, _, grads, _ = call(state, batch)
-            after.append(in_arena(scheduler, buffers(grads)))
-            arenas.add(scheduler.arena.memory.data_ptr())
-            del grads, _
-        return within, after, len(arenas)
-
-    for within, after, num_arenas in simulate(mesh_of(strategy), rank_fn):
-        assert within == [0, 1, 1, 1, 1]
-        assert after == [0] * 5
-        assert num_arenas <= 2  # none before the first schedule
+    state, call, after, arenas = make_state(comm, strategy), scheduler(step), [], set()
+    for batch in my_batches(comm, 5):
+        state, _, grads, _ = call(state, batch)
+        after.append(in_arena(scheduler, buffers(grads)))
+        arenas.add(scheduler.arena.memory.data_ptr())
+        del grads, _
+    assert within == [0, 1, 1, 1, 1]
+    assert after == [0] * 5
+    assert len(arenas) <= 2  # none before the first schedule
 
 
 def test_a_view_of_a_gradient_that_is_held_beyond_its_step_is_refused():

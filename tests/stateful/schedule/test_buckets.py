@@ -11,9 +11,10 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import bucket_limit_nbytes, group_into_buckets
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import coalescing_key, issue_groups
 from fsharp.stateful.verify.verify import verify
+from tests.edited_schedules import in_a_row
 from tests.random_programs import policies, programs
 
 
@@ -31,14 +32,7 @@ def blocks(num, nbytes, *, microbatches=1, **fields):
         rest=nbytes,
         wire="float32",
     )
-    units = tuple(replace(facts, name=f"u{i}", **fields) for i in range(num))
-    events = []
-    for start in range(0, microbatches * num, num):
-        uses = [(unit.name, start + i) for i, unit in enumerate(units)]
-        events += [Event(kind, *use) for use in uses for kind in ("forward", "forward_end")]
-        events += [Event(kind, *use) for use in reversed(uses) for kind in ("backward", "backward_end")]
-        events.append(Event("microbatch_end"))
-    return Program(units, (*events, Event("reduce"), Event("update")))
+    return in_a_row([replace(facts, name=f"u{i}", **fields) for i in range(num)], microbatches)
 
 
 def issued(schedule, kind, *phases):

@@ -14,7 +14,9 @@ from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, simulate
 from tests.edited_schedules import drop, edit, move, of, twice
 from tests.gpt_like import loss_fn
+from tests.ranks import on_ranks
 from tests.scheduling import DP, STRATEGIES, assert_same_training, make_layout, make_state, make_tx, my_batches, run_both, train
+from tests.stateful.runtime.test_eager import emitted
 from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departing
 from tests.test_format import BLOCKS, HALVES
 
@@ -96,8 +98,7 @@ def refused(schedule, match):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("decode", "decoded parameters"), ("encode", "encoded gradient"), ("decode_sum", "decoded sum")],
+    ("kind", "words"), [("decode", "decoded parameters"), ("encode", "encoded gradient"), ("decode_sum", "decoded sum")]
 )
 def test_the_verifier_misses_each_of_them(kind, words):
     schedule = planned("zero3", microbatches=2)
@@ -127,12 +128,7 @@ def test_the_verifier_refuses_them_too_early_and_apart():
 
 
 def test_a_step_without_a_schedule_has_them_too():
-    def rank_fn(comm):
-        call = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss_fn, make_tx()))
-        call(make_state(comm, "zero3", precision=PRECISION), my_batches(comm, 1)[0])
-        return call.emitted()
-
-    [schedule, _] = simulate(DP, rank_fn)
+    schedule = simulate(DP, lambda comm: emitted(comm, "zero3", precision=PRECISION)[0])[0]
     verify(schedule)
     for kind in CODED:
         for i in of(schedule, kind):
@@ -192,18 +188,21 @@ def test_tables_and_pictures_show_them(tmp_path):
         assert ours.shape != theirs.shape or (ours != theirs).any(), strategy
 
 
-def test_traces_measure_them_and_fit_their_speed():
-    def rank_fn(comm):
-        state = make_state(comm, "zero3", precision=fs.Precision(stored=HALVES, wire=BLOCKS, main=torch.float32))
-        call = fs.Scheduler(comm, policy=DebugPolicy(prefetch=1))(fs.train_step(loss_fn, make_tx()))
-        batches = my_batches(comm, 4)
-        state, _ = call(state, batches[0])
-        trace = call.start_trace()
-        for batch in batches[1:]:
-            state, _ = call(state, batch)
-        return call.schedule, trace
+def traced(comm, **plan_options):
+    """The schedule of a step, and a trace of three."""
+    state = make_state(comm, "zero3", **plan_options)
+    call = fs.Scheduler(comm, policy=DebugPolicy(prefetch=1))(fs.train_step(loss_fn, make_tx()))
+    first, *batches = my_batches(comm, 4)
+    state, _ = call(state, first)
+    trace = call.start_trace()
+    for batch in batches:
+        state, _ = call(state, batch)
+    return call.schedule, trace
 
-    schedule, trace = simulate(DP, rank_fn)[0]
+
+def test_traces_measure_them_and_fit_their_speed():
+    precision = fs.Precision(stored=HALVES, wire=BLOCKS, main=torch.float32)
+    schedule, trace = simulate(DP, lambda comm: traced(comm, precision=precision))[0]
     measured = trace.timeline(schedule)
     for kind in ("encode", "decode"):
         assert [span.op for span in measured.spans if span.kind == kind] == of(schedule, kind)
@@ -214,11 +213,8 @@ def test_traces_measure_them_and_fit_their_speed():
 
 @pytest.mark.parametrize("policy", [{"bucket_nbytes": 2000, "prefetch": 2}, {"sum_late": False}], ids=["buckets", "at once"])
 @pytest.mark.parametrize("strategy", ["zero2", "hfsdp", "late"])
-def test_feedback_has_the_same_bits(strategy, policy):
+@on_ranks(lambda strategy: STRATEGIES[strategy][0])
+def test_feedback_has_the_same_bits(comm, strategy, policy):
     precision = replace(PRECISION, feedback=True)
-
-    def rank_fn(comm):
-        blocking = train(comm, strategy, microbatches=2, precision=precision)
-        assert_same_training(train(comm, strategy, policy, microbatches=2, precision=precision), blocking)
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+    blocking = train(comm, strategy, microbatches=2, precision=precision)
+    assert_same_training(train(comm, strategy, policy, microbatches=2, precision=precision), blocking)

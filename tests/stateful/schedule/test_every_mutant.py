@@ -13,6 +13,7 @@ from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, checking_races, simulate
 from tests.edited_schedules import edit, move
 from tests.gpt_like import loss_fn, make_params
+from tests.ranks import on_ranks
 from tests.schedule_mutants import mutants, texts
 from tests.scheduling import STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches
 
@@ -173,13 +174,11 @@ def test_a_gradient_comes_of_no_frozen_unit(schedule):
 
 
 @pytest.mark.parametrize(("name", "value"), [("outgoing", 128), ("rest", 512), ("finishing", 64), ("wire", "another")])
-def test_facts_of_other_units_are_not_followed(name, value):
-    def rank_fn(comm):
-        trainer = Trainer(comm, "zero3", {}, 1)
-        schedule = trainer.step.schedule
-        units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
-        changed = replace(schedule, program=replace(schedule.program, units=units))
-        why = describe_first_mismatch(changed, trainer.scheduler.units)
-        assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why
-
-    simulate(STRATEGIES["zero3"][0], rank_fn)
+@on_ranks(STRATEGIES["zero3"][0])
+def test_facts_of_other_units_are_not_followed(comm, name, value):
+    trainer = Trainer(comm, "zero3", {}, 1)
+    schedule = trainer.step.schedule
+    units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
+    changed = replace(schedule, program=replace(schedule.program, units=units))
+    why = describe_first_mismatch(changed, trainer.scheduler.units)
+    assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why

@@ -25,7 +25,9 @@ from tests.edited_schedules import chain, drop, edit, move, of
 from tests.gpt_like import loss_fn
 from tests.inspect.test_simulate_schedule import HARDWARE
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same_training, make_state, make_tx, my_batches, run_both, train
+from tests.stateful.runtime.test_eager import emitted
 from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departing
+from tests.stateful.schedule.test_codec_ops import traced
 from tests.test_format import HALVES
 
 STEP = ("forward", "backward")
@@ -310,12 +312,7 @@ def test_steps_run_them_and_compute_the_same_bits(found, strategy):
 
 
 def test_a_step_without_a_schedule_has_them_too(found):
-    def rank_fn(comm):
-        call = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss_fn, make_tx()))
-        call(make_state(comm, "zero3"), my_batches(comm, 1)[0])
-        return call.emitted()
-
-    [schedule, _] = simulate(DP, rank_fn)
+    schedule = simulate(DP, lambda comm: emitted(comm, "zero3")[0])[0]
     verify(schedule)
     for i in of(schedule, "wait"):
         assert [op.kind for op in schedule.ops[i + 1 : i + 3]] == ["count", "checksum"]
@@ -342,17 +339,7 @@ def test_a_step_that_leaves_its_schedule_goes_on_with_them(found, departure):
 
 
 def test_traces_measure_them(found):
-    def rank_fn(comm):
-        state = make_state(comm, "zero3")
-        call = fs.Scheduler(comm, policy=DebugPolicy(prefetch=1))(fs.train_step(loss_fn, make_tx()))
-        batches = my_batches(comm, 4)
-        state, _ = call(state, batches[0])
-        trace = call.start_trace()
-        for batch in batches[1:]:
-            state, _ = call(state, batch)
-        return call.schedule, trace
-
-    schedule, trace = simulate(DP, rank_fn)[0]
+    schedule, trace = simulate(DP, traced)[0]
     measured = trace.timeline(schedule)
     for kind in ("count", "checksum"):
         spans = [span for span in measured.spans if span.kind == kind]

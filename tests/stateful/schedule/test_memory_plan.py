@@ -1,6 +1,5 @@
 """Buffers that are live together never overlap, and the arena is as small as what is live at once."""
 
-import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +15,8 @@ from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lowe
 from fsharp.stateful.schedule.compile import compile_schedule, place_buffers
 from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.program import UnitFacts
+from tests.edited_schedules import in_a_row
 from tests.random_programs import GATHER, REDUCE, policies, programs
 from tests.scheduling import every
 
@@ -145,10 +145,7 @@ def test_a_compiled_arena_holds_what_is_live_at_once(program, policy):
 def test_a_compiled_transformer_needs_no_more_than_is_live_at_once(num_blocks, prefetch):
     sizes = [64 * 30, *[64 * 100] * num_blocks, 64 * 150]
     units = [UnitFacts(f"u{i}", n, n * 5 // 4, gather=(GATHER,), reduce=(REDUCE,)) for i, n in enumerate(sizes)]
-    events = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("forward", "forward_end")]
-    back = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("backward_end", "backward")]
-    program = Program(tuple(units), (*events, *reversed(back), Event("microbatch_end"), Event("reduce"), Event("update")))
-    schedule = compile_schedule(program, SchedulePolicy(prefetch=prefetch))
+    schedule = compile_schedule(in_a_row(units), SchedulePolicy(prefetch=prefetch))
     assert schedule.arena == schedule.bound
 
 
@@ -168,15 +165,8 @@ def test_what_there_is_room_for_takes_no_more_memory_and_no_more_gathers(program
 
 def blocks(count, num_microbatches=1, *, rest=True):
     """``count`` equal units, used one after another; a gradient at rest takes half of what its unit takes."""
-    names = [f"u{i}" for i in range(count)]
-    units = tuple(UnitFacts(n, 128, 128, trainable=True, gather=(GATHER,), reduce=(REDUCE,), rest=64 * rest) for n in names)
-    number, events = itertools.count(), []
-    for _ in range(num_microbatches):
-        uses = [(name, next(number)) for name in names]
-        events += [Event(kind, *use) for use in uses for kind in ("forward", "forward_end")]
-        events += [Event(kind, *use) for use in reversed(uses) for kind in ("backward", "backward_end")]
-        events.append(Event("microbatch_end"))
-    return Program(units, (*events, Event("reduce"), Event("update")))
+    facts = UnitFacts("", 128, 128, trainable=True, gather=(GATHER,), reduce=(REDUCE,), rest=64 * rest)
+    return in_a_row([replace(facts, name=f"u{i}") for i in range(count)], num_microbatches)
 
 
 @pytest.mark.parametrize("count", [6, 12, 48])
@@ -271,9 +261,7 @@ def layers_at_rest(num, peak):
     """A chain of equal units, and at its end one that is larger: its copy is live before any gradient is."""
     units = [UnitFacts(f"u{i}", 640, 640, gather=(GATHER,), reduce=(REDUCE,), rest=320) for i in range(num)]
     units.append(UnitFacts("last", peak, 64, gather=(GATHER,), reduce=(REDUCE,), rest=64))
-    events = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("forward", "forward_end")]
-    back = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("backward_end", "backward")]
-    return Program(tuple(units), (*events, *reversed(back), Event("microbatch_end"), Event("reduce"), Event("update")))
+    return in_a_row(units)
 
 
 def test_gradients_rest_where_their_reduction_leaves_them_if_another_peak_is_higher():

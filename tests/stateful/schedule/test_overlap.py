@@ -11,12 +11,13 @@ import fsharp as fs
 from examples.gpt import model
 from fsharp.functional.comm.protocol import sent_nbytes
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.program import Event
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.gradient import UnitGradient as Gradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, simulate
+from tests.edited_schedules import in_a_row
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import HYBRID, STRATEGIES, every, gathers, make_state, make_tx, my_batches, train
 from tests.stateful.runtime.test_scheduler_programs import tied_loss, tied_params
@@ -274,12 +275,6 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
     for unit in units.values():
         unit.gradient = Gradient(unit.layout, Anywhere(mesh), torch.device("meta"))
     order = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
-    events = []
-    for start in range(0, microbatches * len(order), len(order)):
-        uses = list(enumerate(order, start))
-        events += [Event(kind, unit, use) for use, unit in uses for kind in ("forward", "forward_end")]
-        events += [Event(kind, unit, use) for use, unit in reversed(uses) for kind in ("backward", "backward_end")]
-        events.append(Event("microbatch_end"))
     chosen = fs.SchedulePolicy(**{"bucket_nbytes": 0, **policy})
     facts = tuple(
         units[name].facts(
@@ -291,8 +286,7 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         )
         for name in order
     )
-    program = Program(facts, (*events, Event("reduce"), Event("update")))
-    return layout, compile_schedule(program, chosen)
+    return layout, compile_schedule(in_a_row(facts, microbatches), chosen)
 
 
 SIZES = {"default": {"dim": 128, "layers": 4}} | {f"384 x {n}": {"dim": 384, "layers": n} for n in (6, 12, 48)}

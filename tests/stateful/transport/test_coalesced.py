@@ -21,6 +21,7 @@ from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.testing import DebugPolicy, checking_races, processes, simulate
 from tests.gpt_like import block, in_order, loss_fn, make_params, through
 from tests.modules import Net, descend
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     FLAT,
@@ -73,58 +74,50 @@ def summands(rank, size, seed, dtype):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire):
-    def rank_fn(comm):
-        def run(groups):
-            counting = fs.collectives.CountingComm(comm)
-            transport, found = BlockingTransport(counting), []
-            for group in groups:
-                xs = [summands(comm.rank, size, i, wire) for i, size in group]
-                outs = [x.new_empty(n * len(x)) for x in xs]
-                transport.gather(xs, outs, "dp", "").wait()
-                found.append(outs)
-                whole = [summands(comm.rank, n * size, i, wire) for i, size in group]
-                targets = [torch.empty(size) if i % 2 else None for i, size in group]
-                nothing = [torch.empty(0, dtype=torch.uint8)] * len(xs)
-                works = transport.reduce_scatter(list(map(Summand, whole, targets, nothing)), "dp", n, torch.float32)
-                parts = [each.wait() for each in works]
-                assert all(out is None or out is part for out, part in zip(targets, parts, strict=True))
-                sums = [torch.empty(len(x)) for x in xs]
-                for work in transport.all_reduce(list(map(Summand, xs, sums, nothing)), "dp", n):
-                    work.wait()
-                found += [parts, sums]
-            return found, counting
+@on_ranks(lambda n: fs.Mesh({"dp": n}))
+def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(comm, n, sizes, wire):
+    def run(groups):
+        counting = fs.collectives.CountingComm(comm)
+        transport, found = BlockingTransport(counting), []
+        for group in groups:
+            xs = [summands(comm.rank, size, i, wire) for i, size in group]
+            outs = [x.new_empty(n * len(x)) for x in xs]
+            transport.gather(xs, outs, "dp", "").wait()
+            found.append(outs)
+            whole = [summands(comm.rank, n * size, i, wire) for i, size in group]
+            targets = [torch.empty(size) if i % 2 else None for i, size in group]
+            nothing = [torch.empty(0, dtype=torch.uint8)] * len(xs)
+            works = transport.reduce_scatter(list(map(Summand, whole, targets, nothing)), "dp", n, torch.float32)
+            parts = [each.wait() for each in works]
+            assert all(out is None or out is part for out, part in zip(targets, parts, strict=True))
+            sums = [torch.empty(len(x)) for x in xs]
+            for work in transport.all_reduce(list(map(Summand, xs, sums, nothing)), "dp", n):
+                work.wait()
+            found += [parts, sums]
+        return found, counting
 
-        every = list(enumerate(sizes))
-        alone, each = run([[one] for one in every])
-        joined, once = run([every])
-        assert [torch.cat(alone[k::3][i]).tolist() for k in range(3) for i in range(len(sizes))] == [
-            joined[k][i].tolist() for k in range(3) for i in range(len(sizes))
-        ]
-        return each, once
-
-    for each, once in simulate(fs.Mesh({"dp": n}), rank_fn):
-        assert once.nbytes == each.nbytes
-        assert once.num_calls * len(sizes) == each.num_calls
+    every = list(enumerate(sizes))
+    alone, each = run([[one] for one in every])
+    joined, once = run([every])
+    assert [torch.cat(alone[k::3][i]).tolist() for k in range(3) for i in range(len(sizes))] == [
+        joined[k][i].tolist() for k in range(3) for i in range(len(sizes))
+    ]
+    assert once.nbytes == each.nbytes
+    assert once.num_calls * len(sizes) == each.num_calls
 
 
 # ------------------------------------------------------------ steps
 
 
 @every(9, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
-def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(strategy, microbatches, precision):
-    mesh = mesh_of(strategy)
-
-    def rank_fn(comm):
-        options = {"microbatches": microbatches, "precision": PRECISIONS[precision], "params": make_params(layers=LAYERS)}
-        found = train(comm, strategy, JOINED, **options)
-        return found, train(comm, strategy, **options), measure(comm, strategy, microbatches, precision, **JOINED)
-
-    for found, expected, measured in simulate(mesh, rank_fn):
-        assert_joined(found.schedule)
-        assert_same_training(found, expected)
-        assert found.num_unscheduled_calls == 1
-        assert_as_planned(measured, mesh)
+@on_ranks(mesh_of)
+def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(comm, strategy, microbatches, precision):
+    options = {"microbatches": microbatches, "precision": PRECISIONS[precision], "params": make_params(layers=LAYERS)}
+    found = train(comm, strategy, JOINED, **options)
+    assert_joined(found.schedule)
+    assert_same_training(found, train(comm, strategy, **options))
+    assert found.num_unscheduled_calls == 1
+    assert_as_planned(measure(comm, strategy, microbatches, precision, **JOINED), comm.mesh)
 
 
 def test_units_of_other_dtypes_stay_alone():
@@ -307,24 +300,19 @@ def test_ranks_name_all_units_of_a_bucket():
         assert re.search(r"(gather|reduce) \S+\.\.\S+, [2-6] units", found[1]), found[1]
 
 
-def test_a_schedule_of_units_with_other_dtypes_is_not_followed():
+@on_ranks(DP)
+def test_a_schedule_of_units_with_other_dtypes_is_not_followed(comm):
     """As many bytes, but not the same: to join them would mix dtypes."""
-
-    def rank_fn(comm):
-        options = {"precision": fs.Precision(wire=torch.float32), "params": make_params(layers=LAYERS)}
-        schedule = train(comm, "zero3", JOINED, **options).schedule
-        units = [replace(facts, wire="another") for facts in schedule.program.units]
-        state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2), params=make_params(layers=LAYERS))
-        step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, fs.optim.adamw(1e-2)))
-        batch = my_batches(comm, 1)[0]
-        state, _ = step(state, batch)
-        step.follow(replace(schedule, program=replace(schedule.program, units=tuple(units))))
-        with pytest.raises(
-            ScheduleError, match=r"wire of unit '[a-z0-9.]+' is another, and here float32 float32 float32 float32"
-        ):
-            step(state, batch)
-
-    simulate(DP, rank_fn)
+    options = {"precision": fs.Precision(wire=torch.float32), "params": make_params(layers=LAYERS)}
+    schedule = train(comm, "zero3", JOINED, **options).schedule
+    units = [replace(facts, wire="another") for facts in schedule.program.units]
+    state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2), params=make_params(layers=LAYERS))
+    step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, fs.optim.adamw(1e-2)))
+    batch = my_batches(comm, 1)[0]
+    state, _ = step(state, batch)
+    step.follow(replace(schedule, program=replace(schedule.program, units=tuple(units))))
+    with pytest.raises(ScheduleError, match=r"wire of unit '[a-z0-9.]+' is another, and here float32 float32 float32 float32"):
+        step(state, batch)
 
 
 # ------------------------------------------------------------ processes
@@ -429,43 +417,36 @@ def test_a_trace_has_both_halves_of_an_all_reduce_and_what_an_update_waits_for()
 
 
 @every(6, microbatches=(1, 2), strategy=("hfsdp", "zero3", "zero1"), precision=PRECISIONS)
-def test_steps_are_free_of_races(strategy, precision, microbatches):
+@on_ranks(mesh_of)
+def test_steps_are_free_of_races(comm, strategy, precision, microbatches):
     """Also one that leaves its schedule while buckets are under way."""
-
-    def rank_fn(comm):
-        tx = fs.optim.adamw(1e-2)
-        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, poison=True, **JOINED))
-        state = make_state(comm, strategy, tx=tx, params=make_params(layers=LAYERS), precision=PRECISIONS[precision])
-        step = scheduler(fs.train_step(in_order, tx, microbatches=microbatches, donate=True))
-        whole = (0, 1, 2, 3)
-        with checking_races(scheduler) as report:
-            for order, batch in zip([whole, whole, whole, (0, 1, 3)], my_batches(comm, 4), strict=True):
-                state, _ = step(state, {**batch, "order": order})
-        assert step.num_unscheduled_calls == 2
-        return report, step.schedule
-
-    for report, schedule in simulate(mesh_of(strategy), rank_fn):
-        assert report.races == []
-        assert_joined(schedule)
+    tx = fs.optim.adamw(1e-2)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, poison=True, **JOINED))
+    state = make_state(comm, strategy, tx=tx, params=make_params(layers=LAYERS), precision=PRECISIONS[precision])
+    step = scheduler(fs.train_step(in_order, tx, microbatches=microbatches, donate=True))
+    whole = (0, 1, 2, 3)
+    with checking_races(scheduler) as report:
+        for order, batch in zip([whole, whole, whole, (0, 1, 3)], my_batches(comm, 4), strict=True):
+            state, _ = step(state, {**batch, "order": order})
+    assert step.num_unscheduled_calls == 2
+    assert report.races == []
+    assert_joined(step.schedule)
 
 
-def test_steps_under_inference_mode_unpack_buckets():
+@on_ranks(DP)
+def test_steps_under_inference_mode_unpack_buckets(comm):
     """Whose new buffers have no version counters."""
+    tx = fs.optim.adamw(1e-2)
 
-    def rank_fn(comm):
-        tx = fs.optim.adamw(1e-2)
+    def fn(state, grads, *, comm):
+        return fs.update(tx, grads, state, comm=comm)
 
-        def fn(state, grads, *, comm):
-            return fs.update(tx, grads, state, comm=comm)
-
-        found = []
-        for call in (partial(fn, comm=comm), fs.Scheduler(comm, **JOINED)(fn)):
-            state = make_state(comm, "zero1", tx=tx, params=make_params(layers=LAYERS))
-            with torch.inference_mode():
-                for _ in range(3):
-                    grads = fs.gather(trainable(state.params), comm=comm, to="optim")
-                    state = call(state, grads)
-            found.append(full_params(state, comm))
-        assert_same(*found)
-
-    simulate(DP, rank_fn)
+    found = []
+    for call in (partial(fn, comm=comm), fs.Scheduler(comm, **JOINED)(fn)):
+        state = make_state(comm, "zero1", tx=tx, params=make_params(layers=LAYERS))
+        with torch.inference_mode():
+            for _ in range(3):
+                grads = fs.gather(trainable(state.params), comm=comm, to="optim")
+                state = call(state, grads)
+        found.append(full_params(state, comm))
+    assert_same(*found)
