@@ -140,14 +140,16 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
                 f"average(): gradients of unit {node.unit.display_name} rest partial ({node.place}): reduce_scatter() them "
                 "first."
             )
-        if node.is_gathered:
-            check_reduced("average()", node)
+        check_reduced("average()", node)
         if node.reduction == "mean":
             raise TreeError(f"average(): gradients of unit {node.unit.display_name} have been divided by average() already.")
     check_not_encoded("average()", nodes)
     if donate:
         check_not_lent("average()", nodes)
-    total = Loss(*sum_over_ranks(torch.stack([loss.sum, loss.weight]).to(comm.device), comm))
+    sums = torch.stack([loss.sum, loss.weight]).to(comm.device)
+    for axis, _ in comm.mesh.axes:
+        sums = all_reduce(sums, comm, axis)
+    total = Loss(*sums)
     divisor = _zero_to_one(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
 
     def divided(node: Sharded) -> Sharded:
@@ -155,13 +157,6 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         return Sharded(buffers, node.unit, node.place, node.groups, reduction="mean")
 
     return Metrics(total.mean, total.weight), map_units(divided, grads)
-
-
-def sum_over_ranks(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
-    """Return the sum of two float64 numbers over all ranks. Cost: one ``all_reduce`` of 16 bytes for each axis."""
-    for axis, _ in comm.mesh.axes:
-        sums = all_reduce(sums, comm, axis)
-    return sums
 
 
 def _zero_to_one(weight: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ each rank (JAX: varying): each rank has a summand of the gradient. So ``gather``
 gradients of parameters at rest under every strategy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -41,9 +42,8 @@ from fsharp.functional.comm.collectives import (
 from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
 from fsharp.functional.comm.tree_names import tree_label_prefix
-from fsharp.functional.formats.format import ErrorFacts, ResidualAndNoise, plain_format
+from fsharp.functional.formats.format import ResidualAndNoise, plain_format
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.runs import padding_in_decoded_sums
 from fsharp.functional.layout.sharded import (
     PlaceName,
@@ -97,18 +97,14 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         tree_name = tree_label_prefix(sharded, comm, target)
         named = LabelledComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
-        if whole and torch.is_grad_enabled() and sharded.sinks and not is_transformed_beyond_vmap():
-            with vmap_disabled():  # these buffers have no vmap dim
-                moved = [
-                    move_values(x.detach(), sharded.place, target, named, **ways) for x in _buffers_without_scales(sharded)
-                ]
-                moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
-                moved = sharded.ledger.attach_to_graph(sharded, moved, LabelledComm(comm, tree_name))
-        else:
+        to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and not is_transformed_beyond_vmap()
+        with vmap_disabled() if to_sinks else nullcontext():  # buffers with sinks have no vmap dim
             moved = []
             for x in _buffers_without_scales(sharded):
-                moved.append(move_values(x, sharded.place, target, named, **ways))
+                moved.append(move_values(x.detach() if to_sinks else x, sharded.place, target, named, **ways))
             moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
+            if to_sinks:
+                moved = sharded.ledger.attach_to_graph(sharded, moved, LabelledComm(comm, tree_name))
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with reporting_format_errors(comm, "gather()"):
@@ -259,61 +255,37 @@ def reduce_partial_sums(
 ) -> torch.Tensor:
     """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
-    comm = LabelledComm(comm, label)
+    named = LabelledComm(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
-    padding_along = partial(padding_in_decoded_sums, unit, group, rank=comm.rank, places=(source, target))
-    with reporting_format_errors(comm, label):
+
+    def scattered(x: torch.Tensor, axis: str) -> torch.Tensor:
+        wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
+        if wire.is_plain:
+            return reduce_scatter_last(x, named, axis, dtype=dtypes.accumulate)
+        assert axis in residuals or not dtypes.feedback or not x.numel(), "gradients with feedback are reduced with residuals"
+        padding = padding_in_decoded_sums(unit, group, axis, comm.rank, (source, target)) if x.numel() else ()
+        facts = partial(unit.error_facts, group, axis)
+        return reduce_scatter_encoded(x, named, axis, wire, facts, residuals.get(axis, ResidualAndNoise()), padding)
+
+    def all_reduced(x: torch.Tensor, axis: str) -> torch.Tensor:
+        n, wire = comm.mesh.axis_size(axis), dtypes.wire_format_along(axis)
+        if wire == plain_format(dtypes.accumulate):
+            return all_reduce(x.to(dtypes.accumulate), named, axis)
+        # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
+        size = x.shape[-1]
+        padded = torch.nn.functional.pad(x, (0, n * wire.padded_part_size(size, n) - size))
+        return all_gather_last(scattered(padded, axis), named, axis)[..., :size]
+
+    with reporting_format_errors(named, label):
         for axis in axes:
             if target[axis] is Shard and source[axis] is Partial:
-                x = _reduce_scatter_buffer(
-                    x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, padding_along
-                )
+                x = scattered(x, axis)
             elif target[axis] is Shard and source[axis] is Replicate:
-                x = local_slice(x, comm, axis)
+                x = local_slice(x, named, axis)
         for axis in axes:
             if target[axis] is Replicate and source[axis] is Partial:
-                x = _all_reduce_buffer(x, comm, axis, dtypes, partial(unit.error_facts, group, axis), residuals, padding_along)
+                x = all_reduced(x, axis)
     return x.to(dtypes.accumulate)
-
-
-PaddingAlong = Callable[[str], Sequence[slice]]
-"""A function that returns the padding in the sums that this rank decodes along an axis."""
-
-
-def _reduce_scatter_buffer(
-    x: torch.Tensor,
-    comm: Comm,
-    axis: str,
-    dtypes: Dtypes,
-    facts: ErrorFacts,
-    residuals: ResidualsByAxis,
-    padding_along: PaddingAlong,
-) -> torch.Tensor:
-    wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
-    if wire.is_plain:
-        return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
-    assert axis in residuals or not dtypes.feedback or not x.numel(), "gradients with feedback are reduced with residuals"
-    residual_and_noise = residuals.get(axis, ResidualAndNoise())
-    return reduce_scatter_encoded(x, comm, axis, wire, facts, residual_and_noise, padding_along(axis) if x.numel() else ())
-
-
-def _all_reduce_buffer(
-    x: torch.Tensor,
-    comm: Comm,
-    axis: str,
-    dtypes: Dtypes,
-    facts: ErrorFacts,
-    residuals: ResidualsByAxis,
-    padding_along: PaddingAlong,
-) -> torch.Tensor:
-    n, wire = comm.mesh.axis_size(axis), dtypes.wire_format_along(axis)
-    if wire == plain_format(dtypes.accumulate):
-        return all_reduce(x.to(dtypes.accumulate), comm, axis)
-    # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
-    size = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, n * wire.padded_part_size(size, n) - size))
-    summed = _reduce_scatter_buffer(padded, comm, axis, dtypes, facts, residuals, padding_along)
-    return all_gather_last(summed, comm, axis)[..., :size]
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:

@@ -40,7 +40,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     ``where`` is a function that returns what this rank is doing, such as ``"step 7"``; it is called when an error is raised.
     """
     found = innermost_comm(comm)
-    if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:
+    if not isinstance(found, ProcessGroupComm):
         yield
         return
     earlier = sys.excepthook
@@ -79,7 +79,6 @@ class _ReportingExcepthook:
     @property
     def board(self) -> StatusBoard:
         """The board on which ranks write to each other."""
-        assert self.ranks.board is not None
         return self.ranks.board
 
     def remove(self) -> None:

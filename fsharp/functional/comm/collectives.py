@@ -38,19 +38,15 @@ class _Collective:
     """A collective with its arguments, for :class:`_DifferentiableCollective`.
 
     Attributes:
-        call: the method of the Comm.
+        call: calls the Comm with contiguous values.
         primitive: the primitive of this module that makes this collective; vmap calls it again.
         transpose: the primitive that is its transpose.
-        to_argument: function from ``[..., c]`` to the argument of the method.
-        from_result: function from the result of the method to ``[..., c]``; None if they are equal.
         jvp: the primitive for tangents; None means ``primitive``.
     """
 
     call: Callable[[torch.Tensor], torch.Tensor]
     primitive: Callable[[torch.Tensor], torch.Tensor]
     transpose: Callable[[torch.Tensor], torch.Tensor]
-    to_argument: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
-    from_result: Callable[[torch.Tensor], torch.Tensor] | None = None
     jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -59,8 +55,7 @@ class _DifferentiableCollective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
-        out = collective.call(collective.to_argument(x))
-        return out if collective.from_result is None else collective.from_result(out)
+        return collective.call(x.contiguous())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -94,12 +89,12 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     if _needs_no_collective(x, comm, axis):
         return x
 
-    def joined(parts: torch.Tensor) -> torch.Tensor:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        parts = comm.all_gather(x, axis)
         return parts.movedim(0, -2).reshape(*parts.shape[1:-1], -1)
 
     primitive, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
-    found = _Collective(partial(comm.all_gather, axis=axis), primitive, transpose, from_result=joined)
-    return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
+    return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -121,14 +116,11 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
         return x.to(dtype or x.dtype)
     n, wire = comm.mesh.axis_size(axis), x.dtype
 
-    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return comm.reduce_scatter(_split_last_dim(x, n).contiguous(), axis, dtype=dtype or wire)
+
     primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
-    found = _Collective(
-        call,
-        primitive,
-        lambda y: all_gather_last(y.to(wire), comm, axis),
-        to_argument=lambda x: _split_last_dim(x, n).contiguous(),
-    )
+    found = _Collective(call, primitive, lambda y: all_gather_last(y.to(wire), comm, axis))
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
@@ -141,20 +133,11 @@ def reduce_scatter_encoded(
     residual_and_noise: ResidualAndNoise = ResidualAndNoise(),
     padding: Sequence[slice] = (),
 ) -> torch.Tensor:
-    """Sum ``x`` over ranks, and return this rank's part. Each rank sends encoded summands, and adds the decoded ones.
+    """Sum ``x``, ``[..., n * c]``, over ranks, and return this rank's part, ``[..., c]``. Summands travel encoded in ``wire``.
 
-    Args:
-        x: ``[..., n * c]``, where ``c`` is a multiple of ``wire.block``.
-        comm: the ranks.
-        axis: the axis to sum along.
-        wire: the format in which summands travel.
-        facts: function that returns what is summed, for errors of the format.
-        residual_and_noise: the encoding errors of earlier summands, to add to ``x``, and random numbers; if given, ``x`` is
-            1-D.
-        padding: runs of the result that are padding: they are set to zero.
-
-    Returns:
-        ``[..., c]``, summed in the dtype of ``x``, in order of rank.
+    ``c`` is a multiple of ``wire.block``. Each rank adds decoded summands in the dtype of ``x``, in order of rank. ``facts`` is
+    for errors of the format. With ``residual_and_noise``, the encoding errors of earlier summands, which are added, and random
+    numbers, ``x`` is 1-D. ``padding`` has the runs of the result to set to zero.
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """

@@ -46,12 +46,9 @@ class KeyStore(Protocol):
 
 
 class Announcement(NamedTuple):
-    """The launcher's last announcement.
+    """The launcher's last announcement: the newest generation, and why it has begun.
 
-    Attributes:
-        number: the newest generation.
-        why: why it has begun.
-        why_restarts_ended: why no rank is restarted any more; empty while ranks are.
+    ``why_restarts_ended`` says why no rank is restarted any more; it is empty while ranks are.
     """
 
     number: int
@@ -104,8 +101,7 @@ class Membership:
     def wait_for_all_ranks(self, limit_s: float) -> None:
         """Wait until all ranks are about to join this generation.
 
-        Raises:
-            CommError: the generation is over already, or ranks have not come within the limit.
+        Raises CommError if the generation is over already, or ranks have not come within the limit.
         """
         self._store.set(f"here/{self.number}/{self._rank}", "")
         deadline = time.monotonic() + limit_s
@@ -114,11 +110,8 @@ class Membership:
                 raise CommError(why)
             if time.monotonic() > deadline:
                 who = f"rank {self._rank} of {self._size} has waited {limit_s:g} s"
-                raise CommError(
-                    self.end_restarts(
-                        f"{who} for ranks {missing} to join generation {self.number} of the job; they never came."
-                    )
-                )
+                text = f"{who} for ranks {missing} to join generation {self.number} of the job; they never came."
+                raise CommError(end_restarts(self._store, text))
             time.sleep(_POLL_INTERVAL_S)
 
     def announce_can_rejoin(self) -> None:
@@ -128,10 +121,6 @@ class Membership:
     def withdraw_can_rejoin(self) -> None:
         """Say that this rank cannot join later generations any more without a restart."""
         announce_process_ended(self._store, self._rank)
-
-    def end_restarts(self, reason: str) -> str:
-        """Say that no rank is restarted any more. Return the reason that all ranks see."""
-        return end_restarts(self._store, reason)
 
     def wait_for_next_generation(self, kind: StopKind, error: Exception, limit_s: float) -> Announcement:
         """Say that this rank has stopped, wait until the launcher announces the next generation, and return the announcement.
@@ -145,7 +134,7 @@ class Membership:
             stopped = stopped_ranks(self._store, self.number, self._size)
             all_stopped = len(stopped) == self._size
             if all_stopped and len({each for each, _ in stopped.values()}) == 1:  # a new process would raise the error again
-                self.end_restarts(f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{error}")
+                end_restarts(self._store, f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{error}")
                 raise error
             announcement = self.read_announcement()
             if announcement.why_restarts_ended:

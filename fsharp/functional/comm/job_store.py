@@ -81,18 +81,15 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
-    if (member := begin_membership(lambda: _connect_to_launcher_store(limit))) is not None:
+    # The launcher's store has a connection of its own, which no other thread's wait for a key holds up.
+    member = begin_membership(lambda: PrefixStore("fsharp/generations", next(rendezvous("env://", timeout=limit))[0]))
+    if member is not None:
         member.wait_for_all_ranks(limit.total_seconds())
         name = f"generation {member.number}"
     else:
         name = agree_on_attempt_name(store, rank, world_size, limit.total_seconds())
     store = PrefixStore(f"fsharp/{name}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _connect_to_launcher_store(limit: timedelta) -> Store:
-    """Return a store of its own connection, which no other thread's wait for a key holds up."""
-    return PrefixStore("fsharp/generations", next(rendezvous("env://", timeout=limit))[0])
 
 
 def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
@@ -206,11 +203,6 @@ def _innermost_store(store: Any) -> Any:
     return _innermost_store(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
-def query_store(query: Callable[[], T], default: T) -> T:
-    """Query the store. Return its answer, or ``default`` if there is no answer."""
-    return _store_thread.query(query, default)[0]
-
-
 def group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds that a collective of this group may take."""
     options = getattr(group._get_backend(device), "options", None)
@@ -252,7 +244,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
         ) from error
     except (dist.DistError, TimeoutError) as error:
-        missing: list[int] = query_store(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
+        missing, _ = _store_thread.query(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
         raise CommError(
             f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
             f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"

@@ -26,7 +26,7 @@ from fsharp.functional.comm.watch import CommWatch, RankStatuses, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.tracebacks import api_boundary, hide_frames
+from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 # torch 2.13 gave this function a new name.
@@ -80,23 +80,20 @@ class ProcessGroupComm:
         self.tree_name_counters = _tree_name_counters[self.ranks]
         setup_calls.record_obstacle("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
-        self._use_groups_of(device_mesh)
-        kind = device_mesh.device_type
+        kind, first = device_mesh.device_type, device_mesh.get_group(names[0])
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
-        self.is_native = dist.get_backend(self.group(names[0])) == "nccl"
+        self.is_native = dist.get_backend(first) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
-        self.limit_s = job_store.group_timeout_s(self.group(names[0]), self.device)
-        self._start_watch()
-        self.watch.aborts.append(weakref.WeakMethod(self.abort))
+        self.limit_s = job_store.group_timeout_s(first, self.device)
+        self._begin_generation(device_mesh)
 
-    def _use_groups_of(self, device_mesh: DeviceMesh) -> None:
-        """Use the groups of a DeviceMesh. Comms that share the groups of this Comm do so as well."""
+    def _begin_generation(self, device_mesh: DeviceMesh) -> None:
+        """Begin, or go on in a new generation of the job, with the groups of a DeviceMesh.
+
+        Comms that share the groups of this Comm use the new groups as well.
+        """
         self._groups.update({name: device_mesh.get_group(name) for name in self.mesh.names})
         self._whole: dist.ProcessGroup | None = None
-
-    def _join_next_generation(self, device_mesh: DeviceMesh) -> None:
-        """Go on in a new generation of the job, with its groups."""
-        self._use_groups_of(device_mesh)
         self._start_watch()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -182,85 +179,69 @@ class ProcessGroupComm:
             self._whole = None
         abort_groups(groups, is_native=self.is_native)
 
+    @api_boundary
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Return a tensor ``[n, *x.shape]`` with ``x`` of all ranks, in order of coordinate. Any dtype: bytes travel."""
-        try:
-            n = self.mesh.axis_size(axis)
-            out = x.new_empty((n, *x.shape))
-            if self.is_native:
-                self.watch.raise_if_failed()
-                job_store.all_gather_into(_view_as_bytes(out), _view_as_bytes(x), group=self.group(axis))
-            else:
-                self._send_and_receive(
-                    [_view_as_bytes(x)] * n,
-                    list(_view_as_bytes(out).view(n, -1)),
-                    axis,
-                    _label_text("all_gather", x, axis, label),
-                )
-            return out
-        except Exception as error:
-            hide_frames(error)
-            raise
+        n = self.mesh.axis_size(axis)
+        out = x.new_empty((n, *x.shape))
+        if self.is_native:
+            self.watch.raise_if_failed()
+            job_store.all_gather_into(_view_as_bytes(out), _view_as_bytes(x), group=self.group(axis))
+        else:
+            text = _label_text("all_gather", x, axis, label)
+            self._send_and_receive([_view_as_bytes(x)] * n, list(_view_as_bytes(out).view(n, -1)), axis, text)
+        return out
 
+    @api_boundary
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return the sum over ranks of ``x[c]`` in ``dtype``, where ``c`` is this rank's coordinate along the axis."""
-        try:
-            dtype = dtype or x.dtype
-            if not self._rank_order:
-                self.watch.raise_if_failed()
-                out = x.new_empty(x.shape[1:])
-                _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
-                return out.to(dtype)
-            return sum_in_rank_order(self._exchange_rows(x, axis, _label_text("reduce_scatter", x, axis, label)), dtype)
-        except Exception as error:
-            hide_frames(error)
-            raise
+        dtype = dtype or x.dtype
+        if not self._rank_order:
+            self.watch.raise_if_failed()
+            out = x.new_empty(x.shape[1:])
+            _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
+            return out.to(dtype)
+        return sum_in_rank_order(self._exchange_rows(x, axis, _label_text("reduce_scatter", x, axis, label)), dtype)
 
+    @api_boundary
     @torch.no_grad()
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Return the elementwise sum (in order of rank), maximum or minimum over ranks of ``x``."""
-        try:
-            n = self.mesh.axis_size(axis)
-            if not self._rank_order:
-                self.watch.raise_if_failed()
-                out = x.clone(memory_format=torch.contiguous_format)
-                dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group(axis))
-                return out
-            if op != "sum":
-                parts = self.all_gather(x, axis, label=f"{label or _DEFAULT_LABEL} {op}")
-                return parts.amax(0) if op == "max" else parts.amin(0)
-            if x.numel() * x.element_size() * (n - 1) <= _MAX_ONE_ROUND_NBYTES:
-                return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
-            part = -(-x.numel() // n)
-            padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
-            parts = self._exchange_rows(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
-            return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
-        except Exception as error:
-            hide_frames(error)
-            raise
+        n = self.mesh.axis_size(axis)
+        if not self._rank_order:
+            self.watch.raise_if_failed()
+            out = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group(axis))
+            return out
+        if op != "sum":
+            parts = self.all_gather(x, axis, label=f"{label or _DEFAULT_LABEL} {op}")
+            return parts.amax(0) if op == "max" else parts.amin(0)
+        if x.numel() * x.element_size() * (n - 1) <= _MAX_ONE_ROUND_NBYTES:
+            return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
+        part = -(-x.numel() // n)
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
+        parts = self._exchange_rows(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
+        return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
 
+    @api_boundary
     @torch.no_grad()
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
         """Send the next ``send[r]`` elements of ``x`` to each rank ``r``; return ``receive[r]`` elements from each."""
-        try:
-            out = x.new_empty(sum(receive))
-            width = x.element_size()
-            to, source = ([n * width for n in sizes] for sizes in (send, receive))
-            if self.is_native:
-                self.watch.raise_if_failed()
-                group = self._group_of_all_ranks() if axis is None else self.group(axis)
-                dist.all_to_all_single(_view_as_bytes(out), _view_as_bytes(x), source, to, group=group)
-            else:
-                text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-                self._send_and_receive(_view_as_bytes(x).split(to), _view_as_bytes(out).split(source), axis, text)
-            return out
-        except Exception as error:
-            hide_frames(error)
-            raise
+        out = x.new_empty(sum(receive))
+        width = x.element_size()
+        to, source = ([n * width for n in sizes] for sizes in (send, receive))
+        if self.is_native:
+            self.watch.raise_if_failed()
+            group = self._group_of_all_ranks() if axis is None else self.group(axis)
+            dist.all_to_all_single(_view_as_bytes(out), _view_as_bytes(x), source, to, group=group)
+        else:
+            text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
+            self._send_and_receive(_view_as_bytes(x).split(to), _view_as_bytes(out).split(source), axis, text)
+        return out
 
     def _group_of_all_ranks(self) -> dist.ProcessGroup:
         """Return a group of all ranks of the mesh: that of an axis with all ranks, or one made on first use."""
@@ -326,10 +307,7 @@ class ProcessGroupComm:
 class GroupMessages(NamedTuple):
     """The messages of one collective between ranks of a group. An error of a message names the other rank.
 
-    Attributes:
-        group: the process group.
-        ranks: number in the mesh of each rank of the group.
-        call: the collective, for statuses and errors of other ranks.
+    ``ranks`` are the numbers in the mesh of the ranks of the group. ``call`` is for statuses and errors of other ranks.
     """
 
     group: dist.ProcessGroup
@@ -428,7 +406,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
         setup_calls.start_recording()
     made = list[ProcessGroupComm]()
     setup_calls.run_and_record(
-        lambda: made.append(ProcessGroupComm(device_mesh())), repeat=lambda: made[0]._join_next_generation(device_mesh())
+        lambda: made.append(ProcessGroupComm(device_mesh())), repeat=lambda: made[0]._begin_generation(device_mesh())
     )
     return made[0]
 

@@ -51,22 +51,12 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
     return PerRank(found) if found else None
 
 
-class ResidualsAndViews(NamedTuple):
-    """The residuals that a call overwrites, in two forms: as the user passes them, and as views by unit, group and axis.
-
-    Attributes:
-        residuals: the residuals as a user passes them; None if no unit has feedback.
-        views: views of the residuals, with random numbers of stochastic rounding.
-    """
-
-    residuals: PerRank | None
-    views: ResidualViews
-
-
 def prepare_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
-) -> ResidualsAndViews:
-    """Return residuals of ``units`` that this call may overwrite, and views of them. Without ``donate`` they are copies.
+) -> tuple[PerRank | None, ResidualViews]:
+    """Return residuals of ``units`` that this call may overwrite, and views of them with random numbers of stochastic rounding.
+
+    Without ``donate`` they are copies. If no unit has feedback, there are no residuals.
 
     Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is no integer of at least
     0, or is missing and a format rounds stochastically.
@@ -82,9 +72,7 @@ def prepare_residuals(
         )
     own = _residuals_to_overwrite(where, residuals, [unit for unit in units if residual_sizes(unit)], donate=donate)
     held = {} if own is None else own.value
-    return ResidualsAndViews(
-        own, {unit.name: _residual_views(unit, held.get(_residuals_key(unit), ()), step, rank) for unit in units}
-    )
+    return own, {unit.name: _residual_views(unit, held.get(_residuals_key(unit), ()), step, rank) for unit in units}
 
 
 def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:

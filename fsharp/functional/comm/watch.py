@@ -40,13 +40,10 @@ _ALL_FAILED_KEY = "all failed"
 
 
 class StatusBoard(Protocol):
-    """A store of texts by key that all ranks can read. No method fails, or waits for more than some seconds.
-
-    Attributes:
-        why_no_answer: why the last query has no answer; empty if there is an answer.
-    """
+    """A store of texts by key that all ranks can read. No method fails, or waits for more than some seconds."""
 
     why_no_answer: str
+    """Why the last query has no answer; empty if there is an answer."""
 
     def write(self, key: str, text: str) -> None:
         """Replace the text of a key."""
@@ -122,7 +119,7 @@ class RankStatuses:
     """The statuses (:class:`RankStatus`) that ranks write for each other, one for each rank, shared by Comms of equal ranks.
 
     Args:
-        board: where ranks write and read statuses, such as the job's store. None: ranks compare labels in the collectives.
+        board: where ranks write and read statuses, such as the job's store.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
@@ -130,7 +127,7 @@ class RankStatuses:
         error: why no Comm of these ranks can be used any more, if this rank has failed for all of them.
     """
 
-    def __init__(self, rank: int, size: int, board: StatusBoard | None) -> None:
+    def __init__(self, rank: int, size: int, board: StatusBoard) -> None:
         self.rank, self.size, self.board = rank, size, board
         self.watches: WeakValueDictionary[str, CommWatch] = WeakValueDictionary()
         self.seen: dict[int, RankStatus] = {}
@@ -142,7 +139,6 @@ class RankStatuses:
 
     def exchange_statuses(self, status: "RankStatus", peer: int | None) -> list[int]:
         """Write this rank's status, read the statuses of some ranks, ``peer`` among them, and return these ranks."""
-        assert self.board is not None
         self._write_status(status)
         others = [rank for rank in range(self.size) if rank != self.rank]
         chosen = {
@@ -167,14 +163,13 @@ class RankStatuses:
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]}"
-        if self.board is not None:
-            self._write_status(RankStatus(0, "", 0, [], self.begun_calls_by_watch(), why))
+        self._write_status(RankStatus(0, "", 0, [], self.begun_calls_by_watch(), why))
 
     def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, now or later."""
-        text = self.failure_text(error, where, self.last)
         if self.error is None:
-            self.error = AgreementError(text if self.board is None else self.board.write_if_absent(_ALL_FAILED_KEY, text))
+            text = self.failure_text(error, where, self.last)
+            self.error = AgreementError(self.board.write_if_absent(_ALL_FAILED_KEY, text))
         for watch in list(self.watches.values()):
             watch.report_failure(error, where)
 
@@ -197,7 +192,6 @@ class RankStatuses:
             self._begun.pop(next(iter(list(self._begun))), None)
 
     def _write_status(self, status: "RankStatus") -> None:
-        assert self.board is not None
         self._num_written += 1
         self.board.write(f"rank {self.rank}", json.dumps(status._replace(num_written=self._num_written)))
 
@@ -230,7 +224,7 @@ class CommWatch:
     Args:
         name: name of the Comm, the same on all ranks.
         ranks: statuses of the ranks, which Comms on the same ranks share.
-        board: where the error of the Comm is written once it has failed; None if there is none.
+        board: where the error of the Comm is written once it has failed.
         limit_s: seconds that a rank waits for others.
 
     Attributes:
@@ -239,7 +233,7 @@ class CommWatch:
         is_over: set when this rank leaves the job.
     """
 
-    def __init__(self, name: str, ranks: RankStatuses, board: StatusBoard | None, limit_s: float) -> None:
+    def __init__(self, name: str, ranks: RankStatuses, board: StatusBoard, limit_s: float) -> None:
         self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
         self.error = ranks.error
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
@@ -254,12 +248,6 @@ class CommWatch:
         if self.error is not None:
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
-    def abort_if_failed(self) -> None:
-        """End all collectives under way if another rank has failed."""
-        failed = self._failure_text() if self.error is None else None
-        if failed is not None:
-            self._fail_with(AgreementError(failed))
-
     def end_all_calls(self, error: Exception) -> None:
         """End all collectives under way, and refuse further calls, on this rank alone."""
         self.is_over.set()
@@ -267,12 +255,13 @@ class CommWatch:
 
     def _failure_text(self) -> str | None:
         """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
-        own = self.board.read("failed") if self.board is not None else None
-        own = own if own is not None or self.ranks.board is None else self.ranks.board.read(_ALL_FAILED_KEY)
-        return generations.why_generation_ended() if own is None else own
+        for board, key in ((self.board, "failed"), (self.ranks.board, _ALL_FAILED_KEY)):
+            if (text := board.read(key)) is not None:
+                return text
+        return generations.why_generation_ended()
 
     def start_failure_monitor(self, every_s: float) -> None:
-        """Start a thread that calls :meth:`abort_if_failed` every ``every_s`` seconds, while this rank is in the job.
+        """Start a thread that ends all collectives under way once another rank has failed, and looks every ``every_s`` seconds.
 
         For collectives on a device, for which the host does not wait.
         """
@@ -301,8 +290,6 @@ class CommWatch:
         """
         if self.error is not None:
             raise self.error
-        if self.board is None:
-            return "others have not come"
         failed = self._failure_text()
         if failed is not None:
             raise self._fail_with(AgreementError(failed))
@@ -334,34 +321,27 @@ class CommWatch:
             theirs = _labels_by_number(status.counts[self.name], status.labels)
             for number in sorted(mine.keys() & theirs.keys()):
                 if mine[number] != theirs[number]:
-                    orders, known = (
-                        {self.ranks.rank: mine, rank: theirs},
-                        settings_by_digest([mine[number]]) | (status.settings or {}),
-                    )
-                    raise self.refuse_further_calls(
-                        AgreementError, _label_difference_text(number, orders, known), is_whole=True
-                    )
+                    known = settings_by_digest([mine[number]]) | (status.settings or {})
+                    text = _label_difference_text(number, {self.ranks.rank: mine, rank: theirs}, known)
+                    raise self.refuse_further_calls(AgreementError, text, is_whole=True)
             return
         waits_for_me = self.ranks.begun_calls_by_watch().get(status.watch, 0) <= status.number
         if not (waits_for_me and not self._has_begun(call, rank)):
             self._blocked.pop(rank, None)
             return
         before = self._blocked.get(rank)
-        still_waits = before is not None and before[1:3] == status[1:3]
-        if before is not None and still_waits and before.num_written < status.num_written:
+        if before is None or before[1:3] != status[1:3]:
+            self._blocked[rank] = status
+        elif before.num_written < status.num_written:  # still waits
             theirs = _labels_by_number(status.counts[status.watch], status.labels)
             text = _label_difference_text(None, {self.ranks.rank: mine, rank: theirs})
             raise self.refuse_further_calls(AgreementError, text, is_whole=True)
-        if before is None or before[1:3] != status[1:3]:
-            self._blocked[rank] = status
 
     def refuse_further_calls(self, error_type: type[Exception], text: str, *, is_whole: bool = False) -> Exception:
         """Make all further collectives on all ranks raise an error; return this error, whose text is equal on all ranks."""
         text = text if is_whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
-        if self.board is not None:
-            won = self.board.write_if_absent("failed", text)
-            text, error_type = won, (error_type if won == text else AgreementError)
-        return self._fail_with(error_type(text))
+        first = self.board.write_if_absent("failed", text)
+        return self._fail_with(error_type(text) if first == text else AgreementError(first))
 
     def _fail_with(self, error: Exception) -> Exception:
         is_first, self.error = self.error is None, error
@@ -386,7 +366,8 @@ def _monitor_failures(reference: "weakref.ref[CommWatch]", is_over: threading.Ev
         watch = reference()
         if watch is None or watch.error is not None:
             return
-        watch.abort_if_failed()
+        if (failed := watch._failure_text()) is not None:
+            watch._fail_with(AgreementError(failed))
         del watch
 
 

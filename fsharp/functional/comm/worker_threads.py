@@ -134,9 +134,7 @@ class CollectiveOutcome(Outcome):
     def wait(self) -> Any:
         """Block until the collective is done. Return its result, which only the first caller gets.
 
-        Raises:
-            AgreementError: another rank has failed, or is in another collective.
-            CommError: a rank has ended, or the limit has passed.
+        Raises the errors of :meth:`~fsharp.functional.comm.watch.WatchedCall.check_can_end`.
         """
         since = time.perf_counter()
         while not self.is_done(_POLL_INTERVAL_S):

@@ -28,16 +28,10 @@ def _register_scaled_format(
     to_codes: ElementwiseFn,
     to_numbers: ElementwiseFn,
 ) -> Format:
-    """Return a registered format.
+    """Return a registered format whose numbers are stored in ``dtype``.
 
-    Args:
-        name: name of the format.
-        dtype: dtype of the stored numbers.
-        largest: the largest magnitude that is stored.
-        num_scales: function from the shape of a leaf to the number of its scales. Each scale is for equally many consecutive
-            elements.
-        to_codes: function from float32 numbers to stored numbers; the magnitudes of finite numbers are at most ``largest``.
-        to_numbers: the inverse function.
+    ``num_scales`` returns the number of a leaf's scales; each scale is for equally many consecutive elements. ``to_codes``
+    makes stored numbers of float32 numbers, whose finite magnitudes are at most ``largest``; ``to_numbers`` is its inverse.
     """
 
     def rows(part: LeafPart) -> torch.Tensor:
@@ -78,27 +72,11 @@ def _round_up_scales(scales: torch.Tensor) -> torch.Tensor:
     return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)
 
 
-def _one_scale(shape: Shape) -> int:
-    return 1
-
-
-def _one_scale_per_row(shape: Shape) -> int:
-    return shape[0] if len(shape) > 1 else 1
-
-
-def _encode_int8(numbers: torch.Tensor) -> torch.Tensor:
-    return torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8)
-
-
-def _decode_int8(codes: torch.Tensor) -> torch.Tensor:
-    return codes.float().masked_fill_(codes == -128, torch.nan)
-
-
 float8_e4m3_by_tensor = _register_scaled_format(
     "float8_e4m3_by_tensor",
     torch.float8_e4m3fn,
     448.0,
-    _one_scale,
+    lambda shape: 1,
     lambda numbers: numbers.masked_fill(numbers.isinf(), torch.nan).to(torch.float8_e4m3fn),
     torch.Tensor.float,
 )
@@ -111,7 +89,7 @@ float8_e5m2_by_tensor = _register_scaled_format(
     "float8_e5m2_by_tensor",
     torch.float8_e5m2,
     57344.0,
-    _one_scale,
+    lambda shape: 1,
     lambda numbers: numbers.to(torch.float8_e5m2),
     torch.Tensor.float,
 )
@@ -121,7 +99,14 @@ Infinities stay infinities.
 The error is at most 1/8 of the value, or 1/7,000,000,000 of the largest magnitude of the tensor, whichever is larger.
 """
 
-int8_by_row = _register_scaled_format("int8_by_row", torch.int8, 127.0, _one_scale_per_row, _encode_int8, _decode_int8)
+int8_by_row = _register_scaled_format(
+    "int8_by_row",
+    torch.int8,
+    127.0,
+    lambda shape: shape[0] if len(shape) > 1 else 1,
+    lambda numbers: torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8),
+    lambda codes: codes.float().masked_fill_(codes == -128, torch.nan),
+)
 """Integers from -127 to 127 with one scale for each row (index of dim 0): one byte for each value. For parameters.
 
 A tensor with fewer than two dims has one scale.

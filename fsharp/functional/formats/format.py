@@ -258,12 +258,7 @@ class Format:
         columns = self.plane_columns(rows, part_size)
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
         values = self._call_codec("decode", lambda: self.decode(planes), facts)
-        size = len(rows) * part_size
-        if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
-            found = _dtypes_and_shapes([values])
-            raise self._format_error(
-                f"decode() returned {found!r:.200}, expected a floating-point tensor of shape ({size},).", facts
-            )
+        self._check_decoded(values, len(rows) * part_size, facts)
         is_view = values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
         return values.to(dtype, copy=is_view)
 
@@ -316,11 +311,7 @@ class Format:
         return total
 
     def _call_codec(self, name: str, fn: Callable[[], T], facts: ErrorFacts) -> T:
-        """Return ``fn()``.
-
-        Raises:
-            FormatError: ``fn`` raises an error. The message has the text of this error, and the facts.
-        """
+        """Return ``fn()``; an error of ``fn`` becomes a FormatError with its text and the facts."""
         try:
             return fn()
         except FsharpError:  # from ``agree``
@@ -367,13 +358,16 @@ class Format:
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each element.
         """
-        codec, size = self.leaves, part.last - part.first
+        codec = self.leaves
         assert codec is not None
         values = self._call_codec("decode", lambda: codec.decode(part), facts)
-        if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
-            text = f"decode() returned {_dtypes_and_shapes([values])!r:.200} for {part.path!r}"
-            raise self._format_error(f"{text}, expected a floating-point tensor of shape ({size},).", facts)
+        self._check_decoded(values, part.last - part.first, facts, f" for {part.path!r}")
         return values
+
+    def _check_decoded(self, values: Any, size: int, facts: ErrorFacts, of: str = "") -> None:
+        if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
+            text = f"decode() returned {_dtypes_and_shapes([values])!r:.200}{of}"
+            raise self._format_error(f"{text}, expected a floating-point tensor of shape ({size},).", facts)
 
     def planes_of(self, stored_part: torch.Tensor, part_size: int) -> list[torch.Tensor]:
         """Return the planes of one stored part of ``part_size`` values, as 1-D views."""
@@ -444,11 +438,7 @@ def register_format(format: Format) -> Format:
 
 
 def format_named(name: str) -> Format:
-    """Return the plain format of a dtype, or a registered format, by its name.
-
-    Raises:
-        LayoutError: there is no format of this name.
-    """
+    """Return the plain format of a dtype, or a registered format, by its name; LayoutError if there is none."""
     if isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return plain_format(dtype)
     if name not in _format_by_name:

@@ -56,11 +56,7 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module that have hooks, by path.
-
-    Raises:
-        OptionError: the hooks of a parameter are not supported; names the parameter.
-    """
+    """Return the parameters of a module that have hooks, by path. Raises OptionError for hooks that are not supported."""
     found: dict[str, torch.Tensor] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         inside = getattr(parameter, "_local_tensor", parameter)
@@ -86,7 +82,7 @@ def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def format_of_hooked_parameter(
     parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any
 ) -> Format:
-    """Return the format in which a parameter with hooks rests and is gathered.
+    """Return the format in which a parameter with hooks rests and is gathered. Raises OptionError for unsupported hooks.
 
     Args:
         parameter: the parameter.
@@ -94,9 +90,6 @@ def format_of_hooked_parameter(
         main: the dtype of the main copy, which the hooks encode.
         device: where the main copy lies.
         policy: FSDP2's MixedPrecisionPolicy with the same ``compute``, for hooks that take one.
-
-    Raises:
-        OptionError: the hooks are not supported.
 
     Cost: calls of the hooks for the whole parameter and for one row, and the memory of their results.
     """
@@ -119,13 +112,6 @@ def format_of_hooked_parameter(
 
 _formats_by_label: dict[str, list[tuple["_GatherHooks", Format]]] = {}
 """Registered formats by the text of their settings: equal settings give one format."""
-
-
-class _PlanesAndBlock(NamedTuple):
-    """The planes of a format, and the number of values in a block."""
-
-    planes: tuple[Plane, ...]
-    block: int
 
 
 class _PreHookResult(NamedTuple):
@@ -218,14 +204,11 @@ class _GatherHooks:
             )
         return self._result_by_shape[shape]
 
-    def planes_and_block(self, shape: Shape) -> _PlanesAndBlock:
+    def planes_and_block(self, shape: Shape) -> tuple[tuple[Plane, ...], int]:
         """Return the planes and the block of the format for a parameter of this shape.
 
-        Each tensor that the first hook returns for gathers is a plane.
-
-        Raises:
-            OptionError: the tensors for gathers are not proportional to the number of rows, or the maxima or the metadata
-                depend on the number of rows.
+        Each tensor that the first hook returns for gathers is a plane. Raises OptionError if these tensors are not proportional
+        to the number of rows, or the maxima or the metadata depend on it.
         """
         whole, row = self._try_pre_hook(shape), self._try_pre_hook((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
@@ -240,7 +223,7 @@ class _GatherHooks:
                 "rows, and maxima of as many numbers for any rows."
             )
         block = lcm(*[size // gcd(size, n) for n in counts])
-        return _PlanesAndBlock(tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block)
+        return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
 
     def scales_nbytes(self, shape: Shape) -> int:
         """Return the bytes of the tensors in a leaf's metadata."""
@@ -305,7 +288,8 @@ class _GatherHooks:
     def make_tensor(self, part: LeafPart) -> torch.Tensor:
         """Return the module's tensor: the result of the second hook for a whole leaf."""
         found = self._call_post_hook(part, part.shape)
-        if type(found) is torch.Tensor and any(_is_inside(found, plane) for plane in part.planes):
+        places = [plane.untyped_storage().data_ptr() for plane in part.planes]
+        if type(found) is torch.Tensor and found.untyped_storage().data_ptr() in places:
             return found.clone()  # autograd may save the result, and the leaf's memory is released
         return found
 
@@ -330,11 +314,7 @@ class _GatherHooks:
         self.make_tensor(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
-        """Return the values of the second hook's result for the rows of a part.
-
-        Raises:
-            OptionError: the class of the result cannot be decoded.
-        """
+        """Return the values of the second hook's result for the rows of a part; OptionError if they cannot be decoded."""
         if part.first == part.last:
             return torch.empty(0, dtype=self._compute, device=part.scales.device)
         tensor: Any = self._call_post_hook(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))
@@ -369,15 +349,7 @@ class _RestrictedHookArgument:
 
 
 def _inner_attribute_name(parameter: Any, who: str = "a parameter") -> str:
-    """Return the name of the attribute in which a parameter has its values.
-
-    Args:
-        parameter: a tensor with hooks.
-        who: begins the error message.
-
-    Raises:
-        OptionError: no attribute, or more than one, holds a tensor.
-    """
+    """Return the name of the one attribute in which a parameter with hooks has its values. ``who`` begins the error message."""
     inner = list(parameter.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(parameter) else []
     value = getattr(parameter, inner[0]) if len(inner) == 1 else None
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.is_floating_point():
@@ -392,7 +364,3 @@ def _wait_for_collective(x: torch.Tensor) -> torch.Tensor:
     """Return the result of a functional collective, after a wait if it is under way."""
     wait = getattr(x, "wait", None)
     return wait() if wait is not None and type(x).__name__ == "AsyncCollectiveTensor" else x
-
-
-def _is_inside(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()

@@ -12,12 +12,9 @@ _group_numbers = count()
 
 
 class MaxReduceGroup(torch.distributed.ProcessGroup):
-    """A group of one rank, whose all-reduce takes maxima over the ranks of a layout.
+    """A group of one rank, whose all-reduce takes maxima over the ranks of a layout, by ``agree``.
 
     torch's functional collectives find the group by its name inside of a ``with`` block.
-
-    Args:
-        agree: function that replaces each number of a tensor by the largest over ranks.
     """
 
     def __init__(self, agree: AgreeMax) -> None:
@@ -38,11 +35,7 @@ class MaxReduceGroup(torch.distributed.ProcessGroup):
         return str(self._name)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """Replace each number of the tensors by the largest over ranks.
-
-        Raises:
-            OptionError: another reduction than the maximum.
-        """
+        """Replace each number of the tensors by the largest over ranks. Raises OptionError for another reduction."""
         if options is not None and options.reduceOp != torch.distributed.ReduceOp.MAX:
             raise OptionError("a reduction over ranks that is not MAX: scales of whole leaves are agreed on by maxima alone.")
         for tensor in tensors:

@@ -63,8 +63,8 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
     """
-    if isinstance(format, torch.dtype):
-        format = _FORMAT_BY_DTYPE.get(format, format)
+    if format is torch.bfloat16:
+        format = _BFLOAT16
     if not isinstance(format, Format) or format.rounded is None or format.seed is not None or seed < 0:
         named = format if isinstance(format, torch.dtype) else format.name
         seeded = f", which has seed {format.seed} already" if isinstance(format, Format) and format.seed is not None else ""
@@ -91,11 +91,9 @@ def _round_to_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[
     return [torch.where(single.isfinite(), found, single).to(torch.bfloat16)]
 
 
-_FORMAT_BY_DTYPE = {
-    torch.bfloat16: Format(
-        "bfloat16", (Plane(torch.bfloat16),), lambda values: [values], lambda planes: planes[0], rounded=_round_to_bfloat16
-    )
-}
+_BFLOAT16 = Format(
+    "bfloat16", (Plane(torch.bfloat16),), lambda values: [values], lambda planes: planes[0], rounded=_round_to_bfloat16
+)
 LeafRun = tuple[int, int, str, int]
 """Values ``[start, stop)`` of a buffer: start, stop, path of their leaf, and index of the first value in the leaf."""
 
@@ -103,11 +101,8 @@ LeafRun = tuple[int, int, str, int]
 def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) -> NoiseFn:
     """Return a function that makes the random numbers for a buffer's values. See [Note: random numbers].
 
-    Args:
-        kind: the kind of value that is encoded, such as ``"gradient"``.
-        step: number of the step.
-        number: number of earlier encodings of these values in the step.
-        runs: the runs of leaves in the buffer. Padding gets the number 0.5.
+    ``kind`` is that of the values, such as ``"gradient"``, and ``number`` the number of earlier encodings of these values in
+    the step. ``runs`` are the runs of leaves in the buffer; padding gets the number 0.5.
     """
     held = list(runs)
 

@@ -6,7 +6,8 @@ scales in one reduction for all units. Modules get TransformerEngine's own tenso
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from math import gcd, prod
 from typing import Any
@@ -27,6 +28,7 @@ from fsharp.functional.formats.format import (
     register_format,
 )
 from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
+from fsharp.functional.formats.microscaling import decode_e2m1, unpack_codes
 from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales
 from fsharp.tracebacks import api_boundary
 
@@ -38,6 +40,7 @@ _MAX_ROW_VALUES = 128
 """Most values in a row that is cast with one scale."""
 
 
+@dataclass(eq=False)
 class QuantizerKind:
     """Description of one class of TransformerEngine's quantizers.
 
@@ -45,23 +48,18 @@ class QuantizerKind:
         name: part of the names of formats.
         planes: attributes of a tensor with bytes of values, which are gathered.
         derived: attributes of a tensor that TransformerEngine computes from those in ``planes``.
-        values_per_byte: number of values in a byte of a plane.
         agreed: function ``(shape, shapes of scales by attribute)`` that returns the number of elements and the dtype of each
             maximum over ranks.
         decode: function ``(part, scales by attribute)`` that returns values, 1-D, float32.
+        values_per_byte: number of values in a byte of a plane.
     """
 
-    def __init__(
-        self,
-        name: str,
-        planes: Sequence[str],
-        derived: Sequence[str],
-        agreed: Callable[[Shape, dict[str, Shape]], Sequence[tuple[int, torch.dtype]]],
-        decode: Callable[[LeafPart, dict[str, torch.Tensor]], torch.Tensor],
-        values_per_byte: int = 1,
-    ) -> None:
-        self.name, self.planes, self.derived, self.agreed, self.decode = name, tuple(planes), tuple(derived), agreed, decode
-        self.values_per_byte = values_per_byte
+    name: str
+    planes: tuple[str, ...]
+    derived: tuple[str, ...]
+    agreed: Callable[[Shape, dict[str, Shape]], Sequence[tuple[int, torch.dtype]]]
+    decode: Callable[[LeafPart, dict[str, torch.Tensor]], torch.Tensor]
+    values_per_byte: int = 1
 
 
 @api_boundary
@@ -111,8 +109,7 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
 def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
     """Return the format and the dtype of each quantized parameter of a module, by path.
 
-    Raises:
-        OptionError: a class of quantizers that is not supported, or a frozen weight in delayed scaling; names the parameter.
+    Raises OptionError, which names the parameter, for the errors of its format.
     """
     found, scales = {}, ModuleScales()
     for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -142,22 +139,11 @@ def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, 
     scales.add(path, module.get_submodule(parent), name)
     alike = Float8CurrentScalingQuantizer(parameter._quantizer.dtype, parameter.device, columnwise=False)  # of the same class
     tensors = _QuantizedTensors(_DELAYED_SCALING, alike, scales)
-    label = f"te_{_DELAYED_SCALING.name}_{sha256(str(alike.dtype).encode()).hexdigest()[:6]}"
-    return ModuleFormat(
-        label,
-        _planes_of_kind(_DELAYED_SCALING),
-        block=_PART_ALIGNMENT,
-        leaves=_codec_of_kind(_DELAYED_SCALING, tensors),
-        scales=scales,
-    )
+    return _format_of_kind(_DELAYED_SCALING, str(alike.dtype), tensors, partial(ModuleFormat, scales=scales))
 
 
 def format_of_quantizer(quantizer: Any) -> Format:
-    """Return the format of tensors that a quantizer of TransformerEngine makes.
-
-    Raises:
-        OptionError: the class of the quantizer is not supported: its tensors depend on more than main copies.
-    """
+    """Return the format of a quantizer's tensors. Raises OptionError if these depend on more than main copies."""
     kind = KIND_BY_QUANTIZER_CLASS.get(type(quantizer).__name__)
     if kind is None:
         raise OptionError(
@@ -167,11 +153,16 @@ def format_of_quantizer(quantizer: Any) -> Format:
     quantizer = quantizer.copy()
     quantizer.set_usage(rowwise=True, columnwise=len(kind.planes) > 1)
     quantizer.internal = False
-    settings = {name: getattr(quantizer, name, None) for name in _QUANTIZER_SETTINGS}
-    text = repr(sorted((name, str(value)) for name, value in settings.items() if value is not None))
-    return _register_quantizer_format(kind.name, text, _AlwaysEqualQuantizer(quantizer))
+    found = {name: getattr(quantizer, name, None) for name in _QUANTIZER_SETTINGS}
+    settings = repr(sorted((name, str(value)) for name, value in found.items() if value is not None))
+    if (kind.name, settings) not in _format_by_settings:
+        form = register_format(_format_of_kind(kind, settings, _QuantizedTensors(kind, quantizer)))
+        _format_by_settings[kind.name, settings] = form
+    return _format_by_settings[kind.name, settings]
 
 
+_format_by_settings: dict[tuple[str, str], Format] = {}
+"""Formats by name of the kind and settings of the quantizer."""
 _QUANTIZER_SETTINGS = (
     "dtype",
     "force_pow_2_scales",
@@ -183,45 +174,19 @@ _QUANTIZER_SETTINGS = (
 )
 
 
-class _AlwaysEqualQuantizer:
-    """A wrapper that makes all quantizers equal, for a cache whose key has their settings as text."""
-
-    def __init__(self, quantizer: Any) -> None:
-        self.quantizer = quantizer
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _AlwaysEqualQuantizer)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@cache
-def _register_quantizer_format(name: str, settings: str, equal_quantizer: _AlwaysEqualQuantizer) -> Format:
-    kind = next(each for each in KIND_BY_QUANTIZER_CLASS.values() if each.name == name)
-    label = f"te_{name}_{sha256(settings.encode()).hexdigest()[:6]}"
-    return register_format(
-        Format(
-            label,
-            _planes_of_kind(kind),
-            block=_PART_ALIGNMENT,
-            leaves=_codec_of_kind(kind, _QuantizedTensors(kind, equal_quantizer.quantizer)),
-        )
-    )
-
-
-def _planes_of_kind(kind: QuantizerKind) -> tuple[Plane, ...]:
-    return tuple(Plane(torch.uint8, _PART_ALIGNMENT // kind.values_per_byte) for _ in kind.planes)
-
-
-def _codec_of_kind(kind: QuantizerKind, tensors: "_QuantizedTensors") -> LeafCodec:
-    return LeafCodec(
+def _format_of_kind(
+    kind: QuantizerKind, settings: str, tensors: "_QuantizedTensors", make: Callable[..., Format] = Format
+) -> Format:
+    codec = LeafCodec(
         tensors.scales_nbytes,
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
         EncodedTensorClass(tensors.make_tensor, tensors.compute_derived_in_backward, tensors.drop_derived),
     )
+    name = f"te_{kind.name}_{sha256(settings.encode()).hexdigest()[:6]}"
+    plane = Plane(torch.uint8, _PART_ALIGNMENT // kind.values_per_byte)
+    return make(name, (plane,) * len(kind.planes), block=_PART_ALIGNMENT, leaves=codec)
 
 
 class _QuantizedTensors:
@@ -366,12 +331,12 @@ def _quantizer_of_recipe(recipe: Any) -> Any:
 # ------------------------------------------------------------ values of bytes
 
 
-def _float8_values(part: LeafPart, tensor_dtype: torch.dtype) -> torch.Tensor:
-    return part.planes[0].view(tensor_dtype).float()
+def _float8_values(part: LeafPart) -> torch.Tensor:
+    return part.planes[0].view(torch.float8_e4m3fn).float()
 
 
 def _decode_with_one_scale(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    return _float8_values(part, torch.float8_e4m3fn) * scales["_scale_inv"]
+    return _float8_values(part) * scales["_scale_inv"]
 
 
 def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -381,24 +346,19 @@ def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]
 
 def _decode_with_tile_scales(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
-    return _float8_values(part, torch.float8_e4m3fn) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
+    return _float8_values(part) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
 
 
 def _decode_mxfp8(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
     exponents = scales["_rowwise_scale_inv"][rows, columns // 32].int() - 127
-    return torch.ldexp(_float8_values(part, torch.float8_e4m3fn), exponents)
-
-
-_E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    return torch.ldexp(_float8_values(part), exponents)
 
 
 def _decode_nvfp4(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
-    codes = torch.stack([part.planes[0] & 15, part.planes[0] >> 4], 1).view(-1).long()
-    table = torch.tensor([*_E2M1_NUMBERS, *(-x for x in _E2M1_NUMBERS)], device=codes.device)
     of_block = scales["_rowwise_scale_inv"].view(torch.float8_e4m3fn).float()[rows, columns // 16]
-    return table[codes] * of_block * (scales["_amax_rowwise"] / (448.0 * 6.0))
+    return decode_e2m1(unpack_codes(part.planes[0])) * of_block * (scales["_amax_rowwise"] / (448.0 * 6.0))
 
 
 def _num_tiles(shape: Shape, side: int) -> int:
@@ -407,33 +367,33 @@ def _num_tiles(shape: Shape, side: int) -> int:
 
 _DELAYED_SCALING = QuantizerKind(
     "float8_delayed",
-    ["_data"],
-    ["_transpose"],
+    ("_data",),
+    ("_transpose",),
     lambda shape, scales: [(NUMBERS_PER_WEIGHT, torch.float32)],
     _decode_with_one_scale,
 )
 KIND_BY_QUANTIZER_CLASS = {
     "Float8CurrentScalingQuantizer": QuantizerKind(
-        "float8_current", ["_data"], ["_transpose"], lambda shape, scales: [(1, torch.float32)], _decode_with_one_scale
+        "float8_current", ("_data",), ("_transpose",), lambda shape, scales: [(1, torch.float32)], _decode_with_one_scale
     ),
     "Float8BlockQuantizer": QuantizerKind(
         "float8_block",
-        ["_rowwise_data"],
-        ["_columnwise_data", "_columnwise_scale_inv"],
+        ("_rowwise_data",),
+        ("_columnwise_data", "_columnwise_scale_inv"),
         lambda shape, scales: [(prod(scales["_rowwise_scale_inv"]), torch.float32)],
         _decode_with_tile_scales,
     ),
     "MXFP8Quantizer": QuantizerKind(
         "mxfp8",
-        ["_rowwise_data", "_columnwise_data"],
-        [],
+        ("_rowwise_data", "_columnwise_data"),
+        (),
         lambda shape, scales: [(sum(prod(size) for size in scales.values()), torch.bfloat16)],
         _decode_mxfp8,
     ),
     "NVFP4Quantizer": QuantizerKind(
         "nvfp4",
-        ["_rowwise_data"],
-        ["_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"],
+        ("_rowwise_data",),
+        ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
         lambda shape, scales: [(_num_tiles(shape, 16), torch.float32), (1, torch.float32)],
         _decode_nvfp4,
         values_per_byte=2,

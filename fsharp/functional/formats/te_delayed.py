@@ -29,11 +29,7 @@ class ModuleScales:
         self._places: dict[str, tuple[weakref.ref[torch.nn.Module], int]] = {}
 
     def add(self, path: str, module: torch.nn.Module, name: str) -> None:
-        """Add a weight: the parameter ``name`` of a module of TransformerEngine.
-
-        Raises:
-            OptionError: the module does not say where it keeps the scale of the weight.
-        """
+        """Add a weight: the parameter ``name`` of a module, which has to say where it keeps the scale of the weight."""
         about: Any = getattr(module, "param_init_meta", {}).get(name)
         if about is None or about.fp8_meta_index is None:
             raise OptionError(
@@ -57,9 +53,8 @@ class ModuleScales:
     def agreeing_on_scales(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
         """Yield a function like ``agree``, for the weights at ``paths``, that also compares their scales between ranks.
 
-        Raises:
-            AgreementError: at the end of the context: ranks have different scales for a weight; names the weight. All ranks
-                raise. (In the function itself torch's ``all_reduce`` would hide the error.)
+        If scales of a weight differ, all ranks raise an AgreementError, which names the weight, at the end of the context. (In
+        the function itself torch's ``all_reduce`` would hide the error.)
         """
         scales = torch.cat([self.quantizer(path).scale.view(1) for path in paths])
         largest = [torch.cat([scales, -scales])]
