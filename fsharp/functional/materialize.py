@@ -165,11 +165,7 @@ def init_params(
 
 def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
     """Return the seed for a leaf's initial values: the same on every mesh, and on all ranks that share the values."""
-    own = (
-        "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying_axes)
-        if unit is not None
-        else ""
-    )
+    own = "" if unit is None else "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.varying_axes)
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 
 

@@ -1,8 +1,7 @@
 """Layout: the units of a tree, and their bytes on each rank. Static, hashable, integers only."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import optree
@@ -13,7 +12,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
-from fsharp.functional.layout.text import nbytes_text, table_html, units_rows, units_table
+from fsharp.functional.layout.text import align_columns, nbytes_text, table_html, units_rows
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import innermost_prefix
 from fsharp.tracebacks import api_boundary
@@ -35,10 +34,10 @@ class Layout:
     mesh: Mesh
     units: tuple[UnitLayout, ...]
     spec: optree.PyTreeSpec
-    _by_name: Mapping[str, UnitLayout] = field(init=False, repr=False, compare=False, hash=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_name", {unit.name: unit for unit in self.units})
+    @cached_property
+    def _by_name(self) -> dict[str, UnitLayout]:
+        return {unit.name: unit for unit in self.units}
 
     def __getitem__(self, unit: str) -> UnitLayout:
         if unit not in self._by_name:
@@ -113,16 +112,14 @@ class Layout:
         return table_html(title, units_rows(self.units), right={1, 3, 4, 6})
 
     def __str__(self) -> str:
-        lines = units_table(self.units)
+        lines = align_columns(units_rows(self.units), rules=[1])
         waste = 100 * self.num_padding / max(1, self.num_params + self.num_padding)
         kinds = ("params", "grads", "main", "residuals") if self.nbytes("residuals") else ("params", "grads", "main")
         at_rest = ", ".join(f"{kind} {nbytes_text(self.nbytes(kind))}" for kind in kinds)
         return "\n".join(
             [
                 f"Layout of {self.num_params:,} parameters on {self.mesh}",
-                lines[0],
-                "-" * max(map(len, lines)),
-                *lines[1:],
+                *lines,
                 f"padding {self.num_padding:,} elements ({waste:.3g} %)",
                 f"at rest on each rank: {at_rest}, each optimizer buffer {nbytes_text(self.nbytes('optim'))};"
                 f" unsharded params {nbytes_text(self.nbytes_unsharded)}",

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from fsharp.errors import LayoutError
 from fsharp.tracebacks import api_boundary
@@ -102,14 +101,11 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     for _ in range(_NUM_EXHAUSTIVE_TRIES):
         capacity = _next_possible_capacity(capacity, items, step)
         if (offsets := _place_leaves(order, capacity, num_parts)) is not None:
-            return Packing(_offsets_in_order(offsets, len(sizes)), capacity)
+            break
         capacity += step
-    found, capacity = _search_capacity(order, capacity, step, num_parts, total)
-    return Packing(_offsets_in_order(found, len(sizes)), capacity)
-
-
-def _offsets_in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
-    return tuple(offsets.get(i, 0) for i in range(count))
+    else:
+        offsets, capacity = _search_capacity(order, capacity, step, num_parts, total)
+    return Packing(tuple(offsets.get(i, 0) for i in range(len(sizes))), capacity)
 
 
 def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
@@ -129,8 +125,8 @@ def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]]
 
 def _search_capacity(
     order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
-) -> "_FeasiblePacking":
-    """Return a packing of ``capacity`` or more elements in a part, found in growing strides and then by bisection.
+) -> tuple[dict[int, int], int]:
+    """Return offsets of leaves and a capacity of ``capacity`` or more, found in growing strides and then by bisection.
 
     The search ends, as all leaves fit into a part of ``total`` elements.
     """
@@ -144,14 +140,7 @@ def _search_capacity(
             tried = middle
         else:
             capacity, offsets = middle, found
-    return _FeasiblePacking(offsets, capacity)
-
-
-class _FeasiblePacking(NamedTuple):
-    """The offset of each leaf, and the capacity of a part in which all leaves have a place."""
-
-    offsets: dict[int, int]
-    capacity: int
+    return offsets, capacity
 
 
 def _place_leaves(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:

@@ -192,15 +192,10 @@ class Dtypes:
     @property
     def names(self) -> list[str]:
         """Names of dtypes and formats; only buffers with equal names share a collective."""
-        return self._settings_in_order(lambda each: each.name)
+        return self.settings_in_order(lambda each: each.name)
 
-    @property
-    def texts_to_compare(self) -> list[str]:
-        """Names of dtypes and formats with their planes and blocks, for ranks to compare."""
-        return self._settings_in_order(str)
-
-    def _settings_in_order(self, text: Callable[[Format], str]) -> list[str]:
-        """Return the settings in a fixed order, each format as ``text(format)``.
+    def settings_in_order(self, text: Callable[[Format], str]) -> list[str]:
+        """Return the settings in a fixed order, each format as ``text(format)``, for ranks to compare as ``str(format)``.
 
         The order: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback.
         """

@@ -9,13 +9,9 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 
 
 class EncodedRun(NamedTuple):
-    """Elements ``[start, start + size)`` of a gradient's buffer, which a rank encodes along an axis.
+    """Elements ``[start, start + size)`` of a group's whole buffer of gradients, which a rank encodes along an axis.
 
-    Attributes:
-        axis: the axis.
-        number: number of earlier encodings of these elements, along other axes.
-        start: index of the first element in the whole buffer of the group.
-        size: number of elements.
+    ``number`` is the number of earlier encodings of these elements, along other axes.
     """
 
     axis: str

@@ -51,7 +51,7 @@ def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.Py
             raise LayoutError(f"version {data['fsharp_layout']!r}, expected {VERSION}.")
         mesh = Mesh([(name, size) for name, size in data["mesh"]])
         units = tuple(unit_from_json(unit, mesh) for unit in data["units"])
-        return mesh, units, _spec_from_json(data["spec"])
+        return mesh, units, optree.tree_structure(_example_tree(data["spec"]))
     except LayoutError as error:
         raise LayoutError(f"Layout.from_json(): {error}") from error
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, ImportError, RecursionError) as error:
@@ -83,7 +83,8 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
         Group(_dtypes_from_json(dtypes), trainable, label, parts, capacity, used)
         for dtypes, trainable, label, parts, capacity, used in data["groups"]
     )
-    unit = UnitLayout(data["name"], mesh, Strategy(rules), leaves, groups, _spec_from_json(data["spec"]))
+    spec = optree.tree_structure(_example_tree(data["spec"]))
+    unit = UnitLayout(data["name"], mesh, Strategy(rules), leaves, groups, spec)
     _check_unit(unit)
     return unit
 
@@ -168,11 +169,8 @@ def _spec_to_json(spec: optree.PyTreeSpec) -> Any:
     )
 
 
-def _spec_from_json(data: Any) -> optree.PyTreeSpec:
-    return optree.tree_structure(_example_tree(data))
-
-
 def _example_tree(data: Any) -> Any:
+    """Return a tree of the structure in a result of :func:`_spec_to_json`."""
     if data is None or data == "*":
         return None if data is None else 0
     children = [_example_tree(child) for child in data["children"]]

@@ -177,17 +177,9 @@ class Sharded:
 
     def replace(self, buffers: Sequence[Any] | LazyBuffers, place: Place | None = None) -> "Sharded":
         """Return a node of the same groups with buffers of new values, in ``place`` or in this node's place."""
-        name = self.tree_name
-        return Sharded(
-            buffers,
-            self.unit,
-            place or self.place,
-            self.groups,
-            is_gathered=self.is_gathered and place is None,
-            tree_name=TreeName(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped)
-            if name.tree
-            else UNNAMED_TREE,
-        )
+        name, is_gathered = self.tree_name, self.is_gathered and place is None
+        new = TreeName(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped) if name.tree else UNNAMED_TREE
+        return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=is_gathered, tree_name=new)
 
     def mark_donated(self) -> None:
         """Release the buffers and mark the node as donated: functions refuse it from now on."""
@@ -404,22 +396,16 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
         if place not in ("params", "grads", "optim", "full"):
             raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a Place.")
         return getattr(unit.strategy, place)  # type: ignore[no-any-return]
-    order, full = unit.strategy.order, unit.strategy.full
-    if (
-        place.order != order
-        or place.sharded_axes != order[: len(place.sharded_axes)]
-        or place.varying_axes != full.varying_axes
-    ):
-        facts = [
-            ("axes of the strategy", ", ".join(order)),
-            ("its places", f"{unit.strategy.params!r}, {unit.strategy.optim!r}"),
-        ]
+    order, cuts = unit.strategy.order, place.sharded_axes
+    if place.order != order or cuts != order[: len(cuts)] or place.varying_axes != unit.varying_axes:
+        places = f"{unit.strategy.params!r}, {unit.strategy.optim!r}"
+        facts = [("axes of the strategy", ", ".join(order)), ("its places", places)]
         what = f"{place!r} does not belong to the strategy of unit {unit.display_name}"
         what += ": other axes, another order, or a gap in them."
         raise LayoutError(problem("place", what, facts, "Shard along the first axes of the strategy, in its order."))
-    if not set(place.sharded_axes) <= set(unit.strategy.optim.sharded_axes):
+    if not set(cuts) <= set(unit.strategy.optim.sharded_axes):
         raise LayoutError(
-            f"{place!r} shards unit {unit.display_name} along {list(place.sharded_axes)}, and its layout along "
+            f"{place!r} shards unit {unit.display_name} along {list(cuts)}, and its layout along "
             f"{list(unit.strategy.optim.sharded_axes)} alone. Plan with a strategy that "
             "shards optimizer state along all these axes."
         )

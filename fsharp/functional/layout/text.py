@@ -30,15 +30,10 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
         "labels": leaves(lambda u, leaf: u.groups[leaf.group].label if leaf.group >= 0 else "tied"),
         "ties": leaves(lambda _, leaf: leaf.tied_to),
         "precision": leaves(
-            lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.texts_to_compare) if leaf.group >= 0 else "tied"
+            lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.settings_in_order(str)) if leaf.group >= 0 else "tied"
         ),
         "containers": groups(lambda u: u.spec),
     }
-
-
-def units_table(units: Sequence[UnitLayout]) -> list[str]:
-    """Return the lines of a table of units: :func:`units_rows` as text."""
-    return align_columns(units_rows(units))
 
 
 def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
@@ -46,19 +41,12 @@ def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
     for name, alike in runs_of_alike_units(units):
         first = alike[0]
-        buffers = ", ".join(
-            g.dtypes.stored_format.name
-            + (f" (main {dtype_name(g.dtypes.main)}{_update_format_text(g)})" if g.dtypes.has_main_copy and g.trainable else "")
-            + (" frozen" if not g.trainable else "")
-            + (f" {g.label}" if g.label != "default" else "")
-            for g in first.groups
-        )
         local = sum(u.stored_nbytes(i, u.strategy.params) for u in alike for i in u.all_groups)
         rows.append(
             (
                 name,
                 str(len(first.leaves)),
-                buffers,
+                ", ".join(map(_group_text, first.groups)),
                 f"{sum(g.used for u in alike for g in u.groups):,}",
                 f"{sum(g.size - g.used for u in alike for g in u.groups):,}",
                 str(first.strategy),
@@ -68,8 +56,12 @@ def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _update_format_text(group: Group) -> str:
-    return "" if group.dtypes.update is None else f", updates {group.dtypes.update.name}"
+def _group_text(group: Group) -> str:
+    dtypes = group.dtypes
+    updates = "" if dtypes.update is None else f", updates {dtypes.update.name}"
+    main = f" (main {dtype_name(dtypes.main)}{updates})" if dtypes.has_main_copy and group.trainable else ""
+    label = f" {group.label}" if group.label != "default" else ""
+    return f"{dtypes.stored_format.name}{main}{'' if group.trainable else ' frozen'}{label}"
 
 
 NOTEBOOK_HTML_BY_CLASS: dict[type, Callable[[Any], str]] = {}
@@ -105,13 +97,9 @@ def table_html(title: str, rows: Sequence[Sequence[str]], right: Collection[int]
 
 def runs_of_alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
     """Yield runs of consecutive units that differ in a number in their name alone, each with a name: ``layers.* x12``."""
-    for (pattern, *_), run in groupby(units, key=_key_without_number):
+    for (pattern, *_), run in groupby(units, lambda u: (re.sub(r"\d+", "*", u.name), u.leaves, u.groups, u.strategy)):
         alike = list(run)
         yield f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0].name or "(whole tree)", alike
-
-
-def _key_without_number(unit: UnitLayout) -> tuple[object, ...]:
-    return re.sub(r"\d+", "*", unit.name), unit.leaves, unit.groups, unit.strategy
 
 
 def nbytes_text(count: float) -> str:

@@ -129,7 +129,7 @@ class UnitLayout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._key)
+        return hash((self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec))
 
     def __hash__(self) -> int:
         return self._hash
@@ -137,15 +137,6 @@ class UnitLayout:
     def __getstate__(self) -> dict[str, Any]:
         # Hashes of strings differ between processes, so cached values are not pickled.
         return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, UnitLayout) and hash(self) == hash(other) and self._key == other._key
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return (self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec)
 
     @property
     def display_name(self) -> str:
@@ -228,11 +219,8 @@ class UnitLayout:
 
     def update_format(self, group: int) -> Format | None:
         """Return the format in which a group's updates travel; None if parameters travel themselves, or nothing travels."""
-        return self.groups[group].dtypes.update if self._gathers_updates else None
-
-    @cached_property
-    def _gathers_updates(self) -> bool:
-        return any(self.mesh.axis_size(axis) > 1 for axis in self.update_axes)
+        travels = any(self.mesh.axis_size(axis) > 1 for axis in self.update_axes)
+        return self.groups[group].dtypes.update if travels else None
 
     def update_nbytes(self, group: int) -> int:
         """Return the bytes of one rank's part of a group in the gather of updated parameters."""
@@ -334,9 +322,8 @@ class UnitLayout:
             return buffer
         is_stored = self.groups[group].is_encoded(buffer)
         if is_stored and buffer.shape[-1] == self.stored_size(group, place):
-            return self.decode_stored(
-                group, buffer, self.scales_in(group, buffer), place, rank, dtypes.main if main else dtypes.compute
-            )
+            dtype = dtypes.main if main else dtypes.compute
+            return self.decode_stored(group, buffer, self.scales_in(group, buffer), place, rank, dtype)
         if buffer.shape[-1] != size:
             raise TreeError(
                 f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "
@@ -364,13 +351,10 @@ class UnitLayout:
 
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
         """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
-        leaves = [self.path_in_tree(leaf) for leaf in self.leaves_of_group(group)]
-        along = (
-            ("gradients", f"along axis {axis!r}")
-            if axis
-            else ("parameters", f"over axes {first_few(self.strategy.optim.order)}")
-        )
-        return [("unit", self.display_name), ("leaves", first_few(leaves)), along]
+        leaves = first_few([self.path_in_tree(leaf) for leaf in self.leaves_of_group(group)])
+        over = ("parameters", f"over axes {first_few(self.strategy.optim.order)}")
+        along = ("gradients", f"along axis {axis!r}") if axis else over
+        return [("unit", self.display_name), ("leaves", leaves), along]
 
     @api_boundary
     def build_subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:

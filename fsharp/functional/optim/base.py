@@ -279,17 +279,14 @@ def config_texts(**values: Any) -> dict[str, str]:
     return {name: exact_text(value) for name, value in values.items()}
 
 
-def value_per_leaf(
-    where: str, params: Any, rules: Callable[[list[str]], Mapping[str, Any]] | Any, default: Any = None
-) -> dict[str, Any]:
-    """Return a value by path for each leaf in the groups of ``params``, as :func:`value_by_path` does.
+def leaf_paths(params: Any) -> list[str]:
+    """Return the paths of the leaves in the groups of ``params``."""
+    return [s.unit.path_in_tree(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of_group(g)]
 
-    With ``default``, ``rules`` is a function from all paths to values by path; other leaves get the default.
-    """
-    paths = [s.unit.path_in_tree(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of_group(g)]
-    if default is not None:
-        return dict.fromkeys(paths, default) | dict(rules(paths))
-    return value_by_path(where, rules, paths)
+
+def value_per_leaf(where: str, params: Any, rules: Any) -> dict[str, Any]:
+    """Return a value by path for each leaf in the groups of ``params``, as :func:`value_by_path` does."""
+    return value_by_path(where, rules, leaf_paths(params))
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:

@@ -45,13 +45,10 @@ class MomentumState(NamedTuple):
     mu: Any
 
 
-def schedule_value(schedule: ScalarOrSchedule, count: int) -> float:
-    """Return the value of a schedule after ``count`` updates."""
-    return float(schedule(count) if callable(schedule) else schedule)
-
-
-def _evaluate_schedule(schedule: Any, count: torch.Tensor) -> Any:
-    return schedule(count) if callable(schedule) else float(schedule)
+def schedule_value(schedule: ScalarOrSchedule, count: Any) -> Any:
+    """Return the value of a schedule after ``count`` updates: a float; for a tensor ``count`` what the schedule returns."""
+    value = schedule(count) if callable(schedule) else schedule
+    return value if callable(schedule) and isinstance(count, torch.Tensor) else float(value)
 
 
 @options_checked
@@ -119,11 +116,7 @@ def adamw(
 
     def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
         before = state.count
-        rate: Any = (
-            _evaluate_schedule(learning_rate, before)
-            if isinstance(before, torch.Tensor)
-            else schedule_value(learning_rate, before)
-        )
+        rate = schedule_value(learning_rate, before)
         count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
         params, mu, nu = _copy_unless_donated(donate, params, state.mu, state.nu)
 
@@ -144,7 +137,7 @@ def adamw(
     settings = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "lr_scale": lr_scale}
     settings |= {"capturable": True} if capturable else {}
     config = {"adamw": config_texts(learning_rate=learning_rate, **settings)}
-    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: _evaluate_schedule(learning_rate, s.count))
+    return _in_place_transform(init, step, config, weight_decay, lr_scale, learning_rate)
 
 
 @options_checked
@@ -259,7 +252,7 @@ def lion(
 
     settings = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "lr_scale": lr_scale}
     config = {"lion": config_texts(learning_rate=learning_rate, **settings)}
-    return _in_place_transform(init, step, config, weight_decay, lr_scale, lambda s: schedule_value(learning_rate, s.count))
+    return _in_place_transform(init, step, config, weight_decay, lr_scale, learning_rate)
 
 
 def _in_place_transform(
@@ -268,24 +261,25 @@ def _in_place_transform(
     config: Mapping[str, Any],
     weight_decay: PerPath,
     lr_scale: PerPath = 1.0,
-    rate: Callable[[Any], Any] | None = None,
+    learning_rate: ScalarOrSchedule | None = None,
 ) -> Transform:
     """Return a transformation made of a step that changes parameters in place.
 
     ``update`` runs the step on parameters of zeros, as a difference of parameters would lose digits. Weight decay times the
-    learning ``rate`` is added to the update; without a rate weight decay is added to the gradients.
+    learning rate is added to the update; without a rate weight decay is added to the gradients.
     """
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         return step(grads, state, params, weight_decay, comm=comm, donate=donate)
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
-        if rate is None:
+        if learning_rate is None:
             grads = optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params)
             grads = add_scaled_parameters_(grads, params, 1.0, comm.rank, lr_scale, weight_decay)
         updates, new = step(grads, state, _zeros_like_tree(params), 0.0, comm=comm, donate=False)
-        if rate is not None:
-            updates = add_scaled_parameters_(updates, params, -rate(state), comm.rank, lr_scale, weight_decay)
+        if learning_rate is not None:
+            rate = schedule_value(learning_rate, state.count)
+            updates = add_scaled_parameters_(updates, params, -rate, comm.rank, lr_scale, weight_decay)
         return updates, new
 
     return Transform(init, update, config, apply, next(iter(config)))

@@ -15,12 +15,7 @@ from fsharp.type_checks import options_checked
 
 
 class CheckedState(NamedTuple):
-    """State of :func:`with_elementwise_check`.
-
-    Attributes:
-        num_checked: number of updates that were compared.
-        inner_state: state of the wrapped pair.
-    """
+    """State of :func:`with_elementwise_check`: number of updates that were compared, and state of the wrapped pair."""
 
     num_checked: int
     inner_state: Any

@@ -86,20 +86,14 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
             values = start | scheduled(0)
             return InjectHyperparamsState(0, values, build(values).init(params, comm=comm))
 
-        def current(state: InjectHyperparamsState, comm: Comm) -> dict[str, Any]:
+        def step(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
             def check() -> dict[str, Any]:
                 if set(state.hyperparams) != {*start, *schedules}:
                     facts = [("in the state", sorted(state.hyperparams)), ("expected", sorted({*start, *schedules}))]
                     raise TreeError(problem("inject_hyperparams()", "hyper-parameters are missing or unknown.", facts))
                 return {name: _as_python_number(name, state.hyperparams[name]) for name in start} | scheduled(state.count)
 
-            def fields(values: dict[str, Any]) -> dict[str, str]:
-                return {name: repr(float(value)) for name, value in values.items()}
-
-            return check_on_all_ranks("inject_hyperparams()", comm, check, fields)
-
-        def step(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
-            values = current(state, comm)
+            values = check_on_all_ranks("inject_hyperparams()", comm, check, _texts_of_numbers)
             out, new = run(build(values), grads, state.inner_state, params)
             return out, InjectHyperparamsState(state.count + 1, values, new)
 
@@ -109,6 +103,10 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra)
 
     return make
+
+
+def _texts_of_numbers(values: dict[str, Any]) -> dict[str, str]:
+    return {name: repr(float(value)) for name, value in values.items()}
 
 
 def _is_number(value: Any) -> bool:

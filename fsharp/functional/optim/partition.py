@@ -12,6 +12,7 @@ from fsharp.functional.optim.base import (
     Transform,
     as_transform,
     known_extra_arguments,
+    leaf_paths,
     update_and_apply_from,
     value_per_leaf,
     wrapper_name,
@@ -144,9 +145,9 @@ def masked(inner: Any, mask: Any) -> Transform:
     tx = as_transform(inner)
 
     def flags_of(params: Any) -> dict[str, bool]:
-        return value_per_leaf(
-            "masked(mask)", params, lambda paths: dict.fromkeys(select_paths("masked()", mask, paths), True), False
-        )
+        paths = leaf_paths(params)
+        chosen = select_paths("masked()", mask, paths)
+        return {path: path in chosen for path in paths}
 
     def init(params: Any, /, *, comm: Comm | None = None) -> MaskedState:
         flags_of(params)

@@ -36,11 +36,9 @@ def move_state_tree(
     device = next((buffer.device for buffers in old_buffers for buffer in buffers), comm.device)
 
     def rounds(unit: UnitLayout, source: int, target: int) -> list[list[MovedPiece]]:
-        return (
-            []
-            if source == target
-            else cut_into_rounds(_pieces_between_comm_ranks(state_tree, unit, ranks, source, target), max_nbytes)
-        )
+        if source == target:
+            return []
+        return cut_into_rounds(pieces_between(state_tree, unit, ranks, source, target), max_nbytes)
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
     # All ranks take part in as many rounds as the rank with the most rounds needs.
@@ -49,18 +47,18 @@ def move_state_tree(
     left = Counter(position.node for position in state_tree.position_by_path.values())
     nodes = []
     for unit, arriving, num_rounds in zip(layout.units, incoming, most.tolist(), strict=True):
+        place, groups = state_tree.place_in(unit), state_tree.groups_in(unit)
+        dtypes = [state_tree.dtype_in(unit, group) for group in groups]
+        own = groups if me in ranks.new_ranks else ()
         new = [
-            torch.zeros(
-                unit.local_size(group, state_tree.place_in(unit)), dtype=state_tree.dtype_in(unit, group), device=device
-            )
-            for group in (state_tree.groups_in(unit) if me in ranks.new_ranks else ())
+            torch.zeros(unit.local_size(group, place), dtype=dtype, device=device)
+            for group, dtype in zip(own, dtypes, strict=False)
         ]
-        for piece in _pieces_between_comm_ranks(state_tree, unit, ranks, me, me):
+        for piece in pieces_between(state_tree, unit, ranks, me, me):
             _new_elements(new, piece).copy_(_old_elements(old_buffers, piece))
         leaving = [rounds(unit, me, rank) for rank in everyone]
         for k in range(num_rounds):
             send, receive = ([each[k] if k < len(each) else [] for each in way] for way in (leaving, arriving))
-            dtypes = [state_tree.dtype_in(unit, group) for group in state_tree.groups_in(unit)]
             sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
             named = f"reshard {state_tree} {unit.name or '(root)'} {k}"
             # A name for the bytes would keep the bytes of one round alive during the next.
@@ -70,31 +68,14 @@ def move_state_tree(
         if donate:
             moved = Counter(
                 state_tree.position_by_path[unit.path_in_tree(leaf)].node
-                for group in state_tree.groups_in(unit)
+                for group in groups
                 for leaf in unit.leaves_of_group(group)
             )
             left -= moved
             for node in moved.keys() - left.keys():
                 old_buffers[node].clear()
-        nodes.append(
-            Sharded(
-                new,
-                unit,
-                state_tree.place_in(unit),
-                state_tree.groups_in(unit) if me in ranks.new_ranks else (),
-                reduction=state_tree.gradient_reduction,
-            )
-        )
+        nodes.append(Sharded(new, unit, place, own, reduction=state_tree.nodes[0].reduction))
     return nodes
-
-
-def _pieces_between_comm_ranks(
-    state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int
-) -> list[MovedPiece]:
-    """Return the pieces of ``unit`` that move from rank ``source`` to rank ``target`` of the Comm, or stay on one rank."""
-    if source not in ranks.old_ranks or target not in ranks.new_ranks:
-        return []
-    return list(pieces_between(state_tree, unit, ranks, ranks.old_ranks.index(source), ranks.new_ranks.index(target)))
 
 
 def _old_elements(old_buffers: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:

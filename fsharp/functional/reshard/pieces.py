@@ -37,16 +37,11 @@ class RankMap:
 
 
 class MovedPiece(NamedTuple):
-    """A run of elements of one leaf that moves from one buffer to another.
+    """A run of ``numel`` elements of one leaf that moves from one buffer to another.
 
-    Attributes:
-        node: index of the old unit's node in the state tree.
-        buffer: index of the buffer in the old node.
-        start: index of the first element in the old buffer.
-        new_buffer: index of the buffer in the new node.
-        new_start: index of the first element in the new buffer.
-        numel: number of elements.
-        itemsize: bytes of an element on the wire.
+    ``node`` is the index of the old unit's node in the state tree. ``buffer`` and ``start`` are indices of the old buffer in
+    this node, and of the first element in the buffer; ``new_buffer`` and ``new_start`` are those in the new node. ``itemsize``
+    is the bytes of an element on the wire.
     """
 
     node: int
@@ -64,7 +59,10 @@ class MovedPiece(NamedTuple):
 
 
 def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> Iterator[MovedPiece]:
-    """Yield the pieces of a new unit that rank ``target`` of the new mesh takes from rank ``source`` of the old mesh."""
+    """Yield the pieces of a new unit that rank ``target`` of the Comm takes from rank ``source``, or from itself."""
+    if source not in ranks.old_ranks or target not in ranks.new_ranks:
+        return
+    source, target = ranks.old_ranks.index(source), ranks.new_ranks.index(target)  # numbers in the old and the new mesh
     serves: dict[int, bool] = {}
     for new_buffer, group in enumerate(state_tree.groups_in(unit)):
         itemsize = state_tree.dtype_in(unit, group).itemsize

@@ -198,15 +198,13 @@ def reshard_nbytes(
         check_state_tree(state_tree, layout)
     old_mesh = state_trees[0].nodes[0].unit.mesh
     route = RankMap(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
-    if rank not in route.old_ranks:
-        return 0
     return sum(
         piece.nbytes
         for state_tree in state_trees
         for unit in layout.units
-        for target, to in enumerate(route.new_ranks)
-        if to != rank
-        for piece in pieces_between(state_tree, unit, route, route.old_ranks.index(rank), target)
+        for target in route.new_ranks
+        if target != rank
+        for piece in pieces_between(state_tree, unit, route, rank, target)
     )
 
 

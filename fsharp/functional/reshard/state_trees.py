@@ -21,13 +21,7 @@ Path = tuple[str, ...]
 
 
 class LeafPosition(NamedTuple):
-    """The node and the buffer of a state tree that hold a leaf's elements.
-
-    Attributes:
-        node: index of the unit's node in the state tree.
-        buffer: index of the buffer in the node.
-        leaf: the leaf, as the layout of its unit describes it.
-    """
+    """A leaf of the old layout, with the index of its node in the state tree, and of its buffer in the node."""
 
     node: int
     buffer: int
@@ -62,11 +56,6 @@ class StateTree:
             for leaf in node.unit.leaves_of_group(group)
         }
 
-    @property
-    def gradient_reduction(self) -> Literal["sum", "mean"] | None:
-        """Whether the tree holds sums or means of gradients over ranks; None for other values. See :class:`~fsharp.Sharded`."""
-        return self.nodes[0].reduction
-
     def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
         """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves the state tree holds."""
         return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
@@ -95,15 +84,9 @@ def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list
     """Return the state trees in a user's tree, in tree order.
 
     Each node is in its state tree at the path of its unit. So the path of the state tree is the beginning of the node's path,
-    without the path of the unit.
+    without the path of the unit. ``kind`` and ``cast`` are for state trees outside of a :class:`~fsharp.TrainState`.
 
-    Args:
-        tree: the user's tree.
-        kind: where state trees outside of a :class:`~fsharp.TrainState` rest in the new layout.
-        cast: whether these state trees are cast to the new compute dtype.
-
-    Raises:
-        TreeError: there is no node, a node is not at the path of its unit, or a state tree has another leaf in it.
+    Raises TreeError if there is no node, a node is not at the path of its unit, or a state tree has another leaf in it.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, StatePlace, bool]] = {}
@@ -180,12 +163,9 @@ def check_state_tree(state_tree: StateTree, layout: Layout) -> None:
     if rows:
         more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
         remedy = f"{more}Plan the new layout with the same tree, ties, frozen leaves, labels and dtypes"
-        cast = (
-            "; parameters by themselves take another compute dtype or format with cast=True."
-            if state_tree.kind == "params"
-            else "."
-        )
-        raise LayoutError(problem("reshard()", f"{state_tree} does not fit the new layout.", sorted(rows)[:8], remedy + cast))
+        if state_tree.kind == "params":
+            remedy += "; parameters by themselves take another compute dtype or format with cast=True"
+        raise LayoutError(problem("reshard()", f"{state_tree} does not fit the new layout.", sorted(rows)[:8], f"{remedy}."))
 
 
 def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
