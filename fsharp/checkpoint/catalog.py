@@ -59,7 +59,7 @@ def new_save_id(root: str) -> str:
 
     The time is later than those of all saves in ``root``, even if a clock was set back.
     """
-    names = folder_names_newest_first(storage_of(root), root)
+    names = folder_names_newest_first(root)
     before = save_time_of(f"{root}/{names[0]}") if names else 0.0
     return struct.pack(">d", save_time_after(before)).hex() + secrets.token_hex(8)
 
@@ -105,9 +105,7 @@ class Checkpoint:
         except FileNotFoundError as error:
             if huggingface.is_huggingface_folder(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
-            hint = "".join(
-                f" There are some in it, such as {path}/{name}." for name in folder_names_newest_first(storage, path)[:1]
-            )
+            hint = "".join(f" There are some in it, such as {path}/{name}." for name in folder_names_newest_first(path)[:1])
             raise CheckpointError(f"{path}: there is no checkpoint here.{hint}") from error
         return Manifest.from_json(f"{path}/{MANIFEST_NAME}", data)
 
@@ -199,15 +197,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             complete checkpoint in the same root.
     """
     folder = absolute_path(path)
-    storage = storage_of(folder)
     try:
-        return _open_complete(storage, folder)
+        return _open_complete(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{complete_sibling_hint(folder)}") from error
 
 
-def _open_complete(storage: Storage, folder: str) -> Checkpoint:
-    found = Checkpoint(folder)
+def _open_complete(folder: str) -> Checkpoint:
+    storage, found = storage_of(folder), Checkpoint(folder)
     for file in found.summary.files:
         check_file_size(storage, f"{found.folder}/{file.name}", file.nbytes)
     return found
@@ -215,19 +212,19 @@ def _open_complete(storage: Storage, folder: str) -> Checkpoint:
 
 def complete_sibling_hint(folder: str) -> str:
     """Return text for an error about an incomplete checkpoint: the name of a complete one in the same folder, if any."""
-    storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
-    for other in folder_names_newest_first(storage, root) if _FOLDER_PATTERN.fullmatch(name) else ():
+    root, _, name = folder.rpartition("/")
+    for other in folder_names_newest_first(root) if _FOLDER_PATTERN.fullmatch(name) else ():
         if other != name:
             try:
-                return f" {_open_complete(storage, f'{root}/{other}')!r} is complete."
+                return f" {_open_complete(f'{root}/{other}')!r} is complete."
             except CheckpointError:
                 continue
     return ""
 
 
-def folder_names_newest_first(storage: Storage, root: str) -> list[str]:
+def folder_names_newest_first(root: str) -> list[str]:
     """Return the names of checkpoints' folders, complete or not, the last saved one first."""
-    found = [name for name in storage.list_names(root) if _FOLDER_PATTERN.fullmatch(name)]
+    found = [name for name in storage_of(root).list_names(root) if _FOLDER_PATTERN.fullmatch(name)]
     return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
 
 
@@ -241,16 +238,15 @@ def opening_errors(root: str) -> list[str]:
     found = []
     for path in _folders_with_manifest(root):
         try:
-            _open_complete(storage_of(root), path)
+            _open_complete(path)
         except CheckpointError as error:
             found.append(str(error))
     return found
 
 
 def _folders_with_manifest(root: str) -> Iterator[str]:
-    storage = storage_of(root)
-    for name in folder_names_newest_first(storage, root):
-        if MANIFEST_NAME in storage.list_names(f"{root}/{name}"):
+    for name in folder_names_newest_first(root):
+        if MANIFEST_NAME in storage_of(root).list_names(f"{root}/{name}"):
             yield f"{root}/{name}"
 
 
@@ -266,7 +262,7 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
 
 def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
     """Yield complete checkpoints, each opened when it is asked for: see :func:`checkpoints`."""
-    for name in folder_names_newest_first(storage_of(folder), folder):
+    for name in folder_names_newest_first(folder):
         if (found := open_if_complete(f"{folder}/{name}")) is not None:
             yield found
 
@@ -274,7 +270,7 @@ def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
 def open_if_complete(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path; None, and a warning, if it is incomplete."""
     try:
-        return _open_complete(storage_of(path), path)
+        return _open_complete(path)
     except CheckpointError as error:
         _log.warning("left out: %s", error)
         return None
@@ -288,9 +284,8 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     read: for damage inside of files see :func:`verify`.
     """
     folder = absolute_path(root)
-    storage = storage_of(folder)
     newest = next(iter_complete_checkpoints(folder), None)
-    for name in storage.list_names(folder):
+    for name in storage_of(folder).list_names(folder):
         match = _STAGING_FOLDER_PATTERN.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
             instead = "there is no other" if newest is None else f"using step {newest.step}"
@@ -300,9 +295,9 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
 def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint whose path is not in ``damaged``; None if there is none. See :func:`latest`."""
-    return (
-        next((each for each in iter_complete_checkpoints(root) if each.path not in damaged), None) if damaged else latest(root)
-    )
+    if not damaged:
+        return latest(root)
+    return next((each for each in iter_complete_checkpoints(root) if each.path not in damaged), None)
 
 
 @options_checked

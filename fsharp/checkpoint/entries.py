@@ -260,10 +260,7 @@ def is_checkpoint_leaf(leaf: Any) -> bool:
 class LeafWithPaths(NamedTuple):
     """A leaf of a tree, with two forms of its path.
 
-    Attributes:
-        names: the keys of the path, with fields of named tuples by name.
-        entries: the keys of the path as :func:`~fsharp.plan` has them, with fields of named tuples by number.
-        leaf: the leaf.
+    Fields of named tuples have their name in ``names``, and their number in ``entries``, as in paths of :func:`~fsharp.plan`.
     """
 
     names: tuple[str, ...]
@@ -301,10 +298,8 @@ def _add_unit_entries(
         return f"{root}.{below}" if root and below else root or below
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
-    held, pieces = (
-        dict(zip(node.groups, node.decoded_buffers(comm.rank, main=True), strict=True)),
-        _leaf_pieces_by_path(unit, node.place, comm.rank),
-    )
+    held = dict(zip(node.groups, node.decoded_buffers(comm.rank, main=True), strict=True))
+    pieces = _leaf_pieces_by_path(unit, node.place, comm.rank)
     sizes = {group: unit.local_size(group, node.place) for group in held}
     one_number = {group: is_group_scalar(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:
@@ -372,25 +367,22 @@ class _PiecesOfLeaf(NamedTuple):
 @lru_cache(maxsize=1 << 14)
 def _leaf_pieces_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str, _PiecesOfLeaf]:
     """Return a :class:`_PiecesOfLeaf` for each leaf that a unit stores, by path."""
-    return {leaf.path: _pieces_of_leaf(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
-
-
-def _pieces_of_leaf(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _PiecesOfLeaf:
     mesh = unit.mesh
     varying = [axis for axis in mesh.names if axis in place.varying_axes]
     copies = [axis for axis in mesh.names if axis not in place.sharded_axes and axis not in varying]
-    num_kinds = math.prod(map(mesh.axis_size, varying))
+    num_kinds, num_copies = (math.prod(map(mesh.axis_size, axes)) for axes in (varying, copies))
 
-    def piece(of: int) -> Piece:
-        base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.run_of_leaf(leaf, place, of)
-        return Piece(base + first, base + last, mesh.index_along(copies, of), math.prod(map(mesh.axis_size, copies)))
+    def pieces_of(leaf: Leaf) -> _PiecesOfLeaf:
+        def piece(of: int) -> Piece:
+            base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.run_of_leaf(leaf, place, of)
+            return Piece(base + first, base + last, mesh.index_along(copies, of), num_copies)
 
-    mine = piece(rank)
-    size = mine.last - mine.first
-    start = unit.local_start(leaf.group, place, rank)
-    begin = 0 if not size else mine.first % max(leaf.numel, 1) + leaf.offset - start
-    shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
-    return _PiecesOfLeaf(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
+        mine, (first, last) = piece(rank), unit.run_of_leaf(leaf, place, rank)
+        begin = first + leaf.offset - unit.local_start(leaf.group, place, rank) if first < last else 0
+        shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
+        return _PiecesOfLeaf(tuple(shape), lambda of: mine if of == rank else piece(of), begin, last - first)
+
+    return {leaf.path: pieces_of(leaf) for leaf in unit.leaves if leaf.tied_to is None}
 
 
 def _flat_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -232,17 +232,11 @@ def load_with_reader(
     return check_on_all_ranks("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
 
 
-class _ChosenPath(NamedTuple):
-    """The path of the checkpoint to load. ``is_asked_for``: whether the caller gave this path, rather than a root."""
+def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
+    """Return the path of the checkpoint to load, and whether it is ``path`` itself.
 
-    path: str
-    is_asked_for: bool
-
-
-def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _ChosenPath:
-    """Return the path of the checkpoint to load: ``path`` itself, or the newest one below ``path`` that is not in ``damaged``.
-
-    Rank 0 chooses. Raises CheckpointError on all ranks if all checkpoints below ``path`` are damaged.
+    Else it is the newest one below ``path`` that is not in ``damaged``. Rank 0 chooses. Raises CheckpointError on all ranks if
+    all checkpoints below ``path`` are damaged.
     """
     answer: dict[str, Any] = {}
     if comm.rank == 0:
@@ -258,7 +252,7 @@ def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> _Ch
     said = json.loads(all_gather_texts(json.dumps(answer), comm)[0])
     if "error" in said:
         raise CheckpointError(f"load(): {said['error']}")
-    return _ChosenPath(str(said["path"]), bool(said["is_asked_for"]))
+    return str(said["path"]), bool(said["is_asked_for"])
 
 
 def _refuse_stale_main_copies(path: str, left_out: Collection[str], wanted: Collection[str]) -> None:

@@ -59,13 +59,6 @@ def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str
     return StoredNames(of, others)
 
 
-class ToleratedDifferences(NamedTuple):
-    """Names of the leaves that keep their given values, and rows of a warning about the differences that are no error."""
-
-    kept: set[str]
-    warning_rows: list[tuple[str, str]]
-
-
 def check_matches(
     path: str,
     manifest: Manifest,
@@ -76,8 +69,11 @@ def check_matches(
     *,
     cast: bool,
     strict: bool,
-) -> ToleratedDifferences:
-    """Raise one TreeError for all differences between a tree and a checkpoint. Return the differences that are tolerated."""
+) -> tuple[set[str], list[tuple[str, str]]]:
+    """Raise one TreeError for all differences between a tree and a checkpoint.
+
+    Return the names of leaves that keep their given values, and rows of a warning about the differences that are no error.
+    """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 
     def is_new(name: str, source: str) -> bool:
@@ -122,7 +118,7 @@ def check_matches(
         raise TreeError(
             problem("load()", f"{path} is not of this tree: {len(rows)} differences.", first_error_rows(rows), remedy)
         )
-    return ToleratedDifferences(kept, passed)
+    return kept, passed
 
 
 def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:

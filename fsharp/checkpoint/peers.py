@@ -106,7 +106,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
 def describe_saves_held_here(folder: str) -> list[list[Any]]:
     """Return each save in a folder: name, step, time, number of files, size of the manifest, and sizes of headers by file."""
     saves = []
-    for name in folder_names_newest_first(_local_storage, folder):
+    for name in folder_names_newest_first(folder):
         path = f"{folder}/{name}"
         try:
             manifest = Checkpoint(path).manifest
@@ -123,16 +123,8 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
                     heads[number] = header_nbytes(file, bytes(first), record.nbytes)
                 except CheckpointError as error:
                     _log.warning("left out: %s", error)
-        saves.append(
-            [
-                name,
-                manifest.step,
-                manifest.created,
-                len(manifest.files),
-                _local_storage.nbytes(f"{path}/{MANIFEST_NAME}"),
-                heads,
-            ]
-        )
+        manifest_nbytes = _local_storage.nbytes(f"{path}/{MANIFEST_NAME}")
+        saves.append([name, manifest.step, manifest.created, len(manifest.files), manifest_nbytes, heads])
     return saves
 
 

@@ -261,7 +261,7 @@ class Replicas(BackgroundSaver):
                 )
 
         def remove_others() -> None:
-            for name in folder_names_newest_first(_local_storage, self._folder) if self._claim is not None else ():
+            for name in folder_names_newest_first(self._folder) if self._claim is not None else ():
                 path = f"{self._folder}/{name}"
                 # A published save has a manifest.
                 if path != snapshot.folder and MANIFEST_NAME in _local_storage.list_names(path):
@@ -408,10 +408,8 @@ class Replicas(BackgroundSaver):
         ]
         if lost and found is None:
             lost += [("damaged", text) for text in copies.values()]
-            remedy = f"More than {self._copies} hosts have lost their memory, or copies are damaged. "
-            remedy += (
-                "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
-            )
+            disk = "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
+            remedy = f"More than {self._copies} hosts have lost their memory, or copies are damaged. {disk}"
             raise CheckpointError(problem("restore()", "no newer save in memory of hosts is complete.", lost, remedy))
         if lost and self._comm.rank == 0:
             _log.warning(problem("restore()", f"using step {found and found.step}: newer saves are incomplete.", lost))

@@ -75,7 +75,7 @@ class Retention(NamedTuple):
 
     def prune(self, root: str) -> list[str]:
         """Remove checkpoints: see :func:`prune`."""
-        names = folder_names_newest_first(storage_of(root), root)
+        names = folder_names_newest_first(root)
         periods = {name: self._step_and_hour_intervals(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
         stay, gone, seen = self._best_of(root, names), list[str](), set[tuple[str, int]]()

@@ -230,7 +230,7 @@ class Saver(BackgroundSaver):
             if self._own.rank != 0:
                 return
             self._saved_at = save_time_of(made.path)
-            for path in (f"{self._root}/{name}" for name in folder_names_newest_first(storage_of(self._root), self._root)):
+            for path in (f"{self._root}/{name}" for name in folder_names_newest_first(self._root)):
                 if save_time_of(path) <= since:
                     break
                 if path != made.path and open_if_complete(path) is not None:

@@ -24,7 +24,7 @@ from fsharp.checkpoint.entries import (
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
 from fsharp.checkpoint.reading import ShardFileReader
-from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, write_file, write_order
+from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, in_write_order, write_file
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
@@ -208,8 +208,8 @@ def tensors_written_by(contents: TreeContents, rank: int) -> list[tuple[TensorEn
         first, last = entry.range_written_by(rank)
         if first < last:
             shape = entry.shape if last - first == entry.numel else (last - first,)
-            found.append((entry, StoredTensor(entry.name, entry.dtype, shape)))
-    return [found[i] for i in write_order([tensor for _, tensor in found])]
+            found.append(StoredTensor(entry.name, entry.dtype, shape))
+    return [(contents.entries[tensor.name], tensor) for tensor in in_write_order(found)]
 
 
 def check_free_space(root: str, nbytes: int) -> None:

@@ -118,9 +118,9 @@ def file_nbytes(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) ->
     return len(encode_header(tensors, metadata)) + elements + -(-elements // BLOCK_NBYTES) * _DIGEST_NBYTES
 
 
-def write_order(tensors: Sequence[StoredTensor]) -> list[int]:
-    """Return the order in which tensors are written: wide elements first, so that each element is aligned to its size."""
-    return sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
+def in_write_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Return tensors as they are written: wide elements first, so that each element is aligned to its size."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
 def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
@@ -198,11 +198,8 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Tens
             dtype = _DTYPE_BY_NAME.get(each["dtype"])
             if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(f"{name!r:.80} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")
-            found[str(name)] = (
-                TensorExtent(dtype, begin, end, tuple(shape))
-                if dtype
-                else TensorExtent(torch.uint8, begin, end, (end - begin,))
-            )
+            shape = shape if dtype else [end - begin]  # as bytes
+            found[str(name)] = TensorExtent(dtype or torch.uint8, begin, end, tuple(shape))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__} {error!s:.200}.") from error
     end = 0
@@ -222,10 +219,8 @@ _FREE_BRACKETS = 1 << 14
 def parse_json(data: bytes) -> Any:
     """Parse a JSON text from an untrusted source, and return its value.
 
-    Raises:
-        ValueError: the text is not JSON, has a name twice in an object, or has more than one bracket in six bytes: an empty
-            list takes 40 times its bytes in memory.
-        RecursionError: the value nests too deeply.
+    Raises ValueError if the text is not JSON, has a name twice in an object, or has more than one bracket in six bytes: an
+    empty list takes 40 times its bytes in memory. Raises RecursionError if the value nests too deeply.
     """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _FREE_BRACKETS + len(data) // _BRACKETS_PER_BYTE:

@@ -15,6 +15,7 @@ from fsharp.errors import CheckpointError
 
 _log = logging.getLogger("fsharp")
 WriteFunction = Callable[[memoryview], None]
+_CLAIM_FILE = "claim"
 REMOVED_SUFFIX = ".removed"
 """Ending of the name of a folder that is being removed."""
 DAMAGED_SUFFIX = ".damaged"
@@ -239,7 +240,7 @@ class FolderClaim:
         in_use = CheckpointError(f"{folder}: in use. Each run, and each host of it, needs a folder of its own.")
         if folder in self._claimed:  # a lock does not keep a process from itself
             raise in_use
-        file = os.open(self._claim_path(folder), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        file = os.open(f"{folder}/{_CLAIM_FILE}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by this process alone, not by children that outlive it
         except (BlockingIOError, PermissionError) as error:
@@ -255,18 +256,14 @@ class FolderClaim:
         os.close(file)
 
     @staticmethod
-    def _claim_path(folder: str) -> str:
-        return os.path.join(folder, "claim")
-
-    @classmethod
-    def read_token(cls, folder: str, size: int) -> bytes:
+    def read_token(folder: str, size: int) -> bytes:
         """Return the first ``size`` bytes of the token in a claimed folder.
 
         The owner itself must not call this method: closing a file releases the process's locks on the file.
         """
         data = bytearray(size)
         with suppress(FileNotFoundError):
-            LocalStorage().read(cls._claim_path(folder), 0, memoryview(data))
+            LocalStorage().read(f"{folder}/{_CLAIM_FILE}", 0, memoryview(data))
         return bytes(data)
 
     @property

@@ -78,7 +78,7 @@ def test_what_stays_is_not_opened_again(tmp_path, monkeypatch):
     fs.checkpoint.prune(tmp_path, keep=1, keep_steps=10)
     opened = []
     real = catalog._open_complete
-    monkeypatch.setattr(catalog, "_open_complete", lambda storage, path: [opened.append(path), real(storage, path)][1])
+    monkeypatch.setattr(catalog, "_open_complete", lambda path: [opened.append(path), real(path)][1])
     assert fs.checkpoint.prune(tmp_path, keep=2, keep_steps=10) == []
     assert len(opened) == 2
 

@@ -17,9 +17,9 @@ from fsharp.checkpoint.shard_file import (
     bytes_of,
     check_reserved_names,
     encode_header,
-    write_order,
+    in_write_order,
 )
-from fsharp.checkpoint.storage import storage_of
+from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.type_checks import options_checked
@@ -113,8 +113,7 @@ def _tensors_by_file(tensors: list[StoredTensor], max_nbytes: int) -> dict[str, 
     parts = batches_by_nbytes(tensors, max_nbytes)
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     return {
-        name if len(parts) > 1 else "model.safetensors": [part[i] for i in write_order(part)]
-        for name, part in zip(names, parts, strict=True)
+        name if len(parts) > 1 else "model.safetensors": in_write_order(part) for name, part in zip(names, parts, strict=True)
     }
 
 
@@ -125,8 +124,7 @@ def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterato
     Raises CheckpointError if the folder at ``path`` is not empty, an interrupted export has left its temporary folder, or the
     file system raises an error.
     """
-    given = os.fspath(path).rstrip("/")
-    folder = given if "://" in given else os.path.abspath(given)
+    folder = absolute_path(path)
     storage = storage_of(folder)
     if storage.list_names(folder):
         raise CheckpointError(f"{where}: {folder} is not empty: choose another folder, or remove it.")
