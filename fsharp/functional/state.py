@@ -89,8 +89,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     tx = as_transform(tx)
 
     def check() -> list[Sharded]:
-        units_on_mesh_of("init_state()", sharded, comm)
-        nodes = units_of(sharded)
+        nodes = units_on_mesh_of("init_state()", sharded, comm)
         for node in nodes:
             _check_initial_parameters(node)
         return nodes

@@ -134,10 +134,8 @@ def adamw(
         _for_each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
         return params, AdamState(count, mu, nu)
 
-    settings = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "lr_scale": lr_scale}
-    settings |= {"capturable": True} if capturable else {}
-    config = {"adamw": config_texts(learning_rate=learning_rate, **settings)}
-    return _in_place_transform(init, step, config, weight_decay, lr_scale, learning_rate)
+    settings = {"b1": b1, "b2": b2, "eps": eps} | ({"capturable": True} if capturable else {})
+    return _in_place_transform("adamw", init, step, learning_rate, weight_decay, lr_scale, settings)
 
 
 @options_checked
@@ -198,9 +196,8 @@ def sgd(
         _for_each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, buffers[0] if buffers else None)
 
-    settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "lr_scale": lr_scale}
-    config = {"sgd": config_texts(learning_rate=learning_rate, **settings)}
-    tx = _in_place_transform(init, step, config, weight_decay)
+    settings = {"momentum": momentum, "nesterov": nesterov}
+    tx = _in_place_transform("sgd", init, step, learning_rate, weight_decay, lr_scale, settings, is_decoupled=False)
     return tx if momentum is None else replace(tx, name="sgd with momentum")
 
 
@@ -250,39 +247,41 @@ def lion(
         _for_each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, momentum)
 
-    settings = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "lr_scale": lr_scale}
-    config = {"lion": config_texts(learning_rate=learning_rate, **settings)}
-    return _in_place_transform(init, step, config, weight_decay, lr_scale, learning_rate)
+    return _in_place_transform("lion", init, step, learning_rate, weight_decay, lr_scale, {"b1": b1, "b2": b2})
 
 
 def _in_place_transform(
+    name: str,
     init: Any,
     step: Callable[..., tuple[Any, Any]],
-    config: Mapping[str, Any],
+    learning_rate: ScalarOrSchedule,
     weight_decay: PerPath,
-    lr_scale: PerPath = 1.0,
-    learning_rate: ScalarOrSchedule | None = None,
+    lr_scale: PerPath,
+    settings: Mapping[str, Any],
+    *,
+    is_decoupled: bool = True,
 ) -> Transform:
     """Return a transformation made of a step that changes parameters in place.
 
-    ``update`` runs the step on parameters of zeros, as a difference of parameters would lose digits. Weight decay times the
-    learning rate is added to the update; without a rate weight decay is added to the gradients.
+    ``update`` runs the step on parameters of zeros, as a difference of parameters would lose digits. Decoupled weight decay
+    times the learning rate is added to the update; other weight decay is added to the gradients.
     """
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         return step(grads, state, params, weight_decay, comm=comm, donate=donate)
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
-        if learning_rate is None:
+        if not is_decoupled:
             grads = optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params)
-            grads = add_scaled_parameters_(grads, params, 1.0, comm.rank, lr_scale, weight_decay)
+            grads = add_scaled_parameters_(grads, params, 1.0, comm.rank, 1.0, weight_decay)
         updates, new = step(grads, state, _zeros_like_tree(params), 0.0, comm=comm, donate=False)
-        if learning_rate is not None:
+        if is_decoupled:
             rate = schedule_value(learning_rate, state.count)
             updates = add_scaled_parameters_(updates, params, -rate, comm.rank, lr_scale, weight_decay)
         return updates, new
 
-    return Transform(init, update, config, apply, next(iter(config)))
+    texts = config_texts(learning_rate=learning_rate, **settings, weight_decay=weight_decay, lr_scale=lr_scale)
+    return Transform(init, update, {name: texts}, apply, name)
 
 
 def add_scaled_parameters_(tree: Any, params: Any, factor: Any, rank: int, lr_scale: PerPath, weight_decay: PerPath) -> Any:

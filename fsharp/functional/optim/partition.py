@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from fsharp.errors import LayoutError, PatternError, problem
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+from fsharp.functional.layout.sharded import Sharded, map_units, merge, units_of
 from fsharp.functional.optim.base import (
     InnerUpdate,
     Transform,
@@ -68,10 +68,11 @@ def partition(
         return PartitionState({label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()})
 
     def step(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
-        outs, new = {}, {}
+        result, new = params, {}
         for label, tx in txs.items():
-            outs[label], new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
-        return _join_parts(params, list(outs.values())), PartitionState(new)
+            out, new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
+            result = merge(result, out)
+        return result, PartitionState(new)
 
     update, apply = update_and_apply_from(step)
     return Transform(init_parts, update, config, apply, name, extra)
@@ -106,14 +107,6 @@ def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tupl
         return result, PartitionState(new)
 
     return init, update
-
-
-def _join_parts(like: Any, parts: list[Any]) -> Any:
-    def one(whole: Sharded, *pieces: Sharded) -> Sharded:
-        held = {g: b for piece in pieces for g, b in zip(piece.groups, piece.buffers, strict=True)}
-        return whole.replace([held[g] for g in whole.groups])
-
-    return map_units(one, like, *parts)
 
 
 class MaskedState(NamedTuple):
