@@ -408,8 +408,8 @@ class Replicas(BackgroundSaver):
         ]
         if lost and found is None:
             lost += [("damaged", text) for text in copies.values()]
-            disk = "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
-            remedy = f"More than {self._copies} hosts have lost their memory, or copies are damaged. {disk}"
+            rest = "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
+            remedy = f"More than {self._copies} hosts have lost their memory, or copies are damaged. {rest}"
             raise CheckpointError(problem("restore()", "no newer save in memory of hosts is complete.", lost, remedy))
         if lost and self._comm.rank == 0:
             _log.warning(problem("restore()", f"using step {found and found.step}: newer saves are incomplete.", lost))

@@ -244,7 +244,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
         ) from error
     except (dist.DistError, TimeoutError) as error:
-        missing, _ = _store_thread.query(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
+        missing, _ = _store_thread.query(lambda: [rank for rank in ranks if not store.check([str(rank)])], list[int]())
         raise CommError(
             f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
             f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
