@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from fsharp.errors import FsharpError, ScheduleError, problem
-from fsharp.stateful.modules.module import ShardedModule, _session_of
+from fsharp.stateful.modules.module import ShardedModule
+from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.testing.accesses import AccessLoggingMode
@@ -244,7 +245,7 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
 
     Cost: about 50 microseconds, and some memory, for each op of torch: check a few steps, not an epoch.
     """
-    scheduler = _session_of(engine).scheduler if isinstance(engine, ShardedModule) else engine
+    scheduler = session_of_module(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check_can_simulate(scheduler)
     lanes = VirtualLanes(describe=lambda key: _op_text(scheduler, key), here=lambda: _point_of_step_text(scheduler))
     report = RaceReport(lanes, lambda span: _place_text(scheduler, span))

@@ -16,7 +16,7 @@ from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource, copied_buffers
 from fsharp.stateful.modules.initial.dtensors import as_dtensors
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
-from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.modules.state_dict import (
     gather_whole_tensors,
     load_state_dict_into_parts,
@@ -49,7 +49,7 @@ class ShardedModule(nn.Module):
         The first backward outside of the context adds its gradients, and reduces the sum over ranks. Gradients are added, not
         averaged: divide each loss by the number of backward passes. Accumulated gradients are not in ``.grad`` yet.
         """
-        step = _session_of(self).step
+        step = session_of_module(self).step
         before, step.is_accumulating = step.is_accumulating, True
         try:
             yield
@@ -69,7 +69,7 @@ class ShardedModule(nn.Module):
             ScheduleError: there are no gradients.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True. All ranks raise.
         """
-        means, norm_type = _session_of(self).step.means, float(norm_type)
+        means, norm_type = session_of_module(self).step.means, float(norm_type)
         if means.tree is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
         norm = means.norm(norm_type)
@@ -88,7 +88,7 @@ class ShardedModule(nn.Module):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients. A forward whose backward has not run yet stays valid. ``set_to_none=False`` is an error."""
-        _session_of(self).step.drop_gradients(set_to_none=set_to_none)
+        session_of_module(self).step.drop_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
         """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters ``params``.
@@ -98,7 +98,7 @@ class ShardedModule(nn.Module):
         torch.func. Writes to buffers in a forward are discarded. A checkpoint of a unit computes again with the parameters of
         the call. Inside of a forward of this module ``fn`` raises an error.
         """
-        session = _session_of(self)
+        session = session_of_module(self)
 
         @api_boundary
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
@@ -123,27 +123,27 @@ class ShardedModule(nn.Module):
             TreeError: the new state has another layout, place or dtype.
             ScheduleError: the state is set while a step is under way.
         """
-        return _session_of(self).state.train_state
+        return session_of_module(self).state.train_state
 
     @train_state.setter
     @api_boundary
     def train_state(self, state: TrainState) -> None:
-        _session_of(self).adopt_state(state)
+        session_of_module(self).adopt_state(state)
 
     @property
     def layout(self) -> Layout:
         """The layout: which element of which parameter rests on which rank."""
-        return _session_of(self).layout
+        return session_of_module(self).layout
 
     @property
     def comm(self) -> Comm:
         """The Comm of the ranks over which the module is sharded."""
-        return _session_of(self).scheduler.comm
+        return session_of_module(self).scheduler.comm
 
     @property
     def step(self) -> ScheduledFunction:
         """The scheduled training step, for ``model.step.schedule`` and ``model.step.start_trace()``."""
-        return _session_of(self).step.scheduled
+        return session_of_module(self).step.scheduled
 
     @api_context
     def unsharded(self, *, write: bool = False) -> Iterator[None]:
@@ -155,7 +155,7 @@ class ShardedModule(nn.Module):
 
         Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
         """
-        session = _session_of(self)
+        session = session_of_module(self)
         if write and session.is_averaged:
             raise ScheduleError("unsharded(write=True): inside of averaged(), whose end would discard the writes.")
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
@@ -193,9 +193,9 @@ class ShardedModule(nn.Module):
         parts that all ranks have saved. A parameter with several names has one part. Inside of :meth:`unsharded` values are
         whole tensors. Parameters that are DTensors, sharded on other axes, are an error.
         """
-        if _session_of(self).is_unsharded:
+        if session_of_module(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
-        refuse_dtensors("state_dict()", _session_of(self))
+        refuse_dtensors("state_dict()", session_of_module(self))
         found, parts = super().state_dict(*args, **kwargs), dict[str, ShardedTensor]()
         for name, value in found.items():
             if isinstance(value, ShardedTensor):
@@ -222,7 +222,7 @@ class ShardedModule(nn.Module):
         Cost: a pass over elements that several ranks hold, and a gather of updated parameters. Memory: the resting parameters
         of one unit.
         """
-        session = _session_of(self)
+        session = session_of_module(self)
         load = partial(super().load_state_dict, state_dict, strict=strict, assign=assign)
         if session.is_unsharded:
             return load()
@@ -253,7 +253,7 @@ class ShardedModule(nn.Module):
 
         Cost: a gather of all units. Memory: one full unit, and on that rank the whole state dict in host memory.
         """
-        where, session = "full_state_dict()", _session_of(self)
+        where, session = "full_state_dict()", session_of_module(self)
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
@@ -283,7 +283,7 @@ class ShardedModule(nn.Module):
         """
         where, own = "load_full_state_dict()", self.state_dict()
         like = {(name,): part for name, part in own.items() if isinstance(part, ShardedTensor)}
-        return self.load_state_dict(scatter_from_rank(where, state_dict, rank, _session_of(self).scheduler, like), strict)
+        return self.load_state_dict(scatter_from_rank(where, state_dict, rank, session_of_module(self).scheduler, like), strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Raise an error: functions of torch.distributed.checkpoint.state_dict, which call this method, do not work here."""
@@ -301,18 +301,13 @@ class ShardedModule(nn.Module):
         a warning if it has rounded them. ``trained=True`` leaves frozen parameters out, for example to export adapters.
         The caller may keep the tensors. Memory: one unit.
         """
-        session = _session_of(self)
+        session = session_of_module(self)
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("full_parameters()", chosen)
         session.state.propagate_writes()
         for part, value in gather_whole_tensors(chosen, session.scheduler.comm_with_history_labels):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
-
-
-def _session_of(module: nn.Module) -> Session:
-    session: Session = module.__dict__["_fsharp"][0]
-    return session
 
 
 def _warn_of_rounded_frozen(where: str, parameters: Iterable[ShardedParameter]) -> None:

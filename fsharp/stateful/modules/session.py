@@ -311,6 +311,12 @@ def install_gathering_subclass(
     module.__class__ = _gathering_subclass(type(module), ("__call__", *entries), mixins)  # type: ignore[arg-type]
 
 
+def session_of_module(module: nn.Module) -> Session:
+    """Return the session of a ShardedModule, or of one of its submodules."""
+    session: Session = module.__dict__["_fsharp"][0]
+    return session
+
+
 @cache
 def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
     about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(given, {})
         for group in self.param_groups:
             group.pop("param_names", None)
-        self.session = _session_of([p for group in self.param_groups for p in group["params"]])
+        self.session = _session_of_parameters([p for group in self.param_groups for p in group["params"]])
         self.inner: Any = None
         self._tx: Transform | None = None
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
@@ -457,7 +457,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
 
-def _session_of(params: list[Any]) -> Session:
+def _session_of_parameters(params: list[Any]) -> Session:
     for i, parameter in enumerate(params):
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(
