@@ -57,6 +57,39 @@ UNITS = {
 }
 
 
+class Noise(nn.Module):
+    """A parameter, and random numbers that two modules share."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, DIM))
+        self.register_buffer("table", table)
+
+    def reset_parameters(self):
+        self.weight.normal_()
+        self.table.normal_()
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        table = torch.empty(DIM)
+        self.first, self.second = Noise(table), Noise(table)
+
+
+@pytest.mark.parametrize("units", [None, "*"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_buffer_that_modules_share_has_one_value_on_all_ranks(size, units):
+    def rank_fn(comm):
+        return everything(comm, fs.zero3("dp"), units, make=Shares)
+
+    expected = made(make=Shares)
+    assert expected["first.table"].std() > 0
+    assert_same(expected["first.table"], expected["second.table"])
+    for found in simulate(fs.Mesh({"dp": size}), rank_fn):
+        assert_same(found, expected)
+
+
 def everything(comm, strategy, units, key=3, make=Mixed, **options):
     """Parameters and buffers of a module that is made on the meta device, whole."""
     with torch.device("meta"):

@@ -145,7 +145,10 @@ class Initializers:
         self.unfilled: set[str] = set()  # paths of tensors that no initializer has filled so far
         self._last_root: str | None = None
         self._parameters: dict[int, torch.Tensor] = {}  # of the last initializer, by id of the meta tensor
-        self._buffers: dict[int, torch.Tensor] = {}  # of all initializers, as modules may share a buffer
+        self._buffers: dict[int, torch.Tensor] = {}  # of all initializers, by id of the meta tensor
+        self._first_path: dict[int, str] = {}  # of each buffer: of modules that share it, the first one initializes it
+        for path, buffer in module.named_buffers(remove_duplicate=False):
+            self._first_path.setdefault(id(buffer), path)
 
     def value(self, path: str) -> torch.Tensor:
         """Return the value of a parameter or buffer: what an initializer makes of a meta tensor, else the tensor itself."""
@@ -153,7 +156,7 @@ class Initializers:
         given: torch.Tensor = getattr(self._module.get_submodule(owner), name)
         if not given.is_meta:
             return local_tensor(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
-        root = self._path_of_initializer(owner)
+        root = self._path_of_initializer(self._first_path.get(id(given), path).rpartition(".")[0])
         if root != self._last_root and id(given) not in self._buffers:
             self._last_root, self._parameters = root, {}
             self._run_initializer(root)
@@ -194,7 +197,7 @@ class Initializers:
                         elif fill := getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None):
                             fill()
             for full, _, places, key, old in rows:
-                if old.is_meta:
+                if old.is_meta and self._first_path.get(id(old), full) == full:
                     kept = self._parameters if isinstance(old, nn.Parameter) else self._buffers
                     kept[id(old)] = self._value_after_initializer(full, old, rooms[id(old)], places.get(key))
         finally:
