@@ -71,7 +71,8 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
         return best
     most, fewer = best[2], 1
     # Uses nest: the use whose backward comes first had the last forward.
-    number = bisect_right(range(1, len(first) + 1), most, key=lambda n: _peak_live_nbytes(emit(first[:n]), program))
+    peak_live_nbytes = lambda n: lower_bound([*_arena_items(emit(first[:n]), program).values()])  # noqa: E731
+    number = bisect_right(range(1, len(first) + 1), most, key=peak_live_nbytes)
     while number > 0:
         found = place_buffers(emit(first[:number]), program, max_nbytes=best[1])
         if found is not None:
@@ -81,10 +82,6 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
 
 
 ItemsByBuffer = dict[BufferKey, ArenaItem]
-
-
-def _peak_live_nbytes(unplaced: Sequence[UnplacedOp], program: Program) -> int:
-    return lower_bound(list(_arena_items(unplaced, program).values()))
 
 
 def _live_nbytes_by_op(unplaced: Sequence[UnplacedOp], items: ItemsByBuffer) -> list[int]:

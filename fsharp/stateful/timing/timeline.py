@@ -65,7 +65,8 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """Fraction of the collectives' time in which the compute stream works; 1 if there are no collectives."""
-        working = union_of_intervals(piece for span in self.spans if _is_computing(span) for piece in self.pieces_in_step(span))
+        computing = [span for span in self.spans if span.stream == "compute" and span.kind != WAITING]
+        working = union_of_intervals(piece for span in computing for piece in self.pieces_in_step(span))
         total, hidden, kinds_that_send = 0.0, 0.0, kinds_with_collectives()
         for stream in STREAMS:
             sent = [s for s in self.spans if s.stream == stream and s.kind in kinds_that_send]
@@ -154,7 +155,3 @@ def union_of_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 def total_length(intervals: Iterable[Interval]) -> float:
     """Return the length of disjoint intervals."""
     return sum(stop - start for start, stop in intervals)
-
-
-def _is_computing(span: TimeSpan) -> bool:
-    return span.stream == "compute" and span.kind != WAITING

@@ -24,7 +24,8 @@ def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
     session.step.abandon_forwards("averaged()")
     state.propagate_writes()
-    shown = _buffer_by_unit_and_group(state.optimizer_copies())
+    copies = units_of(state.optimizer_copies())
+    shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
     nodes = units_of((trainable(state.train_state.params), state.train_state.main))
     targets = [buffer for node in nodes for buffer in node.buffers]
     own = [target.detach().clone() for target in targets]
@@ -37,10 +38,6 @@ def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
     finally:
         state.fill_buffers(targets, own)
         session.is_averaged = False
-
-
-def _buffer_by_unit_and_group(tree: Any) -> _BufferByUnitAndGroup:
-    return {(node.name, g): b for node in units_of(tree) for g, b in zip(node.groups, node.buffers, strict=True)}
 
 
 def _average_buffers(opt_state: Any) -> _BufferByUnitAndGroup:
