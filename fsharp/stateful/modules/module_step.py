@@ -300,6 +300,5 @@ def _refuse_discarded_backward(where: str) -> None:
 
 
 def _begin_backward_of(step: "weakref.ref[ModuleStep]", grads: object = None) -> None:
-    alive = step()
-    if alive is not None:
+    if (alive := step()) is not None:
         alive._begin_backward()

@@ -83,13 +83,12 @@ class Arena:
         """At the start of a step, use the units that the previous step has gathered for it, and gather the missing units."""
         for bound in schedule.carried:
             units = [each.unit for each in bound.bucket_members if each.unit is not None]
-            buffers = [schedule.unsharded_by_unit[unit.key] for unit in units]
-            nodes = [unit.node for unit in units]
-            if all(n is None or x.is_filled_from(buffers_stamp(n)) for x, n in zip(buffers, nodes, strict=True)):
-                for unsharded in buffers:
+            found = [(schedule.unsharded_by_unit[unit.key], unit.node) for unit in units]
+            if all(node is None or unsharded.is_filled_from(buffers_stamp(node)) for unsharded, node in found):
+                for unsharded, _ in found:
                     unsharded.begin_step(self._executor.number)
             else:
-                for unsharded in buffers:
+                for unsharded, _ in found:
                     unsharded.release()
                 self._executor.run_op(bound)
 

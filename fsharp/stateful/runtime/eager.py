@@ -145,8 +145,7 @@ class EagerOps:
     def _release_overlapping_units(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
         """Yield ops that release buffers which overlap ``unsharded``, in the arena of the schedule that was left.
 
-        Raises:
-            ScheduleError: such a buffer is in use, or callers have views of a gradient there.
+        Raises ScheduleError if a buffer is in use, or callers have views of a gradient there.
         """
         if unsharded.where is None or self._left is None:
             return

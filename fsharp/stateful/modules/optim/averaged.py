@@ -13,8 +13,6 @@ from fsharp.functional.optim.ema import WithEmaState
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.te import preserving_amax_histories
 
-_BufferByUnitAndGroup = dict[tuple[str, int], torch.Tensor]
-
 
 @contextmanager
 def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
@@ -40,7 +38,7 @@ def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
         session.is_averaged = False
 
 
-def _average_buffers(opt_state: Any) -> _BufferByUnitAndGroup:
+def _average_buffers(opt_state: Any) -> dict[tuple[str, int], torch.Tensor]:
     is_average = lambda x: isinstance(x, WithEmaState)  # noqa: E731
     states = [x for x in optree.tree_leaves(opt_state, is_leaf=is_average) if is_average(x)]
     if not states:
@@ -48,7 +46,7 @@ def _average_buffers(opt_state: Any) -> _BufferByUnitAndGroup:
             "averaged(): the optimizer keeps no average. Make it of fs.optim.with_ema(fs.optim.adamw(...), decay=...). With a "
             "class of torch.optim, average `params` of `fn, params = model.functional()`, and call fn with the averages."
         )
-    found: _BufferByUnitAndGroup = {}
+    found = dict[tuple[str, int], torch.Tensor]()
     for state in states:
         for node in units_of(state.ema):
             for group, buffer in zip(node.groups, node.buffers, strict=True):
