@@ -451,7 +451,7 @@ def test_an_error_that_each_later_call_raises_shows_that_call_alone():
         return [raised(lambda: comm.all_reduce(torch.ones(1), "dp"))[1] for _ in range(2)]
 
     for shown in processes(TWO, use):
-        assert shown == [["<lambda>"]] * 2
+        assert shown == [["<lambda>", "torch.utils._contextlib.decorate_context"]] * 2
 
 
 def test_what_the_interpreter_prints(tmp_path):

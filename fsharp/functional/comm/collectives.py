@@ -38,15 +38,19 @@ class _Collective:
     """A collective with its arguments, for :class:`_DifferentiableCollective`.
 
     Attributes:
-        call: calls the Comm with contiguous values.
+        call: the method of the Comm.
         primitive: the primitive of this module that makes this collective; vmap calls it again.
         transpose: the primitive that is its transpose.
+        to_argument: function from ``[..., c]`` to the argument of the method.
+        from_result: function from the result of the method to ``[..., c]``; None if they are equal.
         jvp: the primitive for tangents; None means ``primitive``.
     """
 
     call: Callable[[torch.Tensor], torch.Tensor]
     primitive: Callable[[torch.Tensor], torch.Tensor]
     transpose: Callable[[torch.Tensor], torch.Tensor]
+    to_argument: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+    from_result: Callable[[torch.Tensor], torch.Tensor] | None = None
     jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -55,7 +59,8 @@ class _DifferentiableCollective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
-        return collective.call(x.contiguous())
+        out = collective.call(collective.to_argument(x))
+        return out if collective.from_result is None else collective.from_result(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -89,12 +94,12 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     if _needs_no_collective(x, comm, axis):
         return x
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        parts = comm.all_gather(x, axis)
+    def joined(parts: torch.Tensor) -> torch.Tensor:
         return parts.movedim(0, -2).reshape(*parts.shape[1:-1], -1)
 
     primitive, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
-    return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
+    found = _Collective(partial(comm.all_gather, axis=axis), primitive, transpose, from_result=joined)
+    return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -116,11 +121,14 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
         return x.to(dtype or x.dtype)
     n, wire = comm.mesh.axis_size(axis), x.dtype
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return comm.reduce_scatter(_split_last_dim(x, n).contiguous(), axis, dtype=dtype or wire)
-
+    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
     primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
-    found = _Collective(call, primitive, lambda y: all_gather_last(y.to(wire), comm, axis))
+    found = _Collective(
+        call,
+        primitive,
+        lambda y: all_gather_last(y.to(wire), comm, axis),
+        to_argument=lambda x: _split_last_dim(x, n).contiguous(),
+    )
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,7 @@ from fsharp.functional.comm.watch import CommWatch, RankStatuses, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.tracebacks import api_boundary
+from fsharp.tracebacks import api_boundary, hide_frames
 from fsharp.type_checks import options_checked
 
 # torch 2.13 gave this function a new name.
@@ -179,69 +179,81 @@ class ProcessGroupComm:
             self._whole = None
         abort_groups(groups, is_native=self.is_native)
 
-    @api_boundary
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Return a tensor ``[n, *x.shape]`` with ``x`` of all ranks, in order of coordinate. Any dtype: bytes travel."""
-        n = self.mesh.axis_size(axis)
-        out = x.new_empty((n, *x.shape))
-        if self.is_native:
-            self.watch.raise_if_failed()
-            job_store.all_gather_into(_view_as_bytes(out), _view_as_bytes(x), group=self.group(axis))
-        else:
-            text = _label_text("all_gather", x, axis, label)
-            self._send_and_receive([_view_as_bytes(x)] * n, list(_view_as_bytes(out).view(n, -1)), axis, text)
-        return out
+        try:  # not @api_boundary, which is a frame more in each collective
+            n = self.mesh.axis_size(axis)
+            out = x.new_empty((n, *x.shape))
+            if self.is_native:
+                self.watch.raise_if_failed()
+                job_store.all_gather_into(_view_as_bytes(out), _view_as_bytes(x), group=self.group(axis))
+            else:
+                text = _label_text("all_gather", x, axis, label)
+                self._send_and_receive([_view_as_bytes(x)] * n, list(_view_as_bytes(out).view(n, -1)), axis, text)
+            return out
+        except Exception as error:
+            hide_frames(error)
+            raise
 
-    @api_boundary
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return the sum over ranks of ``x[c]`` in ``dtype``, where ``c`` is this rank's coordinate along the axis."""
-        dtype = dtype or x.dtype
-        if not self._rank_order:
-            self.watch.raise_if_failed()
-            out = x.new_empty(x.shape[1:])
-            _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
-            return out.to(dtype)
-        return sum_in_rank_order(self._exchange_rows(x, axis, _label_text("reduce_scatter", x, axis, label)), dtype)
+        try:
+            dtype = dtype or x.dtype
+            if not self._rank_order:
+                self.watch.raise_if_failed()
+                out = x.new_empty(x.shape[1:])
+                _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
+                return out.to(dtype)
+            return sum_in_rank_order(self._exchange_rows(x, axis, _label_text("reduce_scatter", x, axis, label)), dtype)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
-    @api_boundary
     @torch.no_grad()
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Return the elementwise sum (in order of rank), maximum or minimum over ranks of ``x``."""
-        n = self.mesh.axis_size(axis)
-        if not self._rank_order:
-            self.watch.raise_if_failed()
-            out = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group(axis))
-            return out
-        if op != "sum":
-            parts = self.all_gather(x, axis, label=f"{label or _DEFAULT_LABEL} {op}")
-            return parts.amax(0) if op == "max" else parts.amin(0)
-        if x.numel() * x.element_size() * (n - 1) <= _MAX_ONE_ROUND_NBYTES:
-            return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
-        part = -(-x.numel() // n)
-        padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
-        parts = self._exchange_rows(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
-        return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
+        try:
+            n = self.mesh.axis_size(axis)
+            if not self._rank_order:
+                self.watch.raise_if_failed()
+                out = x.clone(memory_format=torch.contiguous_format)
+                dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group(axis))
+                return out
+            if op != "sum":
+                parts = self.all_gather(x, axis, label=f"{label or _DEFAULT_LABEL} {op}")
+                return parts.amax(0) if op == "max" else parts.amin(0)
+            if x.numel() * x.element_size() * (n - 1) <= _MAX_ONE_ROUND_NBYTES:
+                return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
+            part = -(-x.numel() // n)
+            padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
+            parts = self._exchange_rows(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
+            return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
-    @api_boundary
     @torch.no_grad()
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
         """Send the next ``send[r]`` elements of ``x`` to each rank ``r``; return ``receive[r]`` elements from each."""
-        out = x.new_empty(sum(receive))
-        width = x.element_size()
-        to, source = ([n * width for n in sizes] for sizes in (send, receive))
-        if self.is_native:
-            self.watch.raise_if_failed()
-            group = self._group_of_all_ranks() if axis is None else self.group(axis)
-            dist.all_to_all_single(_view_as_bytes(out), _view_as_bytes(x), source, to, group=group)
-        else:
-            text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-            self._send_and_receive(_view_as_bytes(x).split(to), _view_as_bytes(out).split(source), axis, text)
-        return out
+        try:
+            out = x.new_empty(sum(receive))
+            width = x.element_size()
+            to, source = ([n * width for n in sizes] for sizes in (send, receive))
+            if self.is_native:
+                self.watch.raise_if_failed()
+                group = self._group_of_all_ranks() if axis is None else self.group(axis)
+                dist.all_to_all_single(_view_as_bytes(out), _view_as_bytes(x), source, to, group=group)
+            else:
+                text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
+                self._send_and_receive(_view_as_bytes(x).split(to), _view_as_bytes(out).split(source), axis, text)
+            return out
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     def _group_of_all_ranks(self) -> dist.ProcessGroup:
         """Return a group of all ranks of the mesh: that of an axis with all ranks, or one made on first use."""
